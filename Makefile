@@ -1,0 +1,37 @@
+# Two commands: `make quickstart` and `make test`. Everything lives in .venv; delete it and it is made again.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test slow lint docs clean
+
+quickstart: $(VENV)/quickstart.stamp
+	$(BIN)/lmworks run recipes/quickstart.yaml
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m slow --timeout 7200
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python -m lmworks.recipe.reference > docs/recipe.md
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lmworks needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev]'
+	touch $@ $(VENV)/quickstart.stamp

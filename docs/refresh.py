@@ -1,0 +1,80 @@
+"""Bring README.md up to date with a finished run: python docs/refresh.py RUN [TESTS]
+
+Writes what `lmworks run` printed at the end of RUN and the picture of its run page; with TESTS, a file with the output of `make test`,
+also its last line. Needs the extra `dev` and a chromium for the picture. Run it from the root of the repository.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from lmworks.doctor.page import write_page
+from lmworks.errors import UserError
+from lmworks.files import write_text
+from lmworks.run.summary import summary
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "figures" / "run-page.png"
+WIDTH = 100  # columns that a page on GitHub shows without scrolling
+_WIDE = 1280  # pixels of the picture
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def printed(run_dir: Path) -> str:
+    """The end of the run as a terminal of WIDTH columns shows it."""
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+    console.print(summary(run_dir))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+
+
+def replace_block(document: str, name: str, text: str) -> str:
+    """Put `text` as a block of plain text between the marks of `name`."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    if begin not in document or end not in document:
+        raise UserError(f"README.md has no block {name!r}; keep the lines {begin} and {end} in it")
+    before, rest = document.split(begin)
+    return f"{before}{begin}\n```text\n{text}\n```\n{end}{rest.split(end)[1]}"
+
+
+def take_picture(page: Path, picture: Path) -> None:
+    """The top of a run page, down to the loss curve, in a light browser, as a PNG of few colours."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        raise UserError(f"no browser to take the picture with: none of {', '.join(BROWSERS)} is in PATH")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": _WIDE, "height": 900}, color_scheme="light")
+        view.goto(page.resolve().as_uri())
+        first = view.locator("section").first.bounding_box()
+        assert first is not None, "a run that has trained has a loss curve"
+        view.screenshot(path=picture, full_page=True, clip={"x": 0, "y": 0, "width": _WIDE, "height": first["y"] + first["height"] + 24})
+        browser.close()
+    Image.open(picture).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(picture, optimize=True)
+
+
+def main(run_dir: Path, tests: Path | None = None) -> None:
+    document = replace_block((ROOT / "README.md").read_text(encoding="utf-8"), "quickstart", printed(run_dir))
+    if tests is not None:
+        (line,) = re.findall(r"^.*\d+ passed.* in .*$", tests.read_text(encoding="utf-8"), flags=re.M)[-1:] or [""]
+        if not line:
+            raise UserError(f"{tests} has no line that says how many tests passed")
+        document = replace_block(document, "tests", line.strip("= "))
+    take_picture(write_page(run_dir), PICTURE)
+    write_text(ROOT / "README.md", document)
+
+
+if __name__ == "__main__":
+    try:
+        main(*map(Path, sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,90 @@
+"""Looking at a directory of checkpoints without changing it; safe while a run writes into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lmworks.checkpoint import manifest
+from lmworks.checkpoint.retention import Saved
+
+META = "meta.json"
+_STEP = re.compile(r"step-(\d{8,})\Z")
+
+
+def name_of(step: int) -> str:
+    """The directory name of a step's checkpoint; sorts by step."""
+    return f"step-{step:08d}"
+
+
+def directories(directory: Path) -> list[Path]:
+    """The checkpoints by rising step, good or not."""
+    try:
+        found = [path for path in Path(directory).iterdir() if _STEP.match(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's directory."""
+    match = _STEP.match(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), values."""
+    return dict(json.loads((path / META).read_text()))
+
+
+def saved(directory: Path) -> list[Saved]:
+    """What retention needs, of every checkpoint whose document can be read; the others it must not touch."""
+    found = []
+    for path in directories(directory):
+        try:
+            document = read_meta(path)
+            found.append(Saved(path, document["step"], int(document["meta"].get("tokens", 0)), document["metric"], document["permanent"]))
+        except (OSError, ValueError, KeyError):
+            continue
+    return found
+
+
+def list_checkpoints(directory: Path) -> list[dict[str, Any]]:
+    """One row per checkpoint, oldest first: path, step, tokens, phase, metric, permanent, time, bytes, files; `problem` where its
+    manifest or document cannot be read. Nothing is hashed: see `verify`."""
+    rows = []
+    for path in directories(directory):
+        row: dict[str, Any] = {"path": str(path), "step": step_of(path), "problem": None}
+        try:
+            document, files = read_meta(path), manifest.entries(path)
+            row |= {key: document[key] for key in ("metric", "permanent")}
+            row |= {key: document["meta"].get(key) for key in ("tokens", "phase")}
+            row |= {"bytes": sum(entry.bytes for entry in files.values()), "files": len(files)}
+            row["time"] = (path / manifest.NAME).stat().st_mtime
+        except (OSError, ValueError, KeyError) as error:
+            row["problem"] = str(error) or repr(error)
+        rows.append(row)
+    return rows
+
+
+def verify(directory: Path) -> list[dict[str, Any]]:
+    """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte."""
+    rows = []
+    for path in directories(directory):
+        reason = manifest.problem(path)
+        rows.append({"path": str(path), "step": step_of(path), "good": reason is None, "problem": reason})
+    return rows
+
+
+def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest checkpoint that verifies, and the newer ones that were refused, with the reason; nothing is renamed."""
+    refused: list[tuple[Path, str]] = []
+    for path in reversed(directories(directory)):
+        reason = manifest.problem(path)
+        if reason is None:
+            return path, refused
+        refused.append((path, reason))
+    return None, refused

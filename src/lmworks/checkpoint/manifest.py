@@ -1,0 +1,119 @@
+"""The manifest: size and SHA-256 of each file of a checkpoint, written last, and of itself.
+
+A directory without a manifest is no checkpoint. Every byte of a checkpoint is covered: the files by their hashes, the manifest by
+the hash that it carries over its other entries and by being written in one canonical form only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lmworks.files import sha256_file
+
+NAME = "manifest.json"
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its size in bytes and the hex SHA-256 of its content."""
+
+    bytes: int
+    sha256: str
+
+
+def _canonical(files: dict[str, Entry]) -> bytes:
+    body: dict[str, Any] = {"format": 1, "files": {name: vars(files[name]) for name in sorted(files)}}
+    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps(body, indent=1).encode() + b"\n"
+
+
+def seal(directory: Path, files: dict[str, Entry]) -> None:
+    """Write the manifest of `files`, synced."""
+    write_synced(directory / NAME, _canonical(files))
+
+
+def write_synced(path: Path, data: bytes) -> Entry:
+    """Write a new file and sync it; returns what a manifest says of it."""
+    with open(path, "xb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return Entry(len(data), hashlib.sha256(data).hexdigest())
+
+
+def entries(directory: Path) -> dict[str, Entry]:
+    """The files that the manifest names; `ValueError` with the reason if the manifest is missing or not as it was written."""
+    try:
+        data = (directory / NAME).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{NAME} is missing") from None
+    try:
+        files = {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in json.loads(data)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{NAME} is not readable") from None
+    if _canonical(files) != data or any(Path(name).name != name for name in files):
+        raise ValueError(f"{NAME} is not as it was written")
+    return files
+
+
+def problem(directory: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Why the directory is not a good checkpoint, or None. Hashes in parallel threads.
+
+    share: (rank, ranks); each rank hashes its part of the files, so that many machines verify a large checkpoint together.
+    """
+    try:
+        files = entries(directory)
+        reasons: dict[str, str] = {}
+        rank, ranks = share
+        parallel(lambda name: _check(directory / name, files[name], reasons), sorted(files)[rank::ranks])
+    except (ValueError, OSError) as error:
+        return str(error)
+    return "; ".join(reasons[name] for name in sorted(reasons)) or None
+
+
+def _check(path: Path, expected: Entry, reasons: dict[str, str]) -> None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            reasons[path.name] = f"{path.name} has {size} bytes, not {expected.bytes}"
+        elif sha256_file(path) != expected.sha256:
+            reasons[path.name] = f"{path.name} has other content than was written (SHA-256 differs)"
+    except FileNotFoundError:
+        reasons[path.name] = f"{path.name} is missing"
+    except OSError as error:
+        reasons[path.name] = f"{path.name} cannot be read ({error.strerror})"
+
+
+def parallel(work: Callable[[_Item], None], items: Iterable[_Item], threads: int | None = None) -> None:
+    """Call `work` on each item in a few threads and raise the first exception. (An executor refuses work while Python shuts down,
+    which is when a last save may still be running.)"""
+    queue, lock = iter(list(items)), threading.Lock()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        while not failures:
+            with lock:
+                item = next(queue, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException as error:
+                failures.append(error)
+
+    helpers = [threading.Thread(target=run, daemon=True) for _ in range(max(0, (threads or min(8, os.cpu_count() or 1)) - 1))]
+    for helper in helpers:
+        helper.start()
+    run()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,63 @@
+"""Which checkpoints are kept (SPEC CKP3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmworks.errors import UserError
+from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.units import Duration
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What retention knows of a checkpoint. metric: lower is better."""
+
+    path: Path
+    step: int
+    tokens: int
+    metric: float | None
+    permanent: bool
+
+
+def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | None = None) -> dict[int, str]:
+    """step -> why it is kept; the others may go. `newest` is the step just saved, which always stays.
+
+    keep_every keeps the first checkpoint in each interval, so that it also works when saves do not fall on its multiples.
+    """
+    ordered = sorted(saved, key=lambda one: one.step)
+    reasons: dict[int, list[str]] = {}
+
+    def add(one: Saved, reason: str) -> None:
+        reasons.setdefault(one.step, []).append(reason)
+
+    for one in ordered[-options.keep_last:]:
+        add(one, "last")
+    for one in ordered:
+        if one.step == newest and one.step not in reasons:
+            add(one, "newest")
+        if one.permanent:
+            add(one, "permanent")
+    scored = [one for one in ordered if one.metric is not None and math.isfinite(one.metric)]
+    if options.keep_best and scored:
+        add(min(scored, key=lambda one: one.metric or 0.0), "best")
+    if options.keep_every is not None:
+        seen = {0}
+        for one in ordered:
+            interval = _position(one, options.keep_every, total_tokens)
+            if interval not in seen:
+                seen.add(interval)
+                add(one, "every")
+    return {step: ", ".join(why) for step, why in reasons.items()}
+
+
+def _position(one: Saved, every: Duration, total_tokens: int | None) -> int:
+    if every.unit == "steps":
+        return one.step // max(1, int(every.value))
+    if every.unit == "tokens":
+        return one.tokens // max(1, int(every.value))
+    if total_tokens is None:
+        raise UserError(f"checkpoints.keep_every: {every.text()} of what? write it in steps or tokens")
+    return one.tokens // max(1, every.tokens(step_tokens=1, phase_tokens=total_tokens))

@@ -1,0 +1,83 @@
+"""`lmworks chat` and `lmworks serve`: talking to a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from lmworks.serve.engine import Engine
+
+RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one with a model in Hugging Face's form.")]
+
+BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model, although there is a tuned one.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command("chat")(chat)
+    app.command("serve")(serve)
+
+
+def _open(path: Path, base: bool) -> Engine:
+    from lmworks.serve.opening import engine_for, open_run
+
+    if not (path / "config.json").is_file():
+        return open_run(path, base)
+    from lmworks.export.huggingface import read_model
+
+    return engine_for(read_model(path), path, path.resolve().name)
+
+
+def chat(
+    run: RunOrModel,
+    base: BaseOption = False,
+    system: Annotated[str, typer.Option("--system", help="How the model should behave.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="0 always takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Draw from the likeliest tokens that have this much.")] = 0.95,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer; else what the context leaves.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Repeat the same draws.")] = None,
+) -> None:
+    """Talk to a run's model in the terminal; with a pipe as input, each line gets an answer."""
+    from lmworks.serve.chat import Conversation
+    from lmworks.serve.chat import chat as talk
+
+    engine = _open(Path(run), base)
+    try:
+        talk(Conversation(engine, system, temperature, top_p, max_tokens, seed))
+    finally:
+        engine.close()
+
+
+def serve(
+    run: RunOrModel,
+    base: BaseOption = False,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Key that clients must send.")] = None,
+) -> None:
+    """Serve a run's model: a chat page and an API like OpenAI's."""
+    from lmworks.serve.guard import LOOPBACK, ServerOptions
+    from lmworks.serve.server import listen, require_extra
+    from lmworks.serve.server import serve as answer
+
+    require_extra()
+    options = ServerOptions(host, port, api_key)
+    listener = listen(options)  # before the model is loaded, so that a taken port is told at once
+    engine = _open(Path(run), base)
+    local = f"[{host}]" if ":" in host else host
+    address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
+    console = Console(highlight=False)
+    console.print(f"\n[bold]{engine.name}[/bold] is served")
+    for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("figures", "/metrics")):
+        console.print(f"  {what:<12}{address}{path}")
+    if host not in LOOPBACK and not api_key:
+        console.print("[yellow]Anyone who can reach this machine may use it; --api-key KEY asks for a key.[/yellow]")
+    console.print("[dim]Ctrl-C ends it.[/dim]")
+    try:
+        answer(engine, listener, options)
+    except KeyboardInterrupt:
+        console.print("[dim]ended[/dim]")

@@ -1,0 +1,45 @@
+"""Mending of text that is the same for every domain: Unicode form, line ends, invisible characters."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+# everything that is rarely there: control characters, odd spaces and line ends, zero-width and soft hyphens, direction overrides
+# (which can make
+# code read other than it runs, CVE-2021-42574)
+_ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
+_LINE_ENDS = re.compile("\r\n?|[\x0b\x85\u2028\u2029]")
+_SPACES = re.compile("[\xa0\u2000-\u200a\u202f\u205f]")
+_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+_BLANK = re.compile(r"\n{4,}")
+
+
+def clean(text: str) -> str:
+    """The text in NFC with `\\n` line ends, ordinary spaces, no invisible characters, no trailing blanks, at most two blank lines together.
+
+    Joiners that carry meaning (U+200C, U+200D) and marks that give a direction (U+200E, U+200F) stay. Applying it twice changes
+    nothing more.
+    """
+    if _ODD.search(text):
+        text = _LINE_ENDS.sub("\n", text)
+        text = _SPACES.sub(" ", text)
+        text = _ODD.sub("", text)
+    if not text.isascii() and not unicodedata.is_normalized("NFC", text):
+        text = unicodedata.normalize("NFC", text)
+    text = _TRAILING.sub("", text)
+    return _BLANK.sub("\n\n\n", text).strip("\n")
+
+
+def encodable(text: str) -> bool:
+    """Whether the text is Unicode at all; JSON can smuggle in halves of surrogate pairs."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def fingerprint_form(text: str) -> str:
+    """The form in which two documents are the same one: case folded, runs of white space as one space."""
+    return " ".join(text.lower().split())

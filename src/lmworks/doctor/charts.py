@@ -1,0 +1,235 @@
+"""Charts as geometry: paths, ticks and marks in shares of the plot, which the template draws at any size.
+
+The plot is an SVG of 1000 x 1000 units stretched over its frame, with strokes that do not stretch; all text stands beside it as
+HTML. So a chart is sharp on a phone and on a wall, needs no script, and is written twice only where it also has a logarithmic x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lmworks.doctor.figures import SHOWN, compact
+from lmworks.doctor.gather import Mark
+from lmworks.doctor.series import Point, Series
+
+_DOTS = 24  # points up to which each is marked
+_MARKS_APART = 0.004  # of the width; nearer marks of a kind are drawn as one
+
+
+@dataclass(frozen=True)
+class Line:
+    """`points` are read out; `drawn` (the same where left out) is what one sees. `tone` is a class of page.css."""
+
+    name: str
+    points: list[Point]
+    tone: str
+    drawn: list[Point] | None = None
+    read: bool = True  # has a place in the legend and a read-out
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line to compare with."""
+
+    name: str
+    value: float
+    tone: str
+
+
+@dataclass
+class Chart:
+    """Lines over the steps of a stage. Charts with the same `group` share their cursor."""
+
+    id: str
+    title: str
+    hint: str
+    lines: list[Line]
+    steps: tuple[float, float]
+    shown: str = "number"
+    group: str = "pretrain"
+    levels: list[Level] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    log_x: bool = False  # can be switched to
+    log_y: bool = False
+    zero: bool = False  # the y axis begins at 0
+    top: float | None = None  # of the y axis, for series whose first points would flatten the rest
+    wide: bool = False
+    name_phases: bool = False
+
+    def view(self) -> dict[str, Any]:
+        """What the template needs."""
+        y = Axis(*self._range(), log=self.log_y)
+        scales = {"lin": Axis(*self.steps), "log": Axis(max(1.0, self.steps[0]), max(self.steps[1], 2.0), log=True)}
+        return {
+            "chart": self,
+            "spoken": self._spoken(),
+            "variants": [
+                {
+                    "kind": kind,
+                    "ticks": [(x.place(t), compact(t)) for t in x.ticks(6)],
+                    "paths": [(line.tone, path(line.points if line.drawn is None else line.drawn, x, y)) for line in self.lines],
+                    "dots": [(line.tone, dots(line.points, x, y)) for line in self.lines if line.read and len(line.points) <= _DOTS],
+                    "phases": self._phase_bands(x),
+                    "marks": _spread(self.marks, x),
+                }
+                for kind, x in scales.items()
+                if kind == "lin" or self.log_x
+            ],
+            "y_ticks": [(y.place(t), SHOWN[self.shown](t)) for t in y.ticks(6 if self.wide else 4)],
+            "levels": [(level, y.place(level.value)) for level in self._near()],
+            "level_legend": [
+                (level.name if level in self._near() else f"{level.name} (off the chart)", level.tone, SHOWN[self.shown](level.value))
+                for level in self.levels
+            ],
+            "legend": [(line.name, line.tone, SHOWN[self.shown](line.points[-1][1])) for line in self.lines if line.read],
+            "kinds": sorted({mark.kind for mark in self.marks}),
+        }
+
+    def data(self, grid: Grid) -> dict[str, Any]:
+        """What the script needs to read values out."""
+        return {
+            "group": self.group,
+            "steps": self.steps,
+            "shown": self.shown,
+            "lines": [grid.line(line.points) for line in self.lines if line.read],
+            "marks": [[mark.step, mark.text] for mark in self.marks if mark.kind != "checkpoint"][:200],
+        }
+
+    def _values(self) -> list[float]:
+        return [y for line in self.lines for _, y in (line.points if line.drawn is None else line.drawn)]
+
+    def _near(self) -> list[Level]:
+        """The levels to draw: those that would flatten the lines have only their place in the legend."""
+        values = self._values()
+        low, high = min(values), max(values)
+        return [level for level in self.levels if low - 2 * (high - low) <= level.value <= high + 0.5 * (high - low) or high == low]
+
+    def _range(self) -> tuple[float, float]:
+        values = [*self._values(), *(level.value for level in self._near())]
+        low, high = min(values), max(values)
+        if self.top is not None:
+            high = min(high, max(self.top, low))
+        if self.log_y:
+            low = max(low, 1e-12)
+            return low / 1.15, max(high, low) * 1.15
+        room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        return (0.0 if self.zero else low - room), high + room
+
+    def _phase_bands(self, x: Axis) -> list[dict[str, Any]]:
+        starts = [*((max(at, self.steps[0]), name) for at, name in self.phases if at < self.steps[1]), (self.steps[1], "")]
+        return [{"left": x.place(at), "width": x.place(end) - x.place(at), "name": name} for (at, name), (end, _) in pairwise(starts)]
+
+    def _spoken(self) -> str:
+        show = SHOWN[self.shown]
+        ends = [(line.name, line.points[0], line.points[-1]) for line in self.lines if line.read]
+        said = [
+            f"{name} from {show(y)} at step {x:,.0f} to {show(y_last)} at step {x_last:,.0f}" for name, (x, y), (x_last, y_last) in ends
+        ]
+        said += [f"{level.name} at {show(level.value)}" for level in self.levels]
+        return f"{self.title}: {'; '.join(said)}."
+
+
+class Axis:
+    """A scale from values to shares of the plot's width or height."""
+
+    def __init__(self, low: float, high: float, log: bool = False) -> None:
+        self.low, self.high = low, high if high > low else low + 1
+        self._of: Callable[[float], float] = (lambda v: math.log(max(v, 1e-300))) if log else float
+        self._log = log
+        self._start, self._length = self._of(self.low), self._of(self.high) - self._of(self.low)
+
+    def place(self, value: float) -> float:
+        return (self._of(value) - self._start) / self._length
+
+    def ticks(self, about: int) -> list[float]:
+        """Round values within the scale, about so many."""
+        if self._log and self.high / self.low > 3:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            steps = next((s for s in ((1, 2, 5), (1, 3), (1,)) if len(decades) * len(s) <= 2 * about + 2), (1,))
+            ticks = [factor * 10.0**decade for decade in decades for factor in steps]
+            ticks = ticks[:: max(1, len(ticks) // (2 * about))]
+        else:
+            raw = (self.high - self.low) / about
+            power = 10.0 ** math.floor(math.log10(raw))
+            step = power * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+            ticks = [round(n * step, 12) for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        return [tick for tick in ticks if self.low <= tick <= self.high]
+
+
+class Grid:
+    """Lines for the script, where many share their steps: each list of steps is written once."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[float]] = []
+        self._known: dict[tuple[float, ...], int] = {}
+
+    def line(self, points: Sequence[Point]) -> list[Any]:
+        key = tuple(round(x, 1) for x, _ in points)
+        if key not in self._known:
+            self._known[key] = len(self.steps)
+            self.steps.append([int(x) if x == int(x) else x for x in key])
+        return [self._known[key], [float(f"{y:.5g}") for _, y in points]]
+
+
+def path(points: Sequence[Point], x: Axis, y: Axis) -> str:
+    """A polyline; what lies far outside stays near the edge, since some browsers lose their way in huge numbers."""
+    pairs = (f"{_unit(x.place(px))} {_unit(1 - y.place(py))}" for px, py in points)
+    text = "L".join(pairs)
+    # a line of one point would not be seen
+    return f"M{text}h1" if len(points) == 1 else f"M{text}"
+
+
+def dots(points: Sequence[Point], x: Axis, y: Axis) -> str:
+    """A path of lengths zero, which round caps turn into dots."""
+    return "".join(f"M{_unit(x.place(px))} {_unit(1 - y.place(py))}h0" for px, py in points)
+
+
+def _unit(share: float) -> str:
+    return f"{1000 * min(max(share, -1.0), 2.0):.1f}".removesuffix(".0")
+
+
+def smooth(points: list[Point]) -> list[Point]:
+    """A centred mean with Gaussian weights, about 1.5% of the series wide but never wider than a fifth of the way from the start,
+    so that the steep beginning stays steep also on a logarithmic axis."""
+    smoothed = []
+    for at, (x, _) in enumerate(points):
+        width = min(0.015 * len(points), 0.2 * at)
+        if width < 0.5:
+            smoothed.append(points[at])
+            continue
+        reach = math.ceil(2.5 * width)
+        near = points[max(0, at - reach) : at + reach + 1]
+        weights = [math.exp(-(((n + max(0, at - reach)) - at) ** 2) / (2 * width * width)) for n in range(len(near))]
+        smoothed.append((x, sum(w * p[1] for w, p in zip(weights, near, strict=True)) / sum(weights)))
+    return smoothed
+
+
+def raw_and_smooth(series: Series, name: str, tone: str) -> list[Line]:
+    """Two lines of one series: every excursion in the background, the course in front."""
+    means = series.means()
+    course = smooth(means)
+    if course == means:  # too short to smooth
+        return [Line(name, means, tone)]
+    return [Line(name, means, f"raw {tone}", series.outline()), Line("smoothed", course, tone)]
+
+
+def _spread(marks: list[Mark], x: Axis) -> list[dict[str, Any]]:
+    """Places of the marks; where they crowd, one stands for all and says how many."""
+    placed: list[dict[str, Any]] = []
+    newest: dict[str, dict[str, Any]] = {}
+    for mark in sorted(marks, key=lambda mark: mark.step):
+        at = x.place(max(mark.step, x.low))
+        if at > 1.001:
+            continue
+        before = newest.get(mark.kind)
+        if before is not None and at - before["left"] < _MARKS_APART:
+            before["more"] += 1
+            continue
+        newest[mark.kind] = {"left": min(at, 1.0), "kind": mark.kind, "step": mark.step, "text": mark.text, "more": 0}
+        placed.append(newest[mark.kind])
+    return placed

@@ -1,0 +1,211 @@
+"""Which charts a training stage gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lmworks.doctor.charts import Chart, Level, Line, raw_and_smooth
+from lmworks.doctor.gather import Training
+from lmworks.doctor.heat import Heat
+from lmworks.doctor.series import Point, Series
+
+TONES = 7  # c0 ... c6 in page.css
+_FEW_LAYERS = 8
+OVERALL = "overall"
+_LEVEL_TONES = {"xz -9e": "l0", "PPMd": "l1", "byte unigram": "l2"}
+
+
+class Curves:
+    """The charts of one stage; each method gives those that there is data for."""
+
+    def __init__(self, training: Training, group: str) -> None:
+        self.training, self.group = training, group
+        self.steps = (min((s.outline()[0][0] for s in training.series.values()), default=1.0), float(max(training.step, 2)))
+        self.steps = (min(self.steps[0], self.steps[1] - 1), self.steps[1])
+        self.quiet = [mark for mark in training.marks if mark.kind in ("resume", "bad", "recipe")]
+
+    def loss(self) -> list[Chart]:
+        series = self.training.series.get("train/loss")
+        if series is None:
+            return []
+        hint = "Cross-entropy in nats per token: how surprised the model is by the next token. Lower is better."
+        lines = raw_and_smooth(series, "loss", "c0")
+        return [
+            self._chart(
+                "loss",
+                "Training loss",
+                hint,
+                lines,
+                marks=self.training.marks,
+                log_x=True,
+                wide=True,
+                name_phases=True,
+                top=_calm_top(lines[-1].points),
+            )
+        ]
+
+    def held_out(self, references: dict[str, dict[str, float]]) -> list[Chart]:
+        """Bits per byte over all held-out text, then per domain, on one scale of their own each."""
+        series = {
+            name.split("/")[1] if name.count("/") == 2 else OVERALL: one
+            for name, one in self.training.series.items()
+            if name.startswith("validation/") and name.endswith("/bits_per_byte")
+        }
+        charts = []
+        for domain in sorted(series, key=lambda domain: (domain != OVERALL, domain)):
+            levels = [
+                Level(name, marks[domain], _LEVEL_TONES.get(name, "l2"))
+                for name, marks in references.items()
+                if isinstance(marks.get(domain), int | float)
+            ]
+            whole = domain == OVERALL
+            if not whole:
+                levels = [level for level in levels if level.name != "byte unigram"]  # far above all, and in the table
+            hint = "Bits the model needs for a byte of text it has never seen; comparable across tokenizers, and with compressors."
+            charts.append(
+                self._chart(
+                    f"bpb-{domain}",
+                    "All held-out text" if whole else domain,
+                    hint if whole else "",
+                    [Line("model", series[domain].means(), "c0")],
+                    levels=levels,
+                    wide=whole,
+                    name_phases=whole,
+                    marks=self.quiet if whole else [],
+                )
+            )
+        return charts
+
+    def validation_loss(self) -> list[Chart]:
+        hint = "Held-out cross-entropy, nats per token."
+        return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")])
+
+    def optimizer(self) -> list[Chart]:
+        charts = self._plain(
+            "rate",
+            "Learning rate",
+            "What the schedule asks for.",
+            [("optim/learning_rate", "matrices", "c0"), ("optim/adam_learning_rate", "embeddings, norms", "c1")],
+            zero=True,
+        )
+        if (norm := self.training.series.get("optim/grad_norm")) is not None:
+            lines = raw_and_smooth(norm, "gradient norm", "c2")
+            hint = "Global, before clipping. Spikes here come before spikes of the loss."
+            charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(norm), marks=self.quiet))
+        charts += self._plain("z", "z-loss", "Squared log-partition of the head, before its weight.", [("train/z_loss", "z-loss", "c3")])
+        charts += self._plain("scale", "Loss scale", "Dynamic scale of fp16.", [("optim/loss_scale", "scale", "c4")], log_y=True)
+        return charts
+
+    def experts(self) -> list[Chart | Heat]:
+        layers = self._layers("experts/load_cv/")
+        charts: list[Chart | Heat] = []
+        if layers:
+            hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
+            calm = _calm_top([point for points in layers.values() for point in points[len(points) // 20 :]], 1.25)
+            charts.append(self._chart("cv", "Load imbalance", hint, self._layer_lines(layers), zero=True, marks=self.quiet, top=calm))
+            hint = "The same by layer, first layer on top. Pale is balanced."
+            charts.append(Heat(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
+        most = self.training.series.get("experts/load_max")
+        charts += self._plain(
+            "ratio",
+            "Busiest and idlest expert",
+            "Load relative to the mean of its layer, worst layer.",
+            [("experts/load_max", "busiest", "c1"), ("experts/load_min", "idlest", "c0")],
+            zero=True,
+            top=_calm_top(most.means(), 1.3) if most else None,
+            levels=[Level("mean load", 1.0, "l2")],
+        )
+        charts += self._plain(
+            "bias",
+            "Selection bias",
+            "Largest absolute bias that keeps the experts balanced, over layers.",
+            [("experts/bias_max", "largest bias", "c4")],
+            zero=True,
+        )
+        charts += self._plain(
+            "dead", "Dead experts", "Experts that got no token in a step, over all layers.", [("experts/dead", "dead", "c3")], zero=True
+        )
+        charts += self._plain(
+            "overflow",
+            "Overflow",
+            "Share of the routed tokens above the capacity factor.",
+            [("experts/overflow", "overflow", "c5")],
+            shown="percent",
+            zero=True,
+        )
+        return charts
+
+    def machine(self) -> list[Chart]:
+        series = self.training.series
+        charts = []
+        if (speed := series.get("perf/tokens_per_second")) is not None:
+            lines = raw_and_smooth(speed, "tokens per second", "c0")
+            hint = "Tokens per second, saves and validation left out."
+            charts.append(self._chart("speed", "Throughput", hint, lines, shown="compact", zero=True))
+        charts += self._plain(
+            "mfu",
+            "Model FLOPs utilisation",
+            "Share of this machine's measured bf16 matrix-multiply peak.",
+            [("perf/mfu", "MFU", "c2")],
+            shown="percent",
+            zero=True,
+        )
+        charts += self._plain(
+            "wait",
+            "Data wait",
+            "Time for which steps waited for their batch.",
+            [("perf/data_wait", "wait", "c1")],
+            shown="seconds",
+            zero=True,
+        )
+        charts += self._plain("memory", "Memory", "Largest in use.", [("perf/memory", "memory", "c4")], shown="bytes", zero=True)
+        charts += self._plain(
+            "pauses",
+            "Pauses",
+            "Time for which training stood still.",
+            [("perf/save_seconds", "saving", "c3"), ("perf/validation_seconds", "validation", "c0")],
+            shown="seconds",
+            zero=True,
+        )
+        charts += self._plain("heat", "GPU", "Temperature in degrees Celsius.", [("system/gpu_temp", "temperature", "c1")])
+        return charts
+
+    def _chart(self, name: str, title: str, hint: str, lines: list[Line], **more: Any) -> Chart:
+        return Chart(f"{self.group}-{name}", title, hint, lines, self.steps, group=self.group, phases=self.training.phases, **more)
+
+    def _plain(self, name: str, title: str, hint: str, wanted: list[tuple[str, str, str]], **more: Any) -> list[Chart]:
+        lines: list[Line] = []
+        for metric, label, tone in wanted:
+            one = self.training.series.get(metric)
+            if one is None or any(line.points == one.means() for line in lines):  # as where one rate is for everything
+                continue
+            if one.width > 1:
+                lines.append(Line(label, one.means(), f"raw {tone}", one.outline(), read=False))
+            lines.append(Line(label, one.means(), tone))
+        if len(lines) == 1 < len(wanted):
+            lines = [replace(lines[0], name=title.lower())]
+        return [self._chart(name, title, hint, lines, **more)] if lines else []
+
+    def _layers(self, prefix: str) -> dict[str, list[Point]]:
+        found = {name.removeprefix(prefix): one.means() for name, one in self.training.series.items() if name.startswith(prefix)}
+        return dict(sorted(found.items(), key=lambda pair: (len(pair[0]), pair[0])))
+
+    def _layer_lines(self, layers: dict[str, list[Point]]) -> list[Line]:
+        few = len(layers) <= _FEW_LAYERS
+        tones = [f"thin c{n % TONES}" if few else "thin faint c6" for n in range(len(layers))]
+        lines = [Line(f"layer {name}", points, tone, read=few) for (name, points), tone in zip(layers.items(), tones, strict=True)]
+        if (mean := self.training.series.get("experts/load_cv")) is not None:
+            lines.append(Line("mean", mean.means(), "ink"))
+        return lines
+
+
+def _calm_top(points: list[Point], room: float = 1.0) -> float | None:
+    """A top for the y axis that the first few points, or a spike, do not set; None where nothing sticks out."""
+    values = sorted(y for _, y in points)
+    high = values[int(0.99 * (len(values) - 1))]
+    return None if values[-1] <= 1.15 * high else high * room + 0.1 * (high - values[0])
+
+
+def _spans(series: Series) -> bool:
+    return series.low[1] > 0 and series.high[1] > 20 * series.low[1]

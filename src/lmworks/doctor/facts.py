@@ -1,0 +1,293 @@
+"""What the page says in words, figures and tables."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from lmworks.doctor.curves import OVERALL
+from lmworks.doctor.figures import compact, percent, significant, size, span
+from lmworks.doctor.gather import Json, Run, Training
+from lmworks.recipe.after import Cluster
+from lmworks.recipe.shapes import parameters
+
+_STAGE_WORDS = {
+    "corpus": "Corpus",
+    "tokenizer": "Tokenizer",
+    "shards": "Shards",
+    "pretrain": "Pretraining",
+    "tune": "Tuning",
+    "evaluate": "Evaluation",
+    "export": "Export",
+}
+_SAMPLE_COLUMNS = 5
+_SAMPLE_LENGTH = 700
+_REASONS = 10
+
+
+def heading(run: Run) -> Json:
+    """Name, state and how far it is."""
+    seconds = _stage_seconds(run)
+    stages = [
+        {"title": _STAGE_WORDS[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
+        for s in run.stages
+    ]
+    active = "tune" if run.training["tune"].series or run.training["tune"].starts else "pretrain"
+    part = run.training[active]
+    seen, planned = part.last("train/tokens") or 0.0, float(part.planned_tokens)
+    share = min(seen / planned, 1.0) if planned else 0.0
+    known = f"{compact(seen)} of {compact(planned)} tokens, step {part.step:,} of {part.planned_steps:,}" if planned else ""
+    left = (planned - seen) / part.tokens_per_second if part.tokens_per_second else 0.0
+    eta = ""
+    if run.state == "running" and 0 < share < 1 and left:
+        eta = f"{span(left)} to go, about {time.strftime('%d %b %H:%M', time.localtime(time.time() + left))}"
+    return {
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "stages": stages,
+        "share": share,
+        "progress": known,
+        "eta": eta,
+        "label": _STAGE_WORDS[active],
+        "about": _about(run),
+    }
+
+
+def _stage_seconds(run: Run) -> dict[str, float]:
+    """Time of each finished stage; of training all processes that took part, where the stage's own stamp knows only the last."""
+    stamped = {s["name"]: float(s["seconds"]) for s in run.stages if isinstance(s["seconds"], int | float)}
+    return {name: max(seconds, run.training[name].seconds if name in run.training else 0.0) for name, seconds in stamped.items()}
+
+
+def _about(run: Run) -> str:
+    if run.recipe is None:
+        return ""
+    model = run.recipe.model
+    kind = f"Mixture of {model.moe.experts} experts, {model.moe.top_k} per token" if model.moe else "Dense decoder"
+    phases = " then ".join(f"{phase.name} ({compact(int(phase.tokens))} tokens)" for phase in run.recipe.train.phases)
+    shape = f"{model.layers} layers of width {model.hidden_size}; vocabulary {model.vocab_size or 0:,}"
+    return f"{kind}; {shape}. Trained on {phases or 'nothing'}."
+
+
+def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
+    """Key figures: label, value, what stands under it."""
+    part = run.pretrain
+    found: list[tuple[str, str, str]] = []
+    if run.recipe is not None and run.recipe.model.hidden_size:
+        tensors = list(parameters(run.recipe.model))
+        active = round(sum(tensor.size * tensor.active for tensor in tensors))
+        total = sum(tensor.size for tensor in tensors)
+        found.append(("Parameters", compact(total), f"{compact(active)} active per token" if active < total else "all active"))
+    if (tokens := part.last("train/tokens")) is not None:
+        planned = f" of {part.planned_steps:,}" if part.planned_steps > part.step else ""
+        found.append(("Tokens", compact(tokens), f"in {part.step:,} steps{planned}"))
+    if "train/loss" in part.series:
+        means = part.series["train/loss"].means()
+        lately = means[-max(1, len(means) // 50) :]
+        under = f"from {significant(means[0][1], 3)}, nats per token"
+        found.append(("Training loss", significant(sum(y for _, y in lately) / len(lately), 4), under))
+    found += _bits_tile(run)
+    if "perf/tokens_per_second" in part.series:
+        found.append(("Tokens per second", compact(part.series["perf/tokens_per_second"].median()), "median"))
+    if "perf/mfu" in part.series:
+        found.append(("MFU", percent(part.series["perf/mfu"].median()), "median, of the measured peak"))
+    if part.seconds:
+        every = sum(_stage_seconds(run).values())
+        under = f"{span(every)} for all stages" if run.state == "finished" and every else "pretraining, pauses left out"
+        found.append(("Training time", span(part.seconds), under))
+    if cluster is not None and cluster.dollars_per_hour and part.seconds:
+        hours = part.seconds / 3600 * cluster.nodes * cluster.devices_per_node
+        under = f"{significant(hours, 3)} device-hours of {cluster.name} at ${cluster.dollars_per_hour:g}"
+        found.append(("Cost", f"${hours * cluster.dollars_per_hour:,.2f}", under))
+    if "perf/memory" in part.series:
+        found.append(("Memory", size(part.series["perf/memory"].high[1]), "peak"))
+    if "experts/load_cv" in part.series:
+        dead = part.last("experts/dead") or 0
+        found.append(("Expert imbalance", percent(part.series["experts/load_cv"].last[1]), f"load variation, {dead:.0f} dead experts"))
+    return found
+
+
+def _bits_tile(run: Run) -> list[tuple[str, str, str]]:
+    models = _dict(run.results.get("models"))
+    measured = _dict(_dict(_dict(models.get("base")).get("bits_per_byte")).get(OVERALL)).get("bits_per_byte")
+    value = measured if isinstance(measured, int | float) else run.pretrain.last("validation/bits_per_byte")
+    if value is None:
+        return []
+    xz = references(run).get("xz -9e", {}).get(OVERALL)
+    under = f"{100 * (value / xz - 1):+.0f}% against xz −9e".replace("-", "−") if xz else "lower is better"
+    return [("Held-out bits per byte", significant(value, 4), under)]
+
+
+def references(run: Run) -> dict[str, dict[str, float]]:
+    """Reference -> domain -> bits per byte; empty before the evaluation has measured them."""
+    marks = _dict(_dict(run.results.get("references")).get("bits_per_byte"))
+    return {str(name): values for name, values in marks.items() if isinstance(values, dict)}
+
+
+def samples(training: Training) -> list[Json]:
+    """For each prompt, some completions from the first to the newest."""
+    loss = training.series["train/loss"].outline() if "train/loss" in training.series else []
+    found = []
+    for prompt, kept in training.samples.items():
+        count = min(len(kept), _SAMPLE_COLUMNS)
+        chosen = [kept[round(n * (len(kept) - 1) / max(count - 1, 1))] for n in range(count)]
+        columns = []
+        for one in chosen:
+            _, near = min(((abs(step - one["step"]), value) for step, value in loss), default=(0.0, None))
+            under = f"loss {significant(near, 3)}" if near is not None else ""
+            columns.append({"step": f"{one['step']:,}", "under": under, "text": str(one.get("completion", "")).strip()[:_SAMPLE_LENGTH]})
+        found.append({"prompt": prompt.strip()[:_SAMPLE_LENGTH], "columns": columns})
+    return found
+
+
+def bits(run: Run) -> Json:
+    """Bits per byte of the finished models and the references, per domain, with places on a common scale."""
+    models = {str(name): _dict(_dict(model).get("bits_per_byte")) for name, model in _dict(run.results.get("models")).items()}
+    marks = references(run)
+    columns = [*(f"{name} model" for name in models), *marks]
+    rows: list[Json] = []
+    for domain in next(iter(models.values()), {}):
+        values = [_dict(model.get(domain)).get("bits_per_byte") for model in models.values()] + [marks[name].get(domain) for name in marks]
+        rows.append({"domain": domain, "values": [v if isinstance(v, int | float) else None for v in values]})
+    known = [v for row in rows for v in row["values"] if v is not None]
+    if not known:
+        return {}
+    top = max(known) * 1.04
+    for row in rows:
+        row["cells"] = [(f"{v:.3f}" if v is not None else "–", None if v is None else v / top) for v in row["values"]]
+        row["whole"] = row["domain"] == OVERALL
+    rows.sort(key=lambda row: bool(row["whole"]), reverse=True)
+    return {"columns": columns, "rows": rows, "models": len(models), "how": _dict(_dict(run.results.get("references")).get("how"))}
+
+
+def scores(run: Run) -> Json:
+    """Benchmarks and tasks of each model, with interval, chance and verdict."""
+    models = {str(name): _dict(model) for name, model in _dict(run.results.get("models")).items()}
+    rows = []
+    for kind, title in (("benchmarks", "benchmark"), ("tasks", "task")):
+        for one in dict.fromkeys(name for model in models.values() for name in _dict(model.get(kind))):
+            for name, model in models.items():
+                score = _dict(_dict(model.get(kind)).get(one))
+                interval = score.get("interval")
+                if (
+                    not score.get("n")
+                    or not isinstance(score.get("score"), int | float)
+                    or not isinstance(interval, list)
+                    or len(interval) != 2
+                ):
+                    continue
+                verdict = str(score.get("verdict", ""))
+                side = next((side for side in ("above", "below") if verdict.startswith(side)), "near")
+                rows.append(
+                    {
+                        "set": one,
+                        "kind": title,
+                        "model": name,
+                        "n": score["n"],
+                        "score": 100 * score["score"],
+                        "low": 100 * interval[0],
+                        "high": 100 * interval[1],
+                        "baseline": 100 * float(score.get("baseline") or 0),
+                        "verdict": verdict,
+                        "side": side,
+                    }
+                )
+    compared = [
+        {
+            "set": name,
+            "difference": 100 * value["difference"],
+            "low": 100 * value["interval"][0],
+            "high": 100 * value["interval"][1],
+            "verdict": value.get("verdict", ""),
+        }
+        for name, value in _dict(run.results.get("compared")).items()
+        if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and isinstance(value.get("interval"), list)
+    ]
+    missing = sorted({str(model["benchmarks_unavailable"]) for model in models.values() if "benchmarks_unavailable" in model})
+    final = [{"model": name, "samples": [s for s in model.get("samples") or [] if isinstance(s, dict)]} for name, model in models.items()]
+    return {"rows": rows, "compared": compared, "missing": missing, "final": final} if models else {}
+
+
+def corpus(run: Run) -> Json:
+    """What became of the bytes of each source, and the reasons for what was dropped."""
+    rows, reasons, sums = [], Counter[str](), Counter[str]()
+    for source in map(_dict, run.corpus.get("sources") or []):
+        came = _bytes(source.get("came"))
+        lost = {**_dict(source.get("quarantined")), **_dict(source.get("dropped"))}
+        for reason, count in lost.items():
+            reasons[reason.replace("_", " ")] += _bytes(count)
+        parts = {
+            "train": _bytes(source.get("train")),
+            "validation": _bytes(source.get("validation")),
+            "dropped": sum(map(_bytes, lost.values())),
+            "left aside": _bytes(source.get("not_drawn")),
+        }
+        sums.update(parts)
+        sums["came"] += came
+        rows.append(
+            {
+                "name": source.get("name", ""),
+                "domain": source.get("domain", ""),
+                "licence": source.get("licence", ""),
+                "came": size(came),
+                "documents": f"{_dict(source.get('came')).get('documents', 0):,}",
+                "parts": _shares(parts, came),
+            }
+        )
+    if not rows:
+        return {}
+    whole = {kind: sums[kind] for kind in ("train", "validation", "dropped", "left aside")}
+    most = max(reasons.values(), default=1) or 1
+    return {
+        "rows": rows,
+        "came": size(sums["came"]),
+        "whole": _shares(whole, sums["came"]),
+        "reasons": [(reason, size(count), count / most) for reason, count in reasons.most_common(_REASONS) if count],
+        "missing": sorted(_dict(run.corpus.get("missing")).items()),
+    }
+
+
+def _shares(parts: dict[str, int], whole: int) -> list[tuple[str, str, float]]:
+    return [(kind, size(count), count / max(whole, 1)) for kind, count in parts.items() if count]
+
+
+def tokenizer(run: Run) -> list[Json]:
+    """One row per source: bytes per token and tokens per word."""
+    rows = [row for row in run.tokenizer.get("evaluation") or [] if isinstance(row, dict) and row.get("tokenizer") == "this"]
+    most = max((row.get("bytes_per_token", 0) for row in rows), default=1) or 1
+    return [
+        {
+            "source": row.get("source", ""),
+            "domain": row.get("domain", ""),
+            "bytes_per_token": significant(row.get("bytes_per_token", 0), 3),
+            "share": row.get("bytes_per_token", 0) / most,
+            "fertility": significant(row.get("fertility", 0), 3),
+            "failures": row.get("round_trip_failures", 0),
+        }
+        for row in rows
+    ]
+
+
+def parity(run: Run) -> list[tuple[str, str]]:
+    """The export's figures, nested ones by their path."""
+
+    def walk(value: Any, name: str) -> list[tuple[str, str]]:
+        if isinstance(value, dict):
+            return [pair for key, item in value.items() for pair in walk(item, f"{name} {key}".strip())]
+        if value is None:
+            return []
+        shown = significant(value, 4) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+        return [(name.replace("_", " "), shown)]
+
+    return walk(run.parity, "")[:40]
+
+
+def _dict(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _bytes(count: object) -> int:
+    value = _dict(count).get("bytes", 0)
+    return int(value) if isinstance(value, int | float) else 0

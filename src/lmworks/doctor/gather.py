@@ -1,0 +1,301 @@
+"""All that a run directory has recorded so far, read in one pass, whatever exists of it and at whatever moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmworks.doctor.series import Series
+from lmworks.errors import UserError
+from lmworks.recipe.load import load_resolved
+from lmworks.recipe.recipe import Recipe
+
+STAGES = (
+    ("corpus", "corpus"),
+    ("tokenizer", "tokenizer"),
+    ("shards", "shards"),
+    ("pretrain", "checkpoints"),
+    ("tune", "tune"),
+    ("evaluate", "evaluate"),
+    ("export", "export"),
+)
+_PER_LAYER = 120  # buckets of a per-layer series, of which there may be hundreds
+_FIRST_EVENTS, _LAST_EVENTS = 40, 260
+_MARKS = 400
+_SAMPLES = 32  # kept per prompt
+_PROMPTS = 12
+_FRESH = 600  # seconds after which a run on another machine that has written nothing counts as stopped
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step of a training stage."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass
+class Training:
+    """What a training stage (pretraining or tuning) has recorded."""
+
+    series: dict[str, Series] = field(default_factory=dict)
+    samples: dict[str, list[Json]] = field(default_factory=dict)  # prompt -> lines, oldest first
+    marks: list[Mark] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    starts: list[float] = field(default_factory=list)  # times at which a process began to train
+    phases: list[tuple[int, str]] = field(default_factory=list)
+    planned_steps: int = 0
+    planned_tokens: int = 0
+    seconds: float = 0.0  # of training, pauses between processes left out
+    tokens_per_second: float = 0.0  # by the wall clock, saves and validation included, lately
+    done: bool = False
+
+    def last(self, name: str) -> float | None:
+        return self.series[name].last[1] if name in self.series else None
+
+    @property
+    def step(self) -> int:
+        return int(max((series.last[0] for series in self.series.values()), default=0))
+
+
+@dataclass
+class Run:
+    """A run as far as it has come. Missing parts are empty."""
+
+    directory: Path
+    name: str
+    recipe: Recipe | None
+    tree: Json
+    training: dict[str, Training]  # pretrain, tune
+    events: list[Json]
+    events_left_out: int
+    corpus: Json
+    tokenizer: Json
+    results: Json
+    parity: Json
+    stages: list[Json]  # name, state (done | begun | open), seconds
+    state: str
+    reason: str
+
+    @property
+    def pretrain(self) -> Training:
+        return self.training["pretrain"]
+
+
+def gather(run_dir: Path) -> Run:
+    """Read everything; raises `UserError` only if `run_dir` is no directory."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
+    tree = _json(run_dir / "resolved.json")
+    recipe = _recipe(run_dir / "resolved.json") if tree else None
+    training = {"pretrain": Training(), "tune": Training()}
+    events, left_out, reason = _ledger(run_dir / "ledger.jsonl", training)
+    for name, folder in (("pretrain", run_dir), ("tune", run_dir / "tune")):
+        _metrics(folder / "metrics.jsonl", training[name])
+        _read_samples(folder / "samples.jsonl", training[name])
+    stages = _stages(run_dir, tunes=tree.get("tune") is not None or (run_dir / "tune").is_dir())
+    return Run(
+        run_dir,
+        str(tree.get("name") or run_dir.resolve().name),
+        recipe,
+        tree,
+        training,
+        events,
+        left_out,
+        _json(run_dir / "corpus" / "report.json"),
+        _json(run_dir / "tokenizer" / "report.json"),
+        _json(run_dir / "evaluate" / "results.json"),
+        _json(run_dir / "export" / "parity.json"),
+        stages,
+        _state(run_dir, stages, training, bool(events)),
+        reason,
+    )
+
+
+def lines(path: Path) -> Iterator[Json]:
+    """The records of a JSONL file one by one; none if it does not exist. What is torn or broken is passed over."""
+    try:
+        handle = open(path, "rb")  # noqa: SIM115
+    except OSError:
+        return
+    with handle:
+        for text in handle:
+            try:
+                record = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _json(path: Path) -> Json:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _recipe(path: Path) -> Recipe | None:
+    try:
+        return load_resolved(path)
+    except UserError:  # of an older lmworks: its numbers are still worth a page
+        return None
+
+
+def _metrics(path: Path, training: Training) -> None:
+    series = training.series
+    recent: deque[tuple[float, float]] = deque(maxlen=200)
+    starts = deque(sorted(training.starts))
+    before: float | None = None
+    for record in lines(path):
+        step, now = record.get("step"), record.get("time")
+        if not isinstance(step, int | float) or not isinstance(now, int | float):
+            continue
+        while starts and starts[0] <= now:
+            before = starts.popleft()
+            recent.clear()
+        if before is not None and now > before:
+            training.seconds += now - before
+        before = now
+        for name, value in record.items():
+            if isinstance(value, int | float) and name not in ("step", "time"):
+                if name not in series:
+                    series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
+                series[name].add(step, value)
+        if isinstance(tokens := record.get("train/tokens"), int | float):
+            recent.append((now, tokens))
+    if len(recent) > 1 and recent[-1][0] > recent[0][0]:
+        training.tokens_per_second = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
+
+
+def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int, str]:
+    """Spread the events over the training stages. Returns those to show, how many are left out between them, and why it stopped."""
+    first: list[Json] = []
+    rest: deque[Json] = deque(maxlen=_LAST_EVENTS)
+    shown, reason = 0, ""
+    stage, changed = "pretrain", ""
+    for event in lines(path):
+        what = str(event.get("event", ""))
+        if event.get("stage") in training:
+            stage = event["stage"]
+        part = training[stage]
+        step = event["step"] if isinstance(event.get("step"), int) else 0
+        part.counts[what] += 1
+        if what in ("start", "resume"):
+            part.starts.append(_number(event.get("time")))
+            part.done, reason = False, ""
+        if what == "start":
+            part.planned_steps, part.planned_tokens = int(_number(event.get("steps"))), int(_number(event.get("tokens")))
+        elif what == "resume":
+            part.marks.append(Mark("resume", step, "resumed"))
+            if changed:
+                part.marks.append(Mark("recipe", step, changed))
+                changed = ""
+        elif what == "phase":
+            part.phases = [*((at, name) for at, name in part.phases if at < step), (step, str(event.get("phase")))]
+        elif what == "finish":
+            part.done = True
+        elif what == "bad_step":
+            part.marks.append(Mark("bad", step, "not finite, no update"))
+        elif what == "recipe_changed":
+            changes = [*_records(event.get("allowed")), *_records(event.get("harmless"))]
+            changed = "changed " + ", ".join(str(change.get("key")) for change in changes)
+        elif what == "checkpoint":
+            if "path" not in event:
+                continue  # the trainer's word for it; this line follows when it is whole
+            part.marks.append(Mark("checkpoint", step, "checkpoint"))
+        elif what == "stopped":
+            reason = str(event.get("reason", ""))
+        elif what == "checkpoint_pruned":
+            continue
+        if len(part.marks) > 2 * _MARKS:
+            part.marks = _thinned(part.marks)
+        shown += 1
+        (first if len(first) < _FIRST_EVENTS else rest).append(event)
+    return [*first, *rest], shown - len(first) - len(rest), reason
+
+
+def _thinned(marks: list[Mark]) -> list[Mark]:
+    """Every other mark of each kind."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for mark in marks:
+        if seen[mark.kind] % 2 == 0:
+            kept.append(mark)
+        seen[mark.kind] += 1
+    return kept
+
+
+def _read_samples(path: Path, training: Training) -> None:
+    for record in lines(path):
+        prompt = record.get("prompt")
+        if not isinstance(prompt, str) or not isinstance(record.get("step"), int):
+            continue
+        if prompt not in training.samples and len(training.samples) == _PROMPTS:
+            continue
+        kept = training.samples.setdefault(prompt, [])
+        kept[:] = [one for one in kept if one["step"] < record["step"]]  # a resumed run writes again what it had written before
+        if len(kept) == _SAMPLES:
+            del kept[1::2]
+        kept.append(record)
+
+
+def _stages(run_dir: Path, tunes: bool) -> list[Json]:
+    found = []
+    for name, folder in STAGES:
+        if name == "tune" and not tunes:
+            continue
+        stamp = _json(run_dir / folder / "stage.json")
+        state = "done" if stamp.get("done") is True else "begun" if stamp else "open"
+        found.append({"name": name, "state": state, "seconds": stamp.get("seconds")})
+    return found
+
+
+def _state(run_dir: Path, stages: list[Json], training: dict[str, Training], told: bool) -> str:
+    if all(stage["state"] == "done" for stage in stages):
+        return "finished"
+    if _alive(run_dir):
+        return "running"
+    begun = [stage for stage in stages if stage["state"] == "begun"]
+    if not told and not any(stage["state"] != "open" for stage in stages) and not training["pretrain"].series:
+        return "not started"
+    return "finished" if training["pretrain"].done and all(stage["name"] == "pretrain" for stage in begun) else "stopped"
+
+
+def _alive(run_dir: Path) -> bool:
+    """Whether the process that the lock names lives. The lock itself is not tried: a run that starts just now would be refused."""
+    holder = _json(run_dir / "lock")
+    pid = holder.get("pid")
+    if not isinstance(pid, int):
+        return False
+    if holder.get("host") != socket.gethostname():
+        times = [path.stat().st_mtime for path in run_dir.glob("*.jsonl")]
+        return time.time() - max([_number(holder.get("since")), *times]) < _FRESH
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _records(value: object) -> list[Json]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,0 +1,122 @@
+"""The run page: one static HTML file that shows a run from its records, at any moment (SPEC DOC5).
+
+All of it is there without a script: the charts are drawn here, in SVG. The script adds the cursor that all charts share, and the
+switch between light and dark. Nothing is loaded from anywhere, and a policy in the page lets the browser run nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from lmworks import __version__
+from lmworks.doctor import facts
+from lmworks.doctor.charts import Chart, Grid
+from lmworks.doctor.curves import Curves
+from lmworks.doctor.gather import Run, gather
+from lmworks.doctor.heat import Heat
+from lmworks.doctor.timeline import timeline
+from lmworks.files import write_text
+from lmworks.recipe.after import Cluster
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+FILE = "report.html"
+
+
+def write_page(run_dir: Path, cluster: Cluster | None = None) -> Path:
+    """Write `run_dir/report.html` from what the run has recorded so far; returns its path. `cluster` gives the price of an hour.
+
+    Any part may be missing, and a line may be half-written. Time and reading grow with the records, memory and the page do not.
+    Raises `UserError` if `run_dir` is no directory or cannot be written.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / FILE
+    write_text(path, render(gather(run_dir), cluster))
+    return path
+
+
+def render(run: Run, cluster: Cluster | None = None) -> str:
+    """The page as text."""
+    main, tuning = Curves(run.pretrain, "pretrain"), Curves(run.training["tune"], "tune")
+    charts: dict[str, list[Any]] = {
+        "loss": main.loss(),
+        "held_out": main.held_out(facts.references(run)),
+        "optimizer": main.optimizer(),
+        "experts": main.experts(),
+        "machine": main.machine(),
+        "tuning": [*tuning.loss(), *tuning.validation_loss(), *tuning.optimizer()[:2]],
+    }
+    grid = Grid()
+    data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}
+    tokens = run.pretrain.series.get("train/tokens")
+    data |= {"tokens": grid.line(tokens.means()) if tokens else None, "steps": grid.steps, "running": run.state == "running"}
+    style, script = _source("page.css"), _source("page.js")
+    return _template().render(
+        heading=facts.heading(run),
+        tiles=facts.tiles(run, cluster),
+        charts={name: _views(part) for name, part in charts.items()},
+        samples=facts.samples(run.pretrain),
+        tuned_samples=facts.samples(run.training["tune"]),
+        bits=facts.bits(run),
+        scores=facts.scores(run),
+        corpus=facts.corpus(run),
+        tokenizer=facts.tokenizer(run),
+        parity=facts.parity(run),
+        timeline=timeline(run),
+        recipe=json.dumps(run.tree, indent=2, ensure_ascii=False) if run.tree else "",
+        data=Markup(_json_for_html(data)),
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=_hash(script),
+        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
+        written_at=int(time.time()),
+        version=__version__,
+    )
+
+
+def _views(charts: list[Chart | Heat]) -> list[tuple[str, dict[str, Any]]]:
+    """Shape and view of each; where two stand side by side, a last one without a partner gets the whole width."""
+    narrow = [chart for chart in charts if not getattr(chart, "wide", False)]
+    alone = narrow[-1] if len(narrow) % 2 else None
+    return [("heat" if isinstance(chart, Heat) else "lines", chart.view() | {"alone": chart is alone}) for chart in charts]
+
+
+@cache
+def _source(name: str) -> str:
+    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    import jinja2
+
+    loader = jinja2.DictLoader({name: _source(name) for name in ("page.html", "charts.html")})
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
+    return environment.get_template("page.html")
+
+
+def _json_for_html(value: Any) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return (
+        text.replace("&", "\\u0026")
+        .replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

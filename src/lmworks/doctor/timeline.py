@@ -1,0 +1,76 @@
+"""The ledger as a person reads it."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from lmworks.doctor.figures import compact, significant, size, span
+from lmworks.doctor.gather import Json, Run
+
+_KINDS = {
+    "start": "start",
+    "resume": "resume",
+    "phase": "phase",
+    "finish": "finish",
+    "checkpoint": "checkpoint",
+    "checkpoint_refused": "bad",
+    "bad_step": "bad",
+    "stopped": "bad",
+    "recipe_changed": "recipe",
+}
+_LONGEST = 400
+
+
+def timeline(run: Run) -> Json:
+    """Entries by day, oldest first, with the number of those left out in the middle."""
+    days: list[Json] = []
+    for event in run.events:
+        when = event.get("time")
+        local = time.localtime(when) if isinstance(when, int | float) else None
+        day = time.strftime("%A, %d %B %Y", local) if local else "at an unknown time"
+        if not days or days[-1]["day"] != day:
+            days.append({"day": day, "entries": []})
+        title, text = _words(event)
+        days[-1]["entries"].append(
+            {
+                "clock": time.strftime("%H:%M:%S", local) if local else "",
+                "kind": _KINDS.get(str(event.get("event")), "other"),
+                "title": title,
+                "text": text[:_LONGEST],
+            }
+        )
+    return {"days": days, "left_out": run.events_left_out} if days else {}
+
+
+def _words(event: Json) -> tuple[str, str]:
+    what = str(event.get("event", ""))
+    step = f"step {event['step']:,}" if isinstance(event.get("step"), int) else ""
+    stage = {"pretrain": "Pretraining", "tune": "Tuning"}.get(str(event.get("stage")), "Training")
+    try:
+        match what:
+            case "start":
+                return f"{stage} began", f"{event['steps']:,} steps, {compact(event['tokens'])} tokens"
+            case "resume":
+                return f"{stage} went on", f"from {step}, {compact(event['tokens'])} tokens seen"
+            case "phase":
+                return f"Phase {event['phase']}", f"{step}, sequences of {event['sequence_length']:,} tokens"
+            case "finish":
+                return f"{stage} finished", f"{step}, {compact(event['tokens'])} tokens"
+            case "checkpoint":
+                metric = f", held-out {significant(event['metric'], 4)}" if event.get("metric") is not None else ""
+                return "Checkpoint", f"{step}, {size(event['bytes'])} in {span(event['seconds'])}{metric}"
+            case "checkpoint_refused":
+                return "Checkpoint refused", f"{event['path']}: {event['reason']}"
+            case "bad_step":
+                return "Bad step", f"{step}: loss {event['loss']}, gradient norm {event['grad_norm']}; nothing was updated"
+            case "stopped":
+                return "Stopped", f"{step}: {event['reason']}"
+            case "recipe_changed":
+                changes = [*event.get("allowed", []), *event.get("harmless", [])]
+                return "Recipe changed", "; ".join(f"{c['key']}: {c['old']} to {c['new']}" for c in changes)
+    except (KeyError, TypeError, ValueError):
+        pass  # a line of another version: shown as it is
+    rest: dict[str, Any] = {key: value for key, value in event.items() if key not in ("time", "event")}
+    return what.replace("_", " ").capitalize() or "Event", json.dumps(rest, ensure_ascii=False)[1:-1]

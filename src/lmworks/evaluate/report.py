@@ -1,0 +1,168 @@
+"""The evaluation stage: everything that a finished model is measured with, in one document.
+
+    out_dir/results.json         all figures, of the base and the tuned model
+    out_dir/items-NAME.jsonl     the items that failed and succeeded most clearly, with their log-likelihoods and replies
+    out_dir/outcomes-NAME.json   right or wrong per item, for the paired comparison
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lmworks import files
+from lmworks.corpus.items import Unavailable
+from lmworks.evaluate import benchmarks, bits_per_byte, cloze, references, tasks
+from lmworks.evaluate.heldout import held_out, training_texts
+from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.replies import Answerer, ChatTokenizer
+from lmworks.evaluate.samples import samples
+from lmworks.evaluate.statistics import paired_bootstrap
+from lmworks.progress import bar
+from lmworks.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lmworks.model import Transformer
+
+Name = Literal["base", "tuned"]
+Outcomes = dict[str, dict[str, bool]]  # set or task -> item id -> right
+_NOTABLE = 10  # per set and side
+
+
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` for a benchmark or task that this installation does not know, before anything is trained."""
+    benchmarks.check_names(recipe.evaluate.benchmarks)
+    for name in recipe.evaluate.tasks:
+        tasks.generate_tasks(name, 1)
+
+
+def evaluate(recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: Name) -> dict[str, Any]:
+    """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
+
+    The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. `base` starts the
+    document afresh and `tuned` adds to it, with the paired comparison. Equal inputs give equal figures (the speeds aside).
+    Raises `UserError` for what `check` finds and for a corpus without held-out text.
+    """
+    check(recipe)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / "results.json"
+    results = files.read_json(path) if name == "tuned" and path.exists() else {"models": {}}
+    texts = held_out(corpus_dir)
+    if recipe.evaluate.references and "references" not in results:
+        marks = references.references(texts, training_texts(corpus_dir))
+        results["references"] = {"bits_per_byte": marks, "how": references.HOW, "missing": references.missing()}
+    was_training, was_dtype = model.training, model.compute_dtype
+    model.eval()
+    model.compute_dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+    try:
+        measured, outcomes, items = _measure(recipe, model, tokenizer, texts, name)
+    finally:
+        model.train(was_training)
+        model.compute_dtype = was_dtype
+    results["models"][name] = measured
+    results["how"] = {"bits_per_byte": bits_per_byte.HOW, "benchmarks": _HOW_BENCHMARKS, "tasks": _HOW_TASKS}
+    files.write_text(out_dir / f"items-{name}.jsonl", "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
+    files.write_json(out_dir / f"outcomes-{name}.json", outcomes)
+    if name == "tuned" and "base" in results["models"]:
+        results["compared"] = _compare(files.read_json(out_dir / "outcomes-base.json"), outcomes)
+    files.write_json(path, results)
+    return results
+
+
+_HOW_BENCHMARKS = (
+    f"{benchmarks.PACKAGE}, cloze form, no examples shown; the likeliest choice per byte wins; a fixed sample by hash of the item; "
+    "95% Wilson interval; the verdict compares the whole interval with chance, or with the best constant answer where one exists"
+)
+_HOW_TASKS = (
+    f"reasoning-gym with seeds from {tasks.SEED}, answered freely and greedily, full marks of the package's verifier only; "
+    "95% Wilson interval; baseline: the commonest right answer of the same questions"
+)
+
+
+def _measure(
+    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, texts: dict[str, list[str]], name: Name
+) -> tuple[dict[str, Any], Outcomes, list[dict[str, Any]]]:
+    context = context_length(recipe, model)
+    logprobs = BatchedLogProbs(model, context)
+    outcomes: Outcomes = {}
+    items: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    bpb = bits_per_byte.bits_per_byte(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{name}: held-out text")
+    speed = {"scored_tokens_per_second": sum(b.tokens for d, b in bpb.items() if d != references.OVERALL) / (time.perf_counter() - start)}
+    measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
+                                "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
+    try:
+        questions = {one: benchmarks.load(one, recipe.evaluate.benchmark_items) for one in recipe.evaluate.benchmarks}
+        measured["benchmarks"] = _cloze(questions, tokenizer, logprobs, context, name, outcomes, items)
+    except Unavailable as reason:
+        measured["benchmarks"], measured["benchmarks_unavailable"] = {}, str(reason)
+    answerer = Answerer(model, tokenizer, chat=name == "tuned")
+    start = time.perf_counter()
+    asked = {one: tasks.generate_tasks(one, recipe.evaluate.task_items) for one in recipe.evaluate.tasks}
+    measured["tasks"] = _free(asked, answerer, name, outcomes, items)
+    if asked:
+        speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
+    measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, chat=name == "tuned")]
+    measured["speed"] = speed
+    return measured, outcomes, items
+
+
+def context_length(recipe: Recipe, model: Transformer) -> int:
+    """Tokens that the model was trained to look back on: the last phase's sequence length, or what the model states."""
+    if recipe.train.phases:
+        return int(recipe.train.phases[-1].sequence_length)
+    return int(model.config.max_length or 2048)
+
+
+def _cloze(
+    questions: dict[str, list[benchmarks.Item]], tokenizer: ChatTokenizer, logprobs: BatchedLogProbs, context: int, name: Name,
+    outcomes: Outcomes, items: list[dict[str, Any]],
+) -> dict[str, Any]:
+    scored: dict[str, Any] = {}
+    answered: list[cloze.Answered] = []
+    with bar(f"{name}: benchmarks", sum(item.choices for of_set in questions.values() for item in of_set)) as progress:
+        for one, of_set in questions.items():
+            progress.note(one)
+            part = cloze.answer(of_set, tokenizer, logprobs, progress.advance)
+            answered += part
+            by_norm = {norm: cloze.score(part, norm).accuracy for norm in cloze.NORMS}
+            truncated = sum(a.tokens - 1 > context for a in part)  # their contexts lost their beginnings
+            scored[one] = cloze.score(part).to_json() | {"by_norm": by_norm, "truncated": truncated}
+            outcomes[one] = {a.item.id: a.correct() for a in part}
+            items += [a.to_json() for a in cloze.notable(part, _NOTABLE)]
+    if len(scored) > 1:
+        scored["all sets"] = cloze.score_sets(answered).to_json()
+    return scored
+
+
+def _free(
+    asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]], name: Name, outcomes: Outcomes, items: list[dict[str, Any]]
+) -> dict[str, Any]:
+    every = [task for of_name in asked.values() for task in of_name]
+    with bar(f"{name}: tasks", len(every)) as progress:
+        judged = tasks.judge(every, answerer([task.question for task in every], progress.advance))
+    scored: dict[str, Any] = {}
+    for one in asked:
+        part = [j for j in judged if j.task.name == one]
+        scored[one] = tasks.score(part).to_json() | {
+            "mean_mark": sum(j.mark for j in part) / len(part), "empty_replies": sum(not j.reply for j in part),
+        }  # fmt: skip
+        outcomes[one] = {j.task.id: j.solved for j in part}
+        solved, failed = [j for j in part if j.solved], [j for j in part if not j.solved]
+        items += [j.to_json() for j in failed[:_NOTABLE] + solved[:_NOTABLE]]
+    return scored
+
+
+def _compare(base: Outcomes, tuned: Outcomes) -> dict[str, Any]:
+    """Tuned minus base for every set and task, over the items that both answered."""
+    compared = {}
+    for one in tuned:
+        ids = sorted(base.get(one, {}).keys() & tuned[one].keys())
+        if ids:
+            compared[one] = paired_bootstrap([base[one][i] for i in ids], [tuned[one][i] for i in ids]).to_json()
+    return compared

@@ -1,0 +1,93 @@
+"""The results as tables for a terminal, base and tuned side by side. Scores at chance are printed as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lmworks.evaluate.references import OVERALL
+
+
+def printable(results: dict[str, Any]) -> Group:
+    """All that a terminal should show of `results.json`."""
+    return Group(bits_table(results), "", scores_table(results), "", samples_table(results))
+
+
+def samples_table(results: dict[str, Any]) -> Table:
+    """Completions of the newest model, as it wrote them."""
+    name, model = list(results["models"].items())[-1]
+    table = Table(title=f"What the {name} model writes", show_lines=True)
+    table.add_column("prompt", max_width=40)
+    table.add_column("completion")
+    for sample in model["samples"]:
+        table.add_row(Text(sample["prompt"].rstrip()), Text(sample["completion"].strip()))  # Text: a model may write rich markup
+    return table
+
+
+def bits_table(results: dict[str, Any]) -> Table:
+    """Bits per byte: domains down, models and references across."""
+    models = results["models"]
+    marks = results.get("references", {}).get("bits_per_byte", {})
+    table = Table(title="Held-out bits per byte (lower is better)")
+    table.add_column("domain")
+    table.add_column("bytes", justify="right")
+    for name in [*models, *marks]:
+        table.add_column(name, justify="right")
+    against_xz = "xz -9e" in marks and bool(models)
+    if against_xz:
+        table.add_column(f"{next(iter(models))} against xz", justify="right")
+    domains = next(iter(models.values()))["bits_per_byte"] if models else {}
+    for domain, sizes in domains.items():
+        ours = [model["bits_per_byte"][domain]["bits_per_byte"] for model in models.values()]
+        row = [domain, f"{sizes['bytes']:,}", *(f"{value:.3f}" for value in [*ours, *(mark[domain] for mark in marks.values())])]
+        if against_xz:
+            row.append(f"{100 * (ours[0] / marks['xz -9e'][domain] - 1):+.0f}%")
+        table.add_row(*row, style="bold" if domain == OVERALL else None)
+    if marks:
+        table.caption = "; ".join(f"{name}: {how}" for name, how in results["references"]["how"].items() if name in marks)
+        table.caption += "".join(f"; {name}: {why}" for name, why in results["references"]["missing"].items())
+    return table
+
+
+def scores_table(results: dict[str, Any]) -> Table:
+    """Benchmarks and tasks: score with 95% interval and verdict, beside items, chance and baseline."""
+    models = results["models"]
+    table = Table(title="Benchmarks (cloze, 0-shot) and verifiable tasks (free answers): score in % [95% interval]")
+    for heading in ("set", "items", "chance", "baseline"):
+        table.add_column(heading, justify="left" if heading == "set" else "right")
+    for name in models:
+        table.add_column(name)
+    if "compared" in results:
+        table.add_column("tuned - base")
+    for kind in ("benchmarks", "tasks"):
+        names = list(dict.fromkeys(one for model in models.values() for one in model[kind]))
+        for one in names:
+            scores = [model[kind].get(one) for model in models.values()]
+            known = next(score for score in scores if score)
+            chance = f"{100 * known['chance']:.0f}" if kind == "benchmarks" else "-"
+            row = [one, str(known["n"]), chance, f"{100 * known['baseline']:.0f}", *(_score(score) for score in scores)]
+            if "compared" in results:
+                row.append(_difference(results["compared"].get(one)))
+            table.add_row(*row)
+        table.add_section()
+    reasons = {model["benchmarks_unavailable"] for model in models.values() if "benchmarks_unavailable" in model}
+    unmeasured = [f"not measured: {reason}" for reason in sorted(reasons)]
+    table.caption = "; ".join(["baseline: the best answer that ignores the question", *unmeasured])
+    return table
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    if score is None or not score["n"]:
+        return "not measured"
+    low, high = score["interval"]
+    return f"{100 * score['score']:5.1f} [{100 * low:.0f}, {100 * high:.0f}] {score['verdict']}"
+
+
+def _difference(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return ""
+    low, high = difference["interval"]
+    return f"{100 * difference['difference']:+.1f} [{100 * low:+.0f}, {100 * high:+.0f}] {difference['verdict']}"

@@ -1,0 +1,128 @@
+"""Questions with verifiable answers from reasoning-gym, answered freely and judged by the package's own verifiers.
+
+The evaluation's seeds start at `SEED`; tuning data is drawn from seeds counted up from 1, so the two never share a
+generator state. Small generators repeat themselves all the same: tuning drops the questions that `questions` lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.evaluate.statistics import Score
+
+SEED = 10_000_019
+# Verifiers give part marks (for length, for form, for single letters). Solved is the full mark to the last bit: a right answer
+# gets exactly 1.0, while sums of part marks (a right word with more behind it, in spell_backward) come out at 1.0 +- 2e-16.
+FULL_MARK = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One generated question; `entry` is what the package's verifier wants back."""
+
+    name: str
+    id: str
+    question: str
+    answer: str  # one right answer; empty where the package only knows how to check
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Judged:
+    task: Task
+    reply: str
+    extracted: str
+    mark: float  # 0 to 1, by the package's verifier
+
+    @property
+    def solved(self) -> bool:
+        return self.mark == FULL_MARK
+
+    def to_json(self) -> dict[str, Any]:
+        return {"task": self.task.name, "id": self.task.id, "question": self.task.question, "answer": self.task.answer,
+                "reply": self.reply, "extracted": self.extracted, "mark": self.mark, "solved": self.solved}
+
+
+def _create(name: str, seed: int, size: int) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError("evaluate.tasks needs reasoning-gym: pip install 'lmworks[eval]', or --set evaluate.tasks=[]") from None
+    if name not in DATASETS:
+        import difflib
+
+        near = difflib.get_close_matches(name, DATASETS, 1)
+        raise UserError(f"evaluate.tasks: reasoning-gym has no task {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return reasoning_gym.create_dataset(name, seed=seed, size=size)
+
+
+def generate_tasks(name: str, count: int, seed: int = SEED) -> list[Task]:
+    """`count` different questions of the generator `name` (fewer where it repeats itself), always the same ones."""
+    seen: dict[str, Task] = {}
+    for index, entry in enumerate(_create(name, seed, count)):
+        seen.setdefault(entry["question"], Task(name, f"{name}/{seed + index}", entry["question"], str(entry["answer"] or ""), entry))
+    return list(seen.values())
+
+
+def questions(names: Iterable[str], count: int) -> Iterator[str]:
+    """The evaluation's questions, for exact removal from tuning data and for decontamination."""
+    for name in names:
+        for task in generate_tasks(name, count):
+            yield task.question
+
+
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_STATED = re.compile(r".*\b(?:answer|result)\s*(?:is\s*:|is\b|=|:)\s*(.+)", re.IGNORECASE)
+
+
+def extract(reply: str) -> str:
+    """The answer that a reply states: generous in form, but one answer only, found without looking at the right one.
+
+    In this order: the last `<answer>` tag, the last `\\boxed{}`, what follows the last "answer is" (or "answer:", "result =") on
+    its line, else the whole reply. Thinking is left out first. From a single line surrounding quotes and markdown stars go.
+    """
+    reply = re.sub(r"<think>.*?(</think>|$)", "", reply, flags=re.DOTALL).strip()
+    for pattern in (_TAGGED, _BOXED, _STATED):
+        found = pattern.findall(reply)
+        if found:
+            reply = found[-1].strip()
+            break
+    if "\n" not in reply:
+        reply = reply.strip("*` ")
+        if len(reply) > 1 and reply[0] == reply[-1] and reply[0] in "\"'":
+            reply = reply[1:-1]
+    return reply.strip()
+
+
+def judge(tasks: Sequence[Task], replies: Sequence[str]) -> list[Judged]:
+    """Mark every reply. The marks come from the verifier of the generator that made the question."""
+    verifiers = {name: _create(name, SEED, 1) for name in {task.name for task in tasks}}
+    judged = []
+    for task, reply in zip(tasks, replies, strict=True):
+        extracted = extract(reply)
+        # a full stop may close the reply's sentence or belong to the answer: either reading counts
+        marks = [_mark(verifiers[task.name], reading, task) for reading in {extracted, extracted.removesuffix(".")}]
+        judged.append(Judged(task, reply, extracted, FULL_MARK if FULL_MARK in marks else max(marks)))
+    return judged
+
+
+def _mark(verifier: Any, answer: str, task: Task) -> float:
+    try:
+        return float(verifier.score_answer(answer, task.entry))
+    except Exception:  # some verifiers raise on an answer that they cannot parse, and a model may write anything
+        return 0.0
+
+
+def score(judged: Sequence[Judged]) -> Score:
+    """Share solved. Free answers have no chance level, so it is 0; the baseline is what the commonest right answer of
+    these very questions would get, which no model can know beforehand: a strict mark to beat."""
+    common = Counter(j.task.answer for j in judged if j.task.answer).most_common(1)
+    constant = common[0][1] / len(judged) if common and common[0][1] > 1 else 0.0
+    return Score(sum(j.solved for j in judged), len(judged), 0.0, constant)

@@ -1,0 +1,144 @@
+"""The model card: what it is, what it was made of, how well it does, how to use it. Only what was measured is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lmworks import __version__
+from lmworks.export.config import class_for
+from lmworks.files import read_json, write_text
+from lmworks.model import Transformer
+from lmworks.recipe.recipe import Recipe
+
+
+def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
+    """README.md beside the weights, from the recipe and the reports of the run as far as they exist."""
+    corpus = _optional(run_dir / "corpus" / "report.json")
+    results = _optional(run_dir / "evaluate" / "results.json")
+    parts = [_front_matter(corpus), f"# {recipe.name}", _what(recipe, model), _sources(corpus), _scores(results), _use(recipe, gguf)]
+    parts.append(_limits(recipe))
+    write_text(directory / "README.md", "\n\n".join(part for part in parts if part) + "\n")
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _front_matter(corpus: dict[str, Any]) -> str:
+    languages = sorted({source["language"] for source in _used(corpus)} - {"code"})
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- lmworks"]
+    # a string in quotes: bare `no` (Norwegian) is false in YAML
+    lines += ["language:", *(f"- {json.dumps(language)}" for language in languages)] if languages else []
+    return "\n".join([*lines, "---"])
+
+
+def _used(corpus: dict[str, Any]) -> list[dict[str, Any]]:
+    return [source for source in corpus.get("sources", []) if source["train"]["documents"]]
+
+
+def _what(recipe: Recipe, model: Transformer) -> str:
+    config = model.config
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle, kind = 0, "dense"
+    if config.moe is not None:
+        sparse = (config.layers or 0) - config.moe.dense_layers
+        idle = 3 * (config.moe.experts - config.moe.top_k) * (config.hidden_size or 0) * config.moe.expert_size * sparse
+        kind = (
+            f"mixture of {config.moe.experts} experts; each token uses {config.moe.top_k} of them and {config.moe.shared_experts} shared; "
+            f"dense layers first: {config.moe.dense_layers}"
+        )
+    phases = [f"{phase.name} {int(phase.tokens):,} tokens in sequences of {int(phase.sequence_length):,}" for phase in recipe.train.phases]
+    tuned = f" Then tuned on {int(recipe.tune.tokens):,} tokens of conversations, to write the assistant's part." if recipe.tune else ""
+    rows = [
+        ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} used per token)"), ("kind", kind),
+        ("layers, width", f"{config.layers}, {config.hidden_size}"),
+        ("attention", f"{config.heads} query heads, {config.kv_heads} key-value heads of {config.head_dim}"),
+        ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_length or 0):,} tokens"),
+    ]  # fmt: skip
+    text = f"A language model trained from nothing with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
+    return text + "\n\n" + _markdown(("", ""), rows)
+
+
+def _sources(corpus: dict[str, Any]) -> str:
+    used = _used(corpus)
+    if not used:
+        return ""
+    heads = ("source", "domain", "language", "MB after cleaning", "licence")
+    rows = [(one["name"], one["domain"], one["language"], f"{one['train']['bytes'] / 1e6:.1f}", one["licence"]) for one in used]
+    return "## Trained on\n\n" + _markdown(heads, rows)
+
+
+def _scores(results: dict[str, Any]) -> str:
+    models = results.get("models", {})
+    if not models:
+        return ""
+    parts = ["## Measured"]
+    marks = results.get("references", {}).get("bits_per_byte", {})
+    domains = next(iter(models.values()))["bits_per_byte"]
+    columns = [{domain: value["bits_per_byte"] for domain, value in model["bits_per_byte"].items()} for model in models.values()]
+    rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
+    parts.append("Bits per byte of held-out text, lower is better:")
+    parts.append(_markdown(("domain", *models, *marks), rows))
+    scored = [(one, kind) for kind in ("benchmarks", "tasks") for one in next(iter(models.values()))[kind]]
+    if scored:
+        rows = [(one, *_chances(models, kind, one), *(_score(model[kind].get(one)) for model in models.values())) for one, kind in scored]
+        parts.append(
+            "Score in % with 95% interval; benchmarks in cloze form without examples, tasks answered freely. "
+            "Baseline: the best answer that ignores the question."
+        )
+        parts.append(_markdown(("set", "items", "chance", "baseline", *models), rows))
+    return "\n\n".join(parts)
+
+
+def _chances(models: dict[str, Any], kind: str, one: str) -> tuple[str, str, str]:
+    known = next(model[kind][one] for model in models.values() if model[kind].get(one))
+    return str(known["n"]), f"{100 * known['chance']:.0f}" if kind == "benchmarks" else "-", f"{100 * known['baseline']:.0f}"
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    if score is None or not score["n"]:
+        return "not measured"
+    low, high = score["interval"]
+    return f"{100 * score['score']:.1f} [{100 * low:.0f}, {100 * high:.0f}] {score['verdict']}"
+
+
+def _use(recipe: Recipe, gguf: bool) -> str:
+    talk = recipe.tune is not None
+    ask = 'ids = tokenizer("Once upon a time", return_tensors="pt")'
+    if talk:
+        ask = (
+            'chat = [{"role": "user", "content": "Hello!"}]\n'
+            'ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)'
+        )
+    blocks = [
+        "## Use",
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
+        f"{ask}\n"
+        "out = model.generate(**ids, max_new_tokens=64)\n"
+        'print(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True))\n'
+        "```",
+        "```\nvllm serve .\n```",
+    ]
+    if gguf:
+        blocks.append("```\nllama-server -m ../gguf/model.gguf --jinja\n```")
+    if talk:
+        blocks.append("The chat template has GLM-4.x's form. An answer ends at any of the three ids in `generation_config.json`.")
+    return "\n\n".join(blocks)
+
+
+def _limits(recipe: Recipe) -> str:
+    seen = sum(int(phase.tokens) for phase in recipe.train.phases)
+    text = f"It has seen {seen:,} tokens."
+    if seen < 10**9:
+        text += " That is enough to learn the form of its texts and not their facts: what it states is not to be relied on."
+    return f"## Limits\n\n{text} Nothing was done to keep it from harmful or wrong answers."
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,182 @@
+"""Which Hugging Face class is exactly our model, and its config, in both directions.
+
+Class by class (transformers 5): what it has beyond the common part.
+| class    | qk_norm | qkv bias | partial RoPE | NoPE layers | window | experts |
+| Glm4Moe  | either  | either   | yes          | no          | no     | yes     |
+| Qwen3    | yes     | no       | no           | no          | yes    | no      |
+| Qwen2    | no      | yes      | no           | no          | yes    | no      |
+| SmolLM3  | no      | no       | no           | yes         | yes    | no      |
+| Llama    | no      | no       | no           | no          | no     | no      |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.model.attention import has_positions, slides
+from lmworks.recipe.model import Model, Moe, Rope
+
+_TYPES = {
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2ForCausalLM": "qwen2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "LlamaForCausalLM": "llama",
+}
+
+
+SAMPLING = {"temperature": 0.7, "min_p": 0.1}
+"""What an engine draws with unless it is told otherwise: the settings that a person would chat with."""
+
+
+class NoClass(UserError):
+    """No class expresses the model; `reason` says what of it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no Hugging Face class expresses this model: {reason}; change the model, or set export.huggingface=false")
+        self.reason = reason
+
+
+def class_for(model: Model) -> str:
+    """The class whose mathematics is this model's; `NoClass` with the reason if there is none."""
+    if model.logit_softcap:
+        raise NoClass("logit_softcap is on")
+    if model.rope.fraction == 0:
+        raise NoClass("it has no RoPE at all (rope.fraction 0)")
+    if model.moe is not None:
+        return _moe_class(model, model.moe)
+    if model.rope.fraction != 1:
+        raise NoClass(f"it is dense and rotates {model.rope.fraction:g} of each head (rope.fraction)")
+    if model.nope_every:
+        if model.qk_norm or model.attention_bias:
+            raise NoClass("it has layers without positions (nope_every) together with qk_norm or attention_bias")
+        return "SmolLM3ForCausalLM"
+    if model.qk_norm and model.attention_bias:
+        raise NoClass("it is dense with both qk_norm and attention_bias")
+    if model.qk_norm:
+        return "Qwen3ForCausalLM"
+    if model.attention_bias or model.sliding_window:
+        if not model.attention_bias:
+            raise NoClass("it is dense with a sliding window but neither qk_norm nor attention_bias")
+        return "Qwen2ForCausalLM"
+    return "LlamaForCausalLM"
+
+
+def _moe_class(model: Model, moe: Moe) -> str:
+    for problem, reason in (
+        (moe.gate != "sigmoid", "its gates are softmax (moe.gate)"),
+        (moe.shared_experts == 0, "it has no shared expert (moe.shared_experts)"),
+        (bool(model.nope_every), "it has experts and layers without positions (nope_every)"),
+        (bool(model.sliding_window), "it has experts and a sliding window"),
+    ):
+        if problem:
+            raise NoClass(reason)
+    return "Glm4MoeForCausalLM"
+
+
+def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any]:
+    """config.json. `rope` is that of the last phase; `tokens` holds eos_token_id and pad_token_id."""
+    architecture = class_for(model)
+    assert model.layers
+    config: dict[str, Any] = {
+        "architectures": [architecture], "model_type": _TYPES[architecture], "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size, "intermediate_size": model.ffn_size, "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
+        "initializer_range": model.init_std, "max_position_embeddings": int(model.max_length or 2048),
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "use_cache": True,
+        "rope_parameters": _rope_parameters(rope, model), **tokens,
+    }  # fmt: skip
+    if model.moe is not None:
+        moe = model.moe
+        config |= {
+            "n_routed_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
+            "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers, "norm_topk_prob": moe.normalize_top_k,
+            "routed_scaling_factor": moe.routed_scale, "n_group": moe.groups, "topk_group": moe.top_groups, "use_qk_norm": model.qk_norm,
+            "num_nextn_predict_layers": 0, "partial_rotary_factor": rope.fraction,
+        }  # fmt: skip
+    if architecture == "SmolLM3ForCausalLM":
+        positions = [int(has_positions(model, layer)) for layer in range(model.layers)]
+        config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every}
+    if architecture in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"):
+        config |= {
+            "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
+            "layer_types": ["sliding_attention" if slides(model, layer) else "full_attention" for layer in range(model.layers)],
+        }  # fmt: skip
+    return config
+
+
+def _rope_parameters(rope: Rope, model: Model) -> dict[str, Any]:
+    theta = rope.theta
+    if rope.scaling == "ntk":  # a raised base, and said so
+        rotated = int((model.head_dim or 0) * rope.fraction)
+        theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
+    parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
+    if model.moe is not None:
+        parameters["partial_rotary_factor"] = rope.fraction
+    if rope.scaling in ("linear", "yarn"):
+        parameters["factor"] = rope.factor
+    if rope.scaling == "yarn":
+        assert rope.original_length is not None
+        parameters["original_max_position_embeddings"] = int(rope.original_length)
+        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    return parameters
+
+
+def from_config(config: dict[str, Any]) -> Model:
+    """Our model from a config.json of one of the classes above; `UserError` for what they have and we have not."""
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in _TYPES:
+        raise UserError(f"config.json is of class {architecture}; lmworks reads {', '.join(_TYPES)}")
+    rope = {"rope_type": "default", **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+    theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "yarn"):
+        raise UserError(f"config.json has rope_type {kind}; lmworks reads default, linear and yarn")
+    moe_class, layers = architecture == "Glm4MoeForCausalLM", config["num_hidden_layers"]
+    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM") and config.get("attention_bias"):
+        raise UserError(f"config.json has attention_bias, which in {architecture} also gives the output a bias; lmworks has none there")
+    positions = config.get("no_rope_layers") if architecture == "SmolLM3ForCausalLM" else None
+    nope_every = 0
+    if positions and 0 in positions:
+        nope_every = positions.index(0) + 1
+        if [int((layer + 1) % nope_every != 0) for layer in range(layers)] != list(positions):
+            raise UserError("config.json has no_rope_layers that are not every n-th layer")
+    window, global_every = _window(config, layers)
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)) if moe_class else 1.0
+    heads = config["num_attention_heads"]
+    values: dict[str, Any] = {
+        "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "layers": layers, "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads, "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn_size": config["intermediate_size"], "attention_bias": architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias")),
+        "qk_norm": bool(config.get("use_qk_norm")) if moe_class else architecture == "Qwen3ForCausalLM",
+        "rope": Rope(
+            theta=theta, fraction=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
+            original_length=f"{rope['original_max_position_embeddings']} tokens" if kind == "yarn" else None,
+            beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0,
+        ),
+        "nope_every": nope_every, "sliding_window": f"{window} tokens" if window else None, "global_every": global_every,
+        "tie_embeddings": bool(config.get("tie_word_embeddings")), "norm_eps": config["rms_norm_eps"],
+        "init_std": config.get("initializer_range", 0.02), "max_length": f"{config['max_position_embeddings']} tokens",
+    }  # fmt: skip
+    if moe_class:
+        values["moe"] = Moe(
+            experts=config["n_routed_experts"], top_k=config["num_experts_per_tok"], expert_size=config["moe_intermediate_size"],
+            shared_experts=config["n_shared_experts"], dense_layers=config["first_k_dense_replace"],
+            normalize_top_k=config["norm_topk_prob"],
+            routed_scale=config["routed_scaling_factor"], groups=config.get("n_group", 1), top_groups=config.get("topk_group", 1),
+        )  # fmt: skip
+    return Model.model_validate(values)
+
+
+def _window(config: dict[str, Any], layers: int) -> tuple[int | None, int]:
+    """Sliding window and how often a layer sees everything."""
+    types = config.get("layer_types") or []
+    if not config.get("use_sliding_window") or "sliding_attention" not in types:
+        return None, 0
+    every = types.index("full_attention") + 1 if "full_attention" in types else 0
+    expected = ["full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    if list(types) != expected:
+        raise UserError("config.json has layer_types that are not one full layer every n; lmworks cannot read it")
+    return config["sliding_window"], every

@@ -1,0 +1,142 @@
+"""The export stage: the trained model in the formats that other programs read, each checked before it counts as done.
+
+    out_dir/huggingface/      safetensors, config, generation_config, tokenizer, README.md: transformers, vLLM, SGLang
+    out_dir/gguf/model.gguf   llama.cpp
+    out_dir/parity.json       how the exports compare with what was trained
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmworks.export import gguf as gguf_
+from lmworks.export.card import write_card
+from lmworks.export.config import SAMPLING, class_for
+from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
+from lmworks.files import write_json
+from lmworks.model import Transformer
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.validation import Validation
+from lmworks.tokenizer import load as load_tokenizer
+from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.load import folder, load_model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_ROWS = 4  # sequences compared, at least; each domain gives one or more
+_LONGEST = 1024  # tokens of each; enough to see a wrong rotation
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written and how it compares. `tensors` counts the GGUF tensors that were read back and found equal bit for bit."""
+
+    model: str
+    dtype: str
+    architecture: str | None = None
+    huggingface: Parity | None = None
+    sequences: int = 0
+    gguf_architecture: str | None = None
+    tensors: int = 0
+    bytes: dict[str, int] | None = None
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=f"Exports of the {self.model} model ({self.dtype})", title_justify="left", header_style="bold")
+        for heading in ("for", "as", "size", "checked"):
+            table.add_column(heading)
+        size = self.bytes or {}
+        if self.huggingface:
+            parity = self.huggingface
+            table.add_row(
+                "transformers, vLLM, SGLang", self.architecture, _size(size["huggingface"]),
+                f"loaded in transformers, fp32: logits differ by {parity.relative:.1e} of the largest (at most {TOLERANCE:.0e}), "
+                f"{100 * parity.same_choice:.2f}% same next token, over {parity.tokens:,} held-out tokens",
+            )  # fmt: skip
+        if self.gguf_architecture:
+            checked = f"read back: all {self.tensors} tensors equal, bit for bit"
+            table.add_row("llama.cpp", self.gguf_architecture, _size(size["gguf"]), checked)
+        return table
+
+
+def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
+    """Write the tuned model, or the base model where there is none, in every format that `recipe.export` asks for.
+
+    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if an export does not
+    compute what was trained.
+    """
+    run_dir, out_dir = Path(run_dir), Path(out_dir)
+    options = recipe.export
+    check(recipe)
+    tuned = recipe.tune is not None and any(folder(run_dir, "tuned").glob("step-*"))
+    model = load_model(run_dir, "tuned" if tuned else "base").to("cpu")
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    dtype = DTYPES[options.dtype]
+    values: dict[str, Any] = {"model": "tuned" if tuned else "base", "dtype": options.dtype}
+    sizes: dict[str, int] = {}
+    if options.huggingface:
+        directory = _fresh(out_dir / "huggingface")
+        write_huggingface(model, tokenizer, directory, dtype)
+        write_card(recipe, model, run_dir, directory, gguf=options.gguf)
+        tokens_BT = held_out_tokens(recipe, run_dir / "shards")
+        parity = compare(model, directory, tokens_BT, dtype)
+        require_parity(parity, directory)
+        values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
+        sizes["huggingface"] = sum(file.stat().st_size for file in directory.iterdir())
+    if options.gguf:
+        path = _fresh(out_dir / "gguf") / "model.gguf"
+        gguf_.write_gguf(model, tokenizer, path, dtype, recipe.name)
+        values |= {"gguf_architecture": gguf_.architecture_for(model.config), "tensors": gguf_.check_gguf(model, path, dtype)}
+        sizes["gguf"] = path.stat().st_size
+    report = Report(**values, bytes=sizes)
+    write_json(out_dir / "parity.json", asdict(report) | {"tolerance": TOLERANCE})
+    return report
+
+
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` if a format that the recipe asks for cannot express the model, before anything is trained or written."""
+    if recipe.export.huggingface:
+        class_for(recipe.model)
+    if recipe.export.gguf:
+        gguf_.architecture_for(recipe.model)
+
+
+def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:
+    """Everything that `transformers`, vLLM and SGLang read from a model's directory."""
+    stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
+    write_model(model, directory, stops, dtype)
+    write_json(directory / "generation_config.json", stops | {"do_sample": True} | SAMPLING)
+    for name in _TOKENIZER_FILES:
+        shutil.copyfile(tokenizer.directory / name, directory / name)
+
+
+def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:
+    """(B, T) token ids of held-out documents, the same number of sequences from every domain."""
+    manifest = Manifest.load(shards_dir)
+    length = min(_LONGEST, *(int(phase.sequence_length) for phase in recipe.train.phases[-1:]))
+    rows = -(-_ROWS // len(manifest.domains()))
+    found = [Validation(shards_dir, manifest, domain, length, rows).batch(0) for domain in manifest.domains()]
+    return torch.from_numpy(np.concatenate([batch.tokens for batch in found])).long()
+
+
+def _fresh(directory: Path) -> Path:
+    if directory.is_dir():
+        shutil.rmtree(directory)  # left by a try that was stopped
+    directory.mkdir(parents=True)
+    return directory
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

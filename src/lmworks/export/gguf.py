@@ -1,0 +1,238 @@
+"""GGUF, the one-file format of llama.cpp, written with the `gguf` package alone.
+
+llama.cpp's own converter comes with its source tree only, and knows a tokenizer by the hash of a published one, so it refuses one
+trained here. For these five architectures this module writes what it writes, field by field (`tests/export/test_llama_cpp.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmworks.errors import UserError
+from lmworks.export.config import SAMPLING, NoClass, class_for, to_config
+from lmworks.export.names import huggingface_name
+from lmworks.files import atomic_path, read_json
+from lmworks.model import Transformer
+from lmworks.progress import bar
+from lmworks.recipe.model import Model, Moe
+from lmworks.tokenizer import bpe, special
+from lmworks.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import gguf
+
+_ARCHITECTURES = {
+    "Glm4MoeForCausalLM": "glm4moe", "Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "SmolLM3ForCausalLM": "smollm3",
+    "LlamaForCausalLM": "llama",
+}  # fmt: skip
+# Here llama.cpp rotates neighbouring dimensions (2i, 2i + 1) and not halves (i, i + R/2): the rows of query and key are reordered.
+_NEIGHBOURS = ("llama", "smollm3")
+_QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor on its way: its name there, our tensor, the type it is written in, and how many heads its rows are reordered in (0: not)."""
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+    heads: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+    def bits(self) -> np.ndarray:
+        """The values as they lie in the file; bfloat16, which numpy lacks, as int16."""
+        tensor = self.tensor.detach().cpu()
+        if self.heads:
+            rows = len(tensor) // self.heads
+            tensor = tensor.reshape(self.heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        tensor = tensor.to(self.dtype).contiguous()
+        return (tensor.view(torch.int16) if self.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def architecture_for(model: Model) -> str:
+    """llama.cpp's name for this mathematics; `UserError` with the reason if it has none."""
+    try:
+        architecture = _ARCHITECTURES[class_for(model)]
+    except NoClass as no:
+        raise _refused(no.reason) from None
+    if architecture == "qwen2" and model.heads and model.head_dim and model.heads * model.head_dim != model.hidden_size:
+        architecture = "llama"  # the same with biases, and with heads of any width
+    if model.sliding_window:
+        raise _refused("it has a sliding window, which llama.cpp ignores for this architecture")
+    if model.nope_every not in (0, 4):
+        raise _refused(f"it has layers without positions every {model.nope_every} layers (nope_every), and llama.cpp knows only 4")
+    return architecture
+
+
+def _refused(reason: str) -> UserError:
+    return UserError(f"no architecture of llama.cpp expresses this model: {reason}; change the recipe's model, or set export.gguf=false")
+
+
+def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:
+    """Weights, tokenizer and chat template in one file. Matrices in `dtype`; norms, biases and the router in fp32, as llama.cpp wants them.
+
+    One tensor at a time is converted, so the model is not held twice. Raises `UserError` if llama.cpp cannot express it.
+    """
+    gguf = _package()
+    items = list(_items(model, dtype))
+    with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
+        writer = gguf.GGUFWriter(aside, architecture_for(model.config))
+        for item in items:
+            kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
+        _add_general(writer, name, dtype)
+        _add_model(writer, model)
+        _add_tokenizer(writer, tokenizer, model.config.vocab_size or 0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for item in items:
+            writer.write_tensor_data(item.bits())
+            progress.advance(item.nbytes)
+        writer.close()
+
+
+def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
+    """Read the file again and compare every value with the model's, bit for bit. Returns how many tensors; `UserError` if one differs."""
+    reader = _package().GGUFReader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    expected = {item.name: item for item in _items(model, dtype)}
+    if found.keys() != expected.keys():
+        raise _damaged(path, f"tensor {min(found.keys() ^ expected.keys())} is on one side only")
+    for name, item in expected.items():
+        if list(reversed(found[name].shape.tolist())) != list(item.tensor.shape):
+            raise _damaged(path, f"tensor {name} has shape {list(reversed(found[name].shape.tolist()))}, not {list(item.tensor.shape)}")
+        if found[name].data.tobytes() != item.bits().tobytes():
+            raise _damaged(path, f"the values of tensor {name} differ")
+    return len(expected)
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path} is not what was trained: {why}; delete it and export again")
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("writing GGUF needs the gguf package: pip install 'lmworks[export]', or set export.gguf=false") from None
+    return gguf
+
+
+def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
+    gguf = _package()
+    architecture = architecture_for(model.config)
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, model.config.layers)
+    for ours, tensor in model.state_dict().items():
+        if ours == "head.weight" and model.config.tie_embeddings:
+            continue  # llama.cpp takes the embedding where there is no output
+        # the package's map goes by Hugging Face's names, with stacked experts and the bias as a tensor of its own
+        theirs = huggingface_name(ours).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name, f"gguf has no name for {theirs}"
+        wide = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
+        match = _QUERY_OR_KEY.match(ours) if architecture in _NEIGHBOURS else None
+        heads = 0 if match is None else model.config.heads if match[1] == "query" else model.config.kv_heads
+        yield _Item(name, tensor, dtype if wide else torch.float32, heads or 0)
+
+
+def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
+    gguf = _package()
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_size_label(gguf.size_label(*writer.get_total_parameter_count()))
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == torch.bfloat16 else gguf.LlamaFileType.ALL_F32)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_sampling_temp(SAMPLING["temperature"])
+    writer.add_sampling_min_p(SAMPLING["min_p"])
+
+
+def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
+    config, gguf = model.config, _package()
+    assert config.layers and config.hidden_size and config.ffn_size and config.vocab_size
+    assert config.heads and config.kv_heads and config.head_dim
+    stated = to_config(config, model.rope, {})
+    writer.add_block_count(config.layers)
+    writer.add_context_length(stated["max_position_embeddings"])
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.ffn_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    rope = stated["rope_parameters"]
+    writer.add_rope_dimension_count(int(config.head_dim * model.rope.fraction))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if config.moe is not None:
+        _add_experts(writer, config.moe)
+
+
+def _add_experts(writer: gguf.GGUFWriter, moe: Moe) -> None:
+    # llama.cpp stops on groups that are all kept, which are no groups
+    grouped = moe.top_groups < moe.groups
+    writer.add_expert_count(moe.experts)
+    writer.add_expert_used_count(moe.top_k)
+    writer.add_expert_feed_forward_length(moe.expert_size)
+    writer.add_expert_shared_count(moe.shared_experts)
+    writer.add_expert_group_count(moe.groups if grouped else 1)
+    writer.add_expert_group_used_count(moe.top_groups if grouped else 1)
+    writer.add_leading_dense_block_count(moe.dense_layers)
+    writer.add_expert_gating_func(_package().ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(moe.routed_scale)
+    writer.add_expert_weights_norm(moe.normalize_top_k)
+    writer.add_nextn_predict_layers(0)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> None:
+    """`rows` of the embedding; those that the tokenizer does not use become unused tokens."""
+    kinds = _package().TokenType
+    path = tokenizer.directory / "tokenizer.json"
+    spec = read_json(path)
+    if bpe.read(spec, str(path)).pattern != special.SPLIT:
+        raise UserError(f"{path} splits text by a rule that llama.cpp does not have under the name glm4; set export.gguf=false")
+    tokens = [f"[PAD{number}]" for number in range(rows)]
+    types = [int(kinds.UNUSED)] * rows
+    for text, number in spec["model"]["vocab"].items():
+        tokens[number], types[number] = text, int(kinds.NORMAL)
+    for added in spec["added_tokens"]:
+        tokens[added["id"]], types[added["id"]] = added["content"], int(kinds.CONTROL if added["special"] else kinds.USER_DEFINED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("glm4")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]])
+    ids = tokenizer.special
+    writer.add_bos_token_id(ids["[gMASK]"])
+    writer.add_eos_token_id(tokenizer.eos_id)
+    # the two roles that end an answer; llama.cpp stops at eos, eot and eom
+    writer.add_eot_token_id(ids[special.USER])
+    writer.add_eom_token_id(ids[special.OBSERVATION])
+    writer.add_unk_token_id(tokenizer.eos_id)
+    writer.add_pad_token_id(tokenizer.pad_id)
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+    writer.add_chat_template((tokenizer.directory / "chat_template.jinja").read_text(encoding="utf-8"))

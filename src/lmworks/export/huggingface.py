@@ -1,0 +1,162 @@
+"""Hugging Face checkpoints: written, read, and compared with the library they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmworks.errors import UserError
+from lmworks.export.config import from_config, to_config
+from lmworks.export.names import from_huggingface, to_huggingface
+from lmworks.files import atomic_path, read_json, write_json
+from lmworks.model import Transformer
+from lmworks.model.router import Router
+from lmworks.progress import bar
+
+_SHARD_BYTES = 5 * 10**9
+TOLERANCE = 2e-5
+"""Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries add in another
+order, which costs 5e-7 at 4 layers and grows with the root of their number; one wrong row of one expert costs more than 1e-4."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How an export compares with what was trained, in fp32 on the same tokens."""
+
+    tokens: int
+    max_difference: float
+    relative: float
+    same_choice: float
+
+
+def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dtype: torch.dtype) -> None:
+    """config.json, generation_config.json and safetensors (in files of at most 5 GB); `tokens` holds eos_token_id and pad_token_id."""
+    from safetensors.torch import save_file
+
+    config = to_config(model.config, model.rope, tokens) | {"dtype": str(dtype).removeprefix("torch.")}
+    directory.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict()
+    if model.config.tie_embeddings:
+        state.pop("head.weight", None)
+    files = list(_split(state, dtype))
+    index: dict[str, str] = {}
+    with bar("huggingface", sum(tensor.numel() for tensor in state.values())) as progress:
+        for number, names in enumerate(files, 1):
+            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            chosen = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface({key: state[key] for key in names})}
+            with atomic_path(directory / file) as aside:
+                save_file(chosen, aside, metadata={"format": "pt"})
+                aside.chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it; a server may be somebody else
+            index |= dict.fromkeys(chosen, file)
+            progress.advance(sum(state[key].numel() for key in names))
+    if len(files) > 1:
+        total = sum(tensor.numel() * (4 if name.endswith("router.bias") else dtype.itemsize) for name, tensor in state.items())
+        write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    write_json(directory / "config.json", config)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # the selection bias decides near-ties: rounding it would choose other experts
+    return tensor.detach().to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
+
+
+def _split(state: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in state.items():
+        if names and size + tensor.numel() * dtype.itemsize > _SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.numel() * dtype.itemsize
+    yield names
+
+
+def read_model(directory: Path) -> Transformer:
+    """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
+    directory = Path(directory)
+    config = read_json(directory / "config.json")
+    model = Transformer(from_config(config))
+    state = dict(model.state_dict())
+    if model.config.tie_embeddings:
+        state.pop("head.weight", None)
+    from_huggingface(_tensors(directory), state)
+    return model.eval()
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{directory} has no .safetensors file")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118
+                    yield name, handle.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{file} is damaged ({error}); export it again") from None
+
+
+@torch.no_grad()
+def compare(model: Transformer, directory: Path, tokens_BT: Tensor, dtype: torch.dtype) -> Parity:
+    """Load the export in `transformers` and compare logits in fp32 with `model`, its weights rounded to the export's type.
+
+    Two libraries add in another order, and now and then that lets a near-tie between two experts fall the other way, which is no
+    fault and changes the logits. So our side chooses by the router logits that `transformers` computed: both take the same experts
+    unless the selection itself differs.
+    """
+    theirs = _load_in_transformers(directory)
+    ours = Transformer(model.config).eval()
+    ours.set_rope(model.rope)
+    ours.load_state_dict({name: t if name.endswith("router.bias") else t.to(dtype).float() for name, t in model.state_dict().items()})
+    output = theirs(tokens_BT.cpu(), output_router_logits=True) if model.config.moe else theirs(tokens_BT.cpu())
+    routers = [module for module in ours.modules() if isinstance(module, Router)]
+    for router, logits_NE in zip(routers, output.router_logits if routers else (), strict=True):
+        router._select = _select_by(router, logits_NE.float())  # type: ignore[method-assign, assignment]
+    expected, found = ours(tokens_BT.cpu()), output.logits
+    difference = float((expected - found).abs().max())
+    relative = difference / float(expected.abs().max())
+    return Parity(tokens_BT.numel(), difference, relative, float((expected.argmax(-1) == found.argmax(-1)).float().mean()))
+
+
+def _select_by(router: Router, logits_NE: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    select = router._select
+    return lambda gates_NE, _: select(logits_NE.view_as(gates_NE).sigmoid(), logits_NE.view_as(gates_NE))
+
+
+def _load_in_transformers(directory: Path) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("checking an export needs transformers: pip install 'lmworks[export]'") from None
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    except Exception as error:  # whatever it is, the export is not usable
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"transformers cannot load the export in {directory} ({reason}); delete it and export again") from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def require_parity(parity: Parity, directory: Path) -> None:
+    """Raise `UserError` if the export does not compute what was trained (promise 8)."""
+    if not parity.relative <= TOLERANCE:
+        raise UserError(
+            f"the export in {directory} differs from the trained model: logits by {parity.relative:.1e} of the largest, "
+            f"over {TOLERANCE:.0e}; it is not usable, please report it with resolved.json"
+        )
+
+

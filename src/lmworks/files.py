@@ -1,0 +1,90 @@
+"""Files that are whole or absent: written aside, synced, renamed (promise 4)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a forbidden path into a `UserError` of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk of {path} is full: free some space and run the same command again; nothing finished was lost"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"cannot write {path}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
+        raise
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` to write a file at; on success it is synced and renamed to `path`.
+
+    On any failure the temporary file is removed and `path` is as it was.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with explain_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield aside
+            with open(aside, "rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(aside, path)
+            sync_directory(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`, atomically."""
+    with atomic_path(path) as aside:
+        aside.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text` in UTF-8, atomically."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with `value` as readable JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a `UserError` names the file if it is missing or broken."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); delete it to have it made again") from None
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,87 @@
+"""Append-only files of one JSON object per line: what a kill can tear is only the last line, and that is mended."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+
+_BLOCK = 1 << 12
+
+
+def line(record: dict[str, Any]) -> bytes:
+    """One record as a whole line. Numbers that are not finite become null, because JSON has no word for them."""
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "item") and not isinstance(value, (int, str)) else value
+
+
+def append(fd: int, record: dict[str, Any]) -> None:
+    """Append one record to a descriptor opened with O_APPEND. Once this returns, a kill of the process cannot lose it."""
+    data = memoryview(line(record))
+    while data:
+        data = data[os.write(fd, data):]
+
+
+def open_append(path: Path) -> int:
+    """A descriptor at the end of `path`, after a last line torn by a kill has been cut off."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        os.ftruncate(fd, _last_newline(fd, size) + 1)
+    return fd
+
+
+def _last_newline(fd: int, end: int) -> int:
+    """Position of the last newline before `end`; -1 if there is none."""
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found
+        end = start
+    return -1
+
+
+def cut_tail(fd: int, drop: Callable[[dict[str, Any]], bool]) -> int:
+    """Cut the longest run of last records for which `drop` holds; returns how many. Reads only what it cuts, and one more."""
+    end, dropped = os.fstat(fd).st_size, 0
+    while end:
+        start = _last_newline(fd, end - 1) + 1
+        if not drop(json.loads(os.pread(fd, end - start, start))):
+            break
+        end, dropped = start, dropped + 1
+    if dropped:
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+    return dropped
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records; none if the file does not exist. A torn last line is left out; a broken line before it is a `UserError`."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    records = []
+    for number, text in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(text))
+        except ValueError:
+            raise UserError(f"{path}: line {number} is not JSON; delete that line") from None
+    return records

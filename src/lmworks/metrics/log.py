@@ -1,0 +1,71 @@
+"""The log of metrics: JSONL always, other sinks on request."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmworks import jsonl
+from lmworks.files import explain_os_errors
+from lmworks.metrics.names import describe
+from lmworks.metrics.sinks import Sink, open_sinks
+from lmworks.recipe.training import Metrics
+
+FILE = "metrics.jsonl"
+
+
+class MetricLog:
+    """Lines `{"step": s, "time": seconds since 1970, "train/loss": ...}` in `run_dir/metrics.jsonl`.
+
+    `resume_step` is the first step that will be written: lines of it and of later steps, left by a run that got further than its
+    last checkpoint, are cut, so that the curve has each step once. Only what is cut is read. Every line is with the operating
+    system when `write` returns (a killed process loses none) and on the disk after `flush`.
+    """
+
+    def __init__(self, run_dir: Path, options: Metrics, resume_step: int = 0) -> None:
+        self.path = Path(run_dir) / FILE
+        with explain_os_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = jsonl.open_append(self.path)
+        self.dropped = jsonl.cut_tail(self._fd, lambda record: record["step"] >= resume_step)
+        self._sinks: list[Sink] = open_sinks(Path(run_dir), options, resume_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step. Names are those of `metrics.names` (`KeyError` otherwise); steps never fall."""
+        for name in values:
+            describe(name)
+        with explain_os_errors(self.path):
+            jsonl.append(self._fd, {"step": step, "time": round(time.time(), 3), **values})
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def flush(self) -> None:
+        """Bring everything written so far to the disk; called with each checkpoint."""
+        with explain_os_errors(self.path):
+            os.fsync(self._fd)
+        for sink in self._sinks:
+            sink.flush()
+
+    def close(self) -> None:
+        """Flush and let go."""
+        if self._fd < 0:
+            return
+        self.flush()
+        os.close(self._fd)
+        self._fd = -1
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines of a run's metrics, oldest first; a line that is just being written is left out."""
+    return jsonl.read(Path(run_dir) / FILE)

@@ -1,0 +1,85 @@
+"""The fixed names of all metrics (SPEC TRN4), each with its unit and meaning.
+
+A part in braces stands for one name part: `validation/{domain}/bits_per_byte` covers `validation/code/bits_per_byte`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. `unit` is empty for pure numbers."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_TABLE = (
+    ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches"),
+    ("train/perplexity", "", "exp of train/loss"),
+    ("train/z_loss", "nats^2/token", "squared log-partition of the head, before its weight"),
+    ("train/auxiliary_loss", "", "router losses of the step, before their weight"),
+    ("train/mtp_loss", "nats/token", "cross-entropy of the multi-token-prediction layer"),
+    ("train/tokens", "tokens", "tokens seen since the start of the run, this step included"),
+    ("train/batch_tokens", "tokens", "tokens of this step"),
+    ("train/valid_tokens", "tokens", "tokens of this step that carry loss"),
+    ("train/sequence_length", "tokens", "length of each sequence of this step"),
+    ("train/phase", "", "number of the phase, from 0"),
+    ("train/bad_steps", "steps", "steps without an update since the start, because a value was not finite"),
+    ("train/accuracy", "", "share of the valid tokens that were the likeliest"),
+    ("train/reward", "", "mean reward of the step's rollouts"),
+    ("experts/load_cv", "", "coefficient of variation of the experts' loads, mean over layers"),
+    ("experts/load_cv/{layer}", "", "coefficient of variation of the experts' loads in a layer"),
+    ("experts/load_max", "", "load of the busiest expert relative to the mean, largest over layers"),
+    ("experts/load_max/{layer}", "", "load of the busiest expert relative to the mean in a layer"),
+    ("experts/load_min", "", "load of the idlest expert relative to the mean, smallest over layers"),
+    ("experts/load_min/{layer}", "", "load of the idlest expert relative to the mean in a layer"),
+    ("experts/dead", "experts", "experts that got no token this step, over all layers"),
+    ("experts/dead/{layer}", "experts", "experts that got no token this step in a layer"),
+    ("experts/overflow", "", "share of the routed tokens above the capacity factor"),
+    ("experts/overflow/{layer}", "", "share of the routed tokens above the capacity factor in a layer"),
+    ("experts/bias_max", "", "largest absolute selection bias over layers"),
+    ("experts/bias_max/{layer}", "", "largest absolute selection bias in a layer"),
+    ("experts/temperature", "", "router temperature"),
+    ("optim/learning_rate", "", "rate of the matrices at this step"),
+    ("optim/adam_learning_rate", "", "rate of what AdamW trains under muon"),
+    ("optim/grad_norm", "", "global gradient norm before clipping"),
+    ("optim/clipped", "", "1 where the gradient was clipped"),
+    ("optim/loss_scale", "", "dynamic loss scale of fp16"),
+    ("optim/weight_norm", "", "global norm of the weights"),
+    ("optim/update_ratio", "", "norm of the update relative to the norm of the weights"),
+    ("perf/tokens_per_second", "tokens/s", "since the metrics line before, saves and validation left out"),
+    ("perf/step_seconds", "s", "wall time of the step"),
+    ("perf/mfu", "", "model FLOPs relative to the measured bf16 matrix-multiply peak of the machine"),
+    ("perf/memory", "bytes", "largest memory in use: of the GPU if there is one, else resident memory of the process"),
+    ("perf/data_wait", "s", "time that the step waited for its batch"),
+    ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
+    ("perf/validation_seconds", "s", "time that training stood still for validation"),
+    ("system/gpu_temp", "degrees C", "temperature of the GPU"),
+    ("system/power", "W", "power drawn by the GPU"),
+    ("validation/loss", "nats/token", "mean over all validation tokens"),
+    ("validation/bits_per_byte", "bits/byte", "over all validation text"),
+    ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens"),
+    ("validation/{domain}/bits_per_byte", "bits/byte", "over a domain's validation text"),
+)
+
+METRICS: dict[str, Metric] = {row[0]: Metric(*row) for row in _TABLE}
+_PATTERNS = [
+    (re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(name)) + r"\Z"), metric) for name, metric in METRICS.items() if "{" in name
+]
+
+
+@cache
+def describe(name: str) -> Metric:
+    """The metric of a name; `KeyError` if there is none, so that no second name for one thing slips in."""
+    if name in METRICS and "{" not in name:
+        return METRICS[name]
+    for pattern, metric in _PATTERNS:
+        if pattern.match(name):
+            return metric
+    raise KeyError(f"{name!r} is no metric of lmworks.metrics.names; add it there with its unit and meaning")

@@ -1,0 +1,118 @@
+"""Other places for metrics: TensorBoard, Weights & Biases, Prometheus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from lmworks.errors import UserError
+from lmworks.files import write_text
+from lmworks.metrics.names import describe
+from lmworks.recipe.training import Metrics
+
+
+class Sink(Protocol):
+    """A place that takes numbers."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(run_dir: Path, options: Metrics, resume_step: int) -> list[Sink]:
+    """The sinks that the recipe asks for; `UserError` names the extra that one of them needs."""
+    sinks: list[Sink] = []
+    if options.tensorboard:
+        sinks.append(TensorBoard(run_dir, resume_step))
+    if options.wandb_project:
+        sinks.append(WeightsAndBiases(run_dir, options.wandb_project))
+    if options.prometheus_port:
+        sinks.append(Prometheus(options.prometheus_port))
+    return sinks
+
+
+def _import(module: str, setting: str, extra: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{setting} needs a package that is not installed: pip install 'lmworks[{extra}]'") from None
+
+
+class TensorBoard:
+    """Event files in `run_dir/tensorboard`; steps that are run again replace the old ones."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        tensorboard = _import("torch.utils.tensorboard", "metrics.tensorboard", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or None, flush_secs=1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run goes on in it."""
+
+    def __init__(self, run_dir: Path, project: str) -> None:
+        wandb = _import("wandb", "metrics.wandb_project", "wandb")
+        path = run_dir / "wandb_id"
+        known = path.read_text(encoding="utf-8").strip() if path.exists() else None
+        self._run: Any = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=known, resume="allow")
+        # W&B refuses to write a step twice; with a step of our own the later value is the one that is shown.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        write_text(path, self._run.id + "\n")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def flush(self) -> None:
+        """W&B sends on its own."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Prometheus:
+    """The newest value of each metric at http://127.0.0.1:PORT/metrics, as `lmworks_train_loss` and so on."""
+
+    def __init__(self, port: int) -> None:
+        self._client = _import("prometheus_client", "metrics.prometheus_port", "prometheus")
+        self._registry = self._client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        except OSError as error:
+            raise UserError(f"metrics.prometheus_port: cannot listen on port {port} ({error.strerror}); choose another") from None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._gauge("step", "the step of the other values").set(step)
+        for name, value in values.items():
+            metric = describe(name)
+            self._gauge(name, metric.meaning + (f" [{metric.unit}]" if metric.unit else "")).set(value)
+
+    def _gauge(self, name: str, meaning: str) -> Any:
+        if name not in self._gauges:
+            self._gauges[name] = self._client.Gauge("lmworks_" + re.sub(r"[^a-zA-Z0-9]", "_", name), meaning, registry=self._registry)
+        return self._gauges[name]
+
+    def flush(self) -> None:
+        """Values are there as soon as they are set."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

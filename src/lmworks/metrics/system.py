@@ -1,0 +1,79 @@
+"""What the machine says about itself: memory, heat, power, and its matrix-multiply peak."""
+
+from __future__ import annotations
+
+import os
+import time
+
+_peaks: dict[tuple[str, int], float] = {}
+
+
+def memory_bytes() -> int:
+    """Largest GPU memory allocated since the last `reset_memory_peak`, or, without a GPU, the resident memory of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import psutil
+
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def reset_memory_peak() -> None:
+    """Start a new largest value of GPU memory."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gpu_metrics() -> dict[str, float]:
+    """`system/gpu_temp` (degrees C) and `system/power` (W) of the current GPU; empty where there is no GPU or no NVML package."""
+    import importlib.util
+
+    import torch
+
+    if not torch.cuda.is_available() or importlib.util.find_spec("pynvml") is None:
+        return {}
+    return {"system/gpu_temp": float(torch.cuda.temperature()), "system/power": torch.cuda.power_draw() / 1000}
+
+
+def measure_peak_bf16(seconds: float = 1.0) -> float:
+    """FLOP/s of this machine's best bf16 matrix multiplication, with the threads that torch uses now.
+
+    Square matrices of a few sizes in turn, since the best one depends on the caches; the fastest single product counts, because other
+    programs can only slow one down. Measured once per process, device and number of threads.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    key = (device, torch.get_num_threads())
+    if key not in _peaks:
+        _peaks[key] = _measure(device, seconds)
+    return _peaks[key]
+
+
+def _measure(device: str, seconds: float) -> float:
+    import torch
+
+    sizes = (4096, 8192, 16384) if device == "cuda" else (1024, 2048, 3072)
+    matrices = [[torch.randn(size, size, device=device).bfloat16() for _ in range(3)] for size in sizes]
+
+    def speed(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+        begin = time.perf_counter()
+        torch.mm(left, right, out=out)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 2 * len(left) ** 3 / (time.perf_counter() - begin)
+
+    for group in matrices:
+        speed(*group)
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0 or time.perf_counter() < end:
+        best = max(best, *(speed(*group) for group in matrices))
+    return best
+
+
+def mfu(model_flops: float, seconds: float, peak: float) -> float:
+    """Model FLOPs utilisation: the share of `peak` (FLOP/s) that `model_flops` in `seconds` are. Recomputation does not count as work."""
+    return model_flops / seconds / peak

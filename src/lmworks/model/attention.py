@@ -1,0 +1,106 @@
+"""Grouped-query attention with QK norm, partial RoPE, NoPE layers and sliding windows.
+
+Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query heads, K key/value heads, C head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmworks.model.cache import LayerCache
+from lmworks.model.layers import Linear, RMSNorm
+from lmworks.model.rope import rotate
+from lmworks.recipe.model import Model
+
+
+class Attention(nn.Module):
+    """MHA, GQA or MQA by the number of key/value heads. A second kind (MLA) would be another class with this `forward`."""
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        assert config.hidden_size and config.heads and config.kv_heads and config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.uses_rope = has_positions(config, layer)
+        self.slides = slides(config, layer)
+        self.dropout = config.attention_dropout
+        self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
+        self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
+        self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
+        self.output = Linear(self.heads * self.head_dim, config.hidden_size)
+        self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.plain = False
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        B, T, _ = x_BTD.shape
+        query = self.query(x_BTD).view(B, T, self.heads, self.head_dim)
+        key = self.key(x_BTD).view(B, T, self.kv_heads, self.head_dim)
+        value = self.value(x_BTD).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if self.uses_rope:
+            query, key = rotate(query, *rope), rotate(key, *rope)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        attend = attend_plain if self.plain else attend_fast
+        mixed_BHTC = attend(query, key, value, mask_B1TS, self.dropout if self.training else 0.0)
+        return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
+
+
+def has_positions(config: Model, layer: int) -> bool:
+    """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `nope_every`-th layer."""
+    return config.rope.fraction > 0 and not (config.nope_every and (layer + 1) % config.nope_every == 0)
+
+
+def slides(config: Model, layer: int) -> bool:
+    """Whether the layer (counted from 0) sees only a window."""
+    return bool(config.sliding_window) and not (config.global_every and (layer + 1) % config.global_every == 0)
+
+
+def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask_B1TS: Tensor | None, dropout: float) -> Tensor:
+    """softmax(q k^T / sqrt(C)) v, causal where no mask is given, by the fastest way this device has."""
+    T, S = query_BHTC.shape[2], key_BKSC.shape[2]
+    if query_BHTC.device.type == "cpu" and _BLOCK <= T == S <= _LONGEST_BLOCKED and T % _BLOCK == 0 and not dropout:
+        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, mask_B1TS)
+    return F.scaled_dot_product_attention(
+        query_BHTC, key_BKSC, value_BKSC, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=mask_B1TS is None,
+        enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],
+    )  # fmt: skip
+
+
+_BLOCK = 128  # queries at a time: their scores stay in the cache
+_LONGEST_BLOCKED = 2048  # beyond, the kept probabilities (T * T / 2 per head) outgrow what the fused kernel recomputes
+
+
+def attend_blocks(query_BHTC: Tensor, key_BKTC: Tensor, value_BKTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """Causal attention by plain matrix products, one block of queries at a time against the keys up to its end.
+
+    On CPUs this takes 0.4 of the fused kernel's time, forward and backward, at T = 512 (LOG.md): half the scores are never
+    made, and the products run at the machine's matrix-multiply speed.
+    """
+    B, H, T, C = query_BHTC.shape
+    K = key_BKTC.shape[1]
+    query = query_BHTC.reshape(B, K, H // K, T, C)  # the heads of a group share their keys: one product for all
+    causal = torch.ones(T, T, dtype=torch.bool, device=query.device).tril() if mask_B1TT is None else mask_B1TT[:, None]
+    out = []
+    for start in range(0, T, _BLOCK):
+        end = start + _BLOCK
+        rows = query[:, :, :, start:end].reshape(B, K, -1, C)
+        scores = (rows @ key_BKTC[:, :, :end].transpose(-1, -2)).view(B, K, -1, _BLOCK, end).float() * C**-0.5
+        weights = scores.masked_fill(~causal[..., start:end, :end], float("-inf")).softmax(-1).to(value_BKTC.dtype)
+        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, _BLOCK, C))
+    return torch.cat(out, dim=3).view(B, H, T, C)
+
+
+def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask_B1TS: Tensor | None, dropout: float) -> Tensor:
+    """The same, written out: the twin that tests compare with."""
+    group = query_BHTC.shape[1] // key_BKSC.shape[1]
+    key, value = key_BKSC.repeat_interleave(group, 1), value_BKSC.repeat_interleave(group, 1)
+    scores = query_BHTC @ key.transpose(-1, -2) * query_BHTC.shape[-1] ** -0.5
+    if mask_B1TS is None:
+        mask_B1TS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    weights = scores.masked_fill(~mask_B1TS, float("-inf")).float().softmax(-1).to(value.dtype)
+    return F.dropout(weights, dropout) @ value

@@ -1,0 +1,60 @@
+"""Balancing without an auxiliary loss, once per optimizer step, per layer (Wang et al. 2024, arXiv:2408.15664).
+
+Shapes: L sparse layers, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lmworks.model.transformer import Transformer
+from lmworks.recipe.model import Balance
+
+
+def load_error(counts_LE: Tensor) -> Tensor:
+    """Mean load minus load, relative to the mean; positive where an expert is too idle. (L, E)"""
+    mean = counts_LE.mean(-1, keepdim=True).clamp_min(1e-9)
+    return (mean - counts_LE) / mean
+
+
+@torch.no_grad()
+def update_biases(model: Transformer, counts_LE: Tensor, rate: float, balance: Balance, finite: Tensor | None = None) -> None:
+    """Move each layer's selection bias towards an even load; a step that is not `finite` moves nothing.
+
+    `counts_LE` are the tokens per expert of the whole optimizer step: all ranks and micro-batches, each token counted once.
+    """
+    if balance.method != "bias" or rate == 0:
+        return
+    error = load_error(counts_LE.float())
+    step = rate * (error.sign() if balance.update == "sign" else error.clamp(-1, 1))
+    for layer, ffn in enumerate(model.routers()):
+        bias = ffn.router.bias
+        moved = (bias + step[layer]).clamp(-balance.clamp, balance.clamp)
+        bias.copy_(moved if finite is None else torch.where(finite, moved, bias))
+
+
+def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
+    """Per layer (L,): coefficient of variation, largest and smallest load relative to the mean, dead experts, and the share
+    of assignments beyond capacity_factor times the mean (tokens are never dropped; this says how many a capacity would drop)."""
+    counts = counts_LE.float()
+    mean = counts.mean(-1, keepdim=True).clamp_min(1e-9)
+    ratio = counts / mean
+    return {
+        "cv": ratio.std(-1, unbiased=False),
+        "max_ratio": ratio.amax(-1),
+        "min_ratio": ratio.amin(-1),
+        "dead": (counts == 0).sum(-1),
+        "overflow": (ratio - capacity_factor).clamp_min(0).sum(-1) / ratio.shape[-1],
+    }
+
+
+@torch.no_grad()
+def set_temperature(model: Transformer, step: int) -> None:
+    """Router temperature warm-up: from moe.temperature to 1, linearly over moe.temperature_steps."""
+    moe = model.config.moe
+    if moe is None or not moe.temperature_steps:
+        return
+    share = min(step / moe.temperature_steps, 1.0)
+    for ffn in model.routers():
+        ffn.router.temperature.fill_(moe.temperature + (1.0 - moe.temperature) * share)

@@ -1,0 +1,131 @@
+"""Text from the model: batched, cached, streaming; greedy or sampled.
+
+Shapes: B live rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmworks.errors import UserError
+from lmworks.model.cache import Cache
+from lmworks.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How to choose tokens. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `logprobs` asks for so many rivals."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token; `logprob` is under the model's own distribution, before temperature and filters."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
+    """Apply temperature, then top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082); what is excluded becomes -inf."""
+    logits = logits_BV / options.temperature
+    if options.top_k and options.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(options.top_k, dim=-1).values[:, -1:], float("-inf"))
+    if options.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(-1)
+        beyond = probability.cumsum(-1) - probability >= options.top_p  # the first token always stays
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
+    if options.min_p > 0:
+        probability = logits.softmax(-1)
+        logits = logits.masked_fill(probability < options.min_p * probability.amax(-1, keepdim=True), float("-inf"))
+    return logits
+
+
+@torch.inference_mode()  # as a decorator it holds while a step is made and not while the caller has the step
+def stream(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> Iterator[list[Token | None]]:
+    """Yield one list per step with each prompt's next token, None for prompts that have ended.
+
+    A stop token is yielded before its row ends. Each row's draws depend on (seed, row) only, not on its neighbours.
+    """
+    if not prompts or not all(prompts):
+        raise UserError("a prompt is empty; give at least one token")
+    longest = max(len(prompt) for prompt in prompts)
+    limit = int(model.config.max_length) if model.config.max_length else longest + options.max_new_tokens
+    if longest >= limit:
+        raise UserError(f"the prompt has {longest} tokens, but the model's context is {limit}; shorten the prompt")
+    capacity = min(longest + options.max_new_tokens, limit)
+    device = model.embedding.weight.device
+    draws = [torch.Generator().manual_seed(options.seed * 1_000_003 + row) for row in range(len(prompts))]
+    live = list(range(len(prompts)))
+    was_training = model.training
+    model.eval()
+    try:
+        cache = Cache(model.config, len(prompts), capacity, device, model.compute_dtype)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = torch.tensor(prompt)
+        hidden, _ = model.hidden(padded, cache=cache)
+        cache.finish(lengths)
+        logits = model.logits(hidden[torch.arange(len(prompts), device=device), lengths - 1])
+        for _ in range(options.max_new_tokens):
+            chosen = _choose(logits, [draws[row] for row in live], options)
+            tokens = _tokens(logits, chosen, options.logprobs)
+            step: list[Token | None] = [None] * len(prompts)
+            for row, token in zip(live, tokens, strict=True):
+                step[row] = token
+            yield step
+            room = (cache.lengths + 1 < capacity).tolist()
+            going = [i for i, token in enumerate(tokens) if token.id not in options.stop_ids and room[i]]
+            if not going:
+                return
+            if len(going) < len(live):
+                live, chosen = [live[i] for i in going], chosen[going]
+                cache.keep(torch.tensor(going, device=device))
+            hidden, _ = model.hidden(chosen[:, None], cache=cache)
+            cache.finish(torch.ones_like(cache.lengths))
+            logits = model.logits(hidden[:, -1])
+    finally:
+        model.train(was_training)
+
+
+def generate(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> list[list[int]]:
+    """The new tokens of each prompt, without the stop token."""
+    out: list[list[int]] = [[] for _ in prompts]
+    for step in stream(model, prompts, options):
+        for row, token in enumerate(step):
+            if token is not None and token.id not in options.stop_ids:
+                out[row].append(token.id)
+    return out
+
+
+def _choose(logits_BV: Tensor, draws: list[torch.Generator], options: GenerateOptions) -> Tensor:
+    if options.temperature == 0:
+        return logits_BV.argmax(-1)
+    probability = filter_logits(logits_BV, options).softmax(-1).cpu()
+    picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(probability, draws, strict=True)]
+    return torch.cat(picked).to(logits_BV.device)
+
+
+def _tokens(logits_BV: Tensor, chosen_B: Tensor, rivals: int | None) -> list[Token]:
+    logprobs = logits_BV.log_softmax(-1)
+    own = logprobs.gather(1, chosen_B[:, None])[:, 0].tolist()
+    if not rivals:
+        return [Token(int(token), logprob) for token, logprob in zip(chosen_B, own, strict=True)]
+    top = logprobs.topk(rivals, dim=-1)
+    pairs = [tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return [Token(int(token), logprob, rival) for token, logprob, rival in zip(chosen_B, own, pairs, strict=True)]

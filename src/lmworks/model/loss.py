@@ -1,0 +1,102 @@
+"""Head and cross-entropy, a few tokens at a time: the logits of the whole batch never exist.
+
+Shapes: N tokens, M tokens of one chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+
+
+class HeadLoss(NamedTuple):
+    """Sums over the valid tokens: cross-entropy in nats, and the squared log-partition (z-loss, arXiv:2204.02311)."""
+
+    cross_entropy: Tensor
+    z: Tensor
+
+
+ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def head_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, chunk: int, chunk_loss: ChunkLoss
+) -> tuple[Tensor, HeadLoss]:
+    """The objective's sum (cross-entropy + z_weight * z), for its gradient, and its parts, for the log.
+
+    `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form.
+    """
+    total, cross_entropy, z = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
+    return total, HeadLoss(cross_entropy, z)
+
+
+def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float) -> tuple[Tensor, HeadLoss]:
+    """The same with all logits at once: the twin that tests compare with."""
+    logits = soft_cap(F.linear(hidden_ND, weight_VD).float(), softcap)
+    cross_entropy = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="sum")
+    z = (logits.logsumexp(-1).square() * (labels_N != IGNORE)).sum()
+    return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach())
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), or the logits where cap is 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Computes the gradient in the forward pass, chunk by chunk, so that no chunk's logits are kept or made twice."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss):  # type: ignore[no-untyped-def, override]
+        needs_grad = any(ctx.needs_input_grad[:2])
+        weight = weight_VD.to(hidden_ND.dtype)
+        grad_hidden = torch.empty_like(hidden_ND) if needs_grad else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
+        cross_entropy = torch.zeros((), device=hidden_ND.device)
+        z = torch.zeros((), device=hidden_ND.device)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            hidden_MD, labels_M = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
+            logits_MV = F.linear(hidden_MD, weight)
+            ce, zz, grad_MV = chunk_loss(logits_MV, labels_M, softcap, z_weight, needs_grad)
+            cross_entropy += ce
+            z += zz
+            if grad_hidden is not None and grad_weight is not None:
+                torch.mm(grad_MV, weight, out=grad_hidden[start : start + chunk])
+                grad_weight += grad_MV.T @ hidden_MD
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(cross_entropy, z)
+        return cross_entropy + z_weight * z, cross_entropy, z
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):  # type: ignore[no-untyped-def, override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None
+
+
+def chunk_loss(
+    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Summed cross-entropy and squared log-partition of one chunk, and d(ce + z_weight * z)/d(logits) in the logits' type."""
+    capped = soft_cap(logits_MV.float(), softcap)
+    valid = labels_M != IGNORE
+    target = labels_M.long().clamp_min(0)[:, None]
+    lse_M = capped.logsumexp(-1)
+    ce = ((lse_M - capped.gather(1, target)[:, 0]) * valid).sum()
+    z = (lse_M.square() * valid).sum()
+    if not needs_grad:
+        return ce, z, None
+    grad = (capped - lse_M[:, None]).exp_()
+    if z_weight:
+        grad *= (1 + 2 * z_weight * lse_M)[:, None]
+    grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+    if softcap:
+        grad *= 1 - (capped / softcap).square()
+    grad *= valid[:, None]
+    return ce, z, grad.to(logits_MV.dtype)

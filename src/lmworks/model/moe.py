@@ -1,0 +1,105 @@
+"""Mixture of experts: route, gather each expert's tokens, run them together, scatter back, add the shared expert.
+
+Shapes: N tokens, D hidden, E experts, F expert hidden, K experts per token, M = N * K rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmworks.model.layers import SwiGLU
+from lmworks.model.router import Router, Routing
+from lmworks.recipe.model import Moe
+
+
+class Experts(nn.Module):
+    """E SwiGLU experts in three stacked weights."""
+
+    def __init__(self, moe: Moe, size: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(moe.experts, moe.expert_size, size))
+        self.up = nn.Parameter(torch.empty(moe.experts, moe.expert_size, size))
+        self.down = nn.Parameter(torch.empty(moe.experts, size, moe.expert_size))
+        self.plain = False
+
+    def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
+        run = experts_fast if has_grouped_mm(x_ND) and not self.plain else experts_plain
+        return run(x_ND, routing, self.gate.to(x_ND.dtype), self.up.to(x_ND.dtype), self.down.to(x_ND.dtype))
+
+
+class MoE(nn.Module):
+    """The feed-forward part of a sparse layer; returns its output and the routing."""
+
+    def __init__(self, moe: Moe, size: int) -> None:
+        super().__init__()
+        self.router = Router(moe, size)
+        self.experts = Experts(moe, size)
+        self.shared = SwiGLU(size, moe.expert_size * moe.shared_experts) if moe.shared_experts else None
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
+        routing = self.router(x_BTD)
+        out = self.experts(x_BTD.reshape(-1, x_BTD.shape[-1]), routing).view_as(x_BTD)
+        return (out + self.shared(x_BTD) if self.shared is not None else out), routing
+
+
+def has_grouped_mm(x: Tensor) -> bool:
+    """Whether PyTorch multiplies groups of this type here: bf16 everywhere, other types only on CPU and outside torch.compile."""
+    return x.dtype == torch.bfloat16 or (x.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """Sort rows by expert and multiply all experts at once; the sort makes sums independent of thread timing."""
+    K = routing.experts.shape[1]
+    order_M = routing.experts.reshape(-1).argsort(stable=True)
+    place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=order_M.device))
+    ends_E = routing.counts.cumsum(0).to(torch.int32)
+    rows_MD = _Dispatch.apply(x_ND, order_M, place_M, K)
+    gate_MF = F.grouped_mm(rows_MD, gate_EFD.transpose(1, 2), offs=ends_E)
+    hidden_MF = F.silu(gate_MF) * F.grouped_mm(rows_MD, up_EFD.transpose(1, 2), offs=ends_E)
+    weights_M = routing.weights.reshape(-1)[order_M].to(x_ND.dtype)
+    # weighting the hidden rows equals weighting the outputs, and they are narrower
+    out_MD = F.grouped_mm(hidden_MF * weights_M[:, None], down_EDF.transpose(1, 2), offs=ends_E)
+    return _Combine.apply(out_MD, order_M, place_M, K)
+
+
+def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """The same, one expert at a time: the twin that tests compare with."""
+    out_ND = torch.zeros_like(x_ND)
+    for expert in range(gate_EFD.shape[0]):
+        token, slot = (routing.experts == expert).nonzero(as_tuple=True)
+        hidden = F.silu(x_ND[token] @ gate_EFD[expert].T) * (x_ND[token] @ up_EFD[expert].T)
+        weighted = (hidden @ down_EDF[expert].T) * routing.weights[token, slot, None].to(x_ND.dtype)
+        out_ND = out_ND.index_add(0, token, weighted)
+    return out_ND
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copy each token to its K rows, sorted by expert. Its transpose is `_Combine`: a gather and a sum, never a scatter-add."""
+
+    @staticmethod
+    def forward(ctx, x_ND: Tensor, order_M: Tensor, place_M: Tensor, K: int) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(place_M)
+        ctx.K = K
+        return x_ND[order_M // K]
+
+    @staticmethod
+    def backward(ctx, grad_MD: Tensor):  # type: ignore[no-untyped-def, override]
+        (place_M,) = ctx.saved_tensors
+        return grad_MD[place_M].view(-1, ctx.K, grad_MD.shape[-1]).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sum each token's K rows."""
+
+    @staticmethod
+    def forward(ctx, y_MD: Tensor, order_M: Tensor, place_M: Tensor, K: int) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(order_M)
+        ctx.K = K
+        return y_MD[place_M].view(-1, K, y_MD.shape[-1]).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_ND: Tensor):  # type: ignore[no-untyped-def, override]
+        (order_M,) = ctx.saved_tensors
+        return grad_ND[order_M // ctx.K], None, None, None

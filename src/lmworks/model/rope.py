@@ -1,0 +1,61 @@
+"""Rotary positions and their extension to longer contexts.
+
+Shapes: B batch, T time, R rotated dimensions of a head (fraction * head_dim).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lmworks.recipe.model import Rope
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (R/2,) in radians per token, and the factor on cos and sin (1 except for YaRN).
+
+    Scaling: `linear` is position interpolation (Chen et al. 2023, arXiv:2306.15595); `ntk` raises the base so that the
+    slowest frequency stretches by `factor`; `yarn` interpolates slow frequencies only (Peng et al. 2023, arXiv:2309.00071).
+    A raised `theta` alone is ABF (Xiong et al. 2023, arXiv:2309.16039).
+    """
+    rotated = int(head_dim * rope.fraction)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / max(rotated, 1)
+    if rope.scaling == "ntk":
+        return (rope.theta * rope.factor ** (rotated / (rotated - 2))) ** -exponents, 1.0
+    base = 1.0 / rope.theta**exponents
+    if rope.scaling == "linear":
+        return base / rope.factor, 1.0
+    if rope.scaling == "yarn":
+        assert rope.original_length is not None  # the recipe refuses YaRN without it
+        ramp = _yarn_ramp(rope, rotated, int(rope.original_length))
+        return base / rope.factor * ramp + base * (1 - ramp), 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return base, 1.0
+
+
+def _yarn_ramp(rope: Rope, rotated: int, original_length: int) -> Tensor:
+    """1 where a frequency is interpolated in full, 0 where it is left alone; (R/2,)."""
+
+    def dimension(rotations: float) -> float:
+        return rotated * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), rotated - 1)
+    return ((torch.arange(rotated // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+
+
+def cos_sin(positions_BT: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables (B, 1, T, R) for `rotate`, computed in fp32 and then cast."""
+    angles = positions_BT[:, None, :, None].float() * inverse_frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def rotate(x_BHTC: Tensor, cos_B1TR: Tensor, sin_B1TR: Tensor) -> Tensor:
+    """Rotate the first R dimensions of each head, pairing dimension i with i + R/2; the others pass through."""
+    rotated = cos_B1TR.shape[-1]
+    turn, keep = x_BHTC[..., :rotated], x_BHTC[..., rotated:]
+    first, second = turn.chunk(2, dim=-1)
+    turned = turn * cos_B1TR + torch.cat((-second, first), dim=-1) * sin_B1TR
+    return torch.cat((turned, keep), dim=-1) if keep.shape[-1] else turned

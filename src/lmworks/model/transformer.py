@@ -1,0 +1,164 @@
+"""The decoder.
+
+Shapes: B batch, T time, D hidden, V vocabulary, L sparse layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmworks.model import documents
+from lmworks.model.attention import Attention
+from lmworks.model.cache import Cache, LayerCache
+from lmworks.model.layers import Linear, RMSNorm, SwiGLU
+from lmworks.model.loss import HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
+from lmworks.model.moe import MoE
+from lmworks.model.rope import cos_sin, frequencies
+from lmworks.recipe.model import Model, Rope
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the sparse layers did in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens."""
+
+    counts: Tensor | None
+    aux: Tensor | None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Sums over the valid tokens. `total` is what is differentiated: cross-entropy + z-loss + auxiliary loss."""
+
+    total: Tensor
+    head: HeadLoss
+    experts: Experts
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)); dense or sparse by its place."""
+
+    def __init__(self, config: Model, layer: int) -> None:
+        super().__init__()
+        assert config.hidden_size and config.ffn_size
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        sparse = config.moe is not None and layer >= config.moe.dense_layers
+        self.ffn: MoE | SwiGLU
+        self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.ffn_size)
+        self.dropout = config.dropout
+
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The new x, and for a sparse layer its tokens per expert and auxiliary loss."""
+        x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD), rope, mask, cache))
+        normed = self.ffn_norm(x_BTD)
+        if isinstance(self.ffn, MoE):
+            out, routing = self.ffn(normed)
+            return x_BTD + self._drop(out), routing.counts, routing.aux
+        return x_BTD + self._drop(self.ffn(normed)), None, None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model, dense or mixture-of-experts, as `config` says.
+
+    `compute_dtype` is the type of the activations; weights stay fp32. `plain(True)` swaps every fast path for its twin.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        assert config.vocab_size and config.hidden_size and config.layers and config.head_dim
+        self.config = config
+        self.compute_dtype = torch.float32
+        self.head_chunk = 1024
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight  # type: ignore[assignment]
+        self._plain = False
+        self._compiled: list[Callable] | None = None
+        self._chunk_loss = chunk_loss
+        self.set_rope(config.rope)
+
+    def set_rope(self, rope: Rope) -> None:
+        """Change the positions, at the start or at a phase boundary."""
+        assert self.config.head_dim
+        self.rope = rope
+        inverse, self.rope_scale = frequencies(rope, self.config.head_dim)
+        self.register_buffer("inverse_frequencies", inverse.to(self.embedding.weight.device), persistent=False)
+
+    def plain(self, on: bool = True) -> Transformer:
+        """Use the plain twins of attention, experts and loss."""
+        self._plain = on
+        for module in self.modules():
+            if hasattr(module, "plain") and not isinstance(module, Transformer):
+                setattr(module, "plain", on)  # noqa: B010  (a module's attributes are not known to the type checker)
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a training step spends its time in: the layers, whose code is shared, and the loss of a chunk.
+
+        Evaluation and generation keep the eager code: their shapes vary, and each would be compiled anew.
+        """
+        self._compiled = [torch.compile(block, *args, **kwargs) for block in self.layers]
+        self._chunk_loss = torch.compile(chunk_loss, *args, **kwargs)
+
+    def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits (B, T, V) in fp32."""
+        hidden, _ = self.hidden(tokens_BT, cu_seqlens, cache)
+        return self.logits(hidden)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """The head on given hidden states; (B, T, V) in fp32."""
+        return soft_cap(self.head(hidden_BTD).float(), self.config.logit_softcap)
+
+    def loss(self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None) -> Loss:
+        """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step."""
+        hidden, experts = self.hidden(tokens_BT, cu_seqlens)
+        inputs = (hidden.flatten(0, 1), self.head.weight, labels_BT.flatten())
+        softcap, z_weight = self.config.logit_softcap, self.config.z_loss
+        if self._plain:
+            total, head = head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
+        else:
+            total, head = head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.head_chunk, chunk_loss=self._chunk_loss)
+        return Loss(total if experts.aux is None else total + experts.aux, head, experts)
+
+    def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Experts]:
+        """The normed output of the last layer (B, T, D), and what the experts did."""
+        window = int(self.config.sliding_window) if self.config.sliding_window else None
+        if cache is None:
+            spans = documents.from_cu_seqlens((tokens_BT.shape[0], tokens_BT.shape[1]), cu_seqlens, window, tokens_BT.device)
+        else:
+            assert cu_seqlens is None  # a cached row is one document
+            spans = documents.Documents(cache.begin(tokens_BT.shape[1]), cache.mask(None), cache.mask(window))
+        x_BTD = F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
+        rope = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, x_BTD.dtype)
+        counts, aux = [], []
+        compiled = self._compiled if self.training and torch.is_grad_enabled() else None
+        layers: Iterable[Callable[..., Any]] = self.layers if compiled is None else compiled
+        for index, (block, run) in enumerate(zip(self.layers, layers, strict=True)):
+            mask = spans.window_mask if block.attention.slides else spans.mask  # type: ignore[union-attr]
+            x_BTD, layer_counts, layer_aux = run(x_BTD, rope, mask, cache.layer(index) if cache else None)
+            if layer_counts is not None:
+                counts.append(layer_counts)
+            if layer_aux is not None:
+                aux.append(layer_aux)
+        return self.norm(x_BTD), Experts(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+
+    def routers(self) -> list[MoE]:
+        """The sparse layers' feed-forward parts, in order."""
+        return [block.ffn for block in self.layers if isinstance(block.ffn, MoE)]

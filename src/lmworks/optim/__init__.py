@@ -1,0 +1,9 @@
+"""Muon, AdamW, schedules: how gradients become weights."""
+
+from lmworks.optim.clip import clip_gradients, global_norm
+from lmworks.optim.groups import Group, group_parameters
+from lmworks.optim.optimizer import Optimizer, build_optimizer
+from lmworks.optim.scaler import LossScaler
+from lmworks.optim.schedules import Schedules
+
+__all__ = ["Group", "LossScaler", "Optimizer", "Schedules", "build_optimizer", "clip_gradients", "global_norm", "group_parameters"]

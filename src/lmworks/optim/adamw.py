@@ -1,0 +1,62 @@
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for what is not a hidden matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lmworks.optim.groups import Group
+from lmworks.optim.select import selected
+
+_FUSED = ("cpu", "cuda", "xpu", "mps")
+
+
+class AdamW:
+    """AdamW over groups, by torch's fused kernel where the device has one; equal to `torch.optim.AdamW`.
+
+    State: `first[name]`, `second[name]` (fp32, shaped as the parameter) and one `count` of the steps taken (0-d fp32, exact to 16.7M).
+    The fused kernel leaves everything alone by itself when it is told that the step is not finite.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, fused: bool = True) -> None:
+        self.groups, self.betas, self.eps = list(groups), betas, eps
+        parameters = {name: p for group in groups for name, p in group.parameters.items()}
+        self.first = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        self.second = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self.count = torch.zeros((), dtype=torch.float32, device=device)
+        self.fused = fused and device.type in _FUSED and all(p.device == device and p.dtype == torch.float32 for p in parameters.values())
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0, finite: Tensor | None = None) -> None:
+        """One update at `factor` times the groups' rates; parameters without a gradient are left alone."""
+        self.count.add_(1.0 if finite is None else finite)
+        for group in self.groups:
+            names = [name for name, p in group.parameters.items() if p.grad is not None]
+            if names:
+                (self._fused if self.fused else self._plain)(group, names, factor * group.learning_rate, finite)
+
+    def _fused(self, group: Group, names: list[str], rate: float, finite: Tensor | None) -> None:
+        weights: list[Tensor] = [group.parameters[name] for name in names]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        first, second = [self.first[name] for name in names], [self.second[name] for name in names]
+        torch._fused_adamw_(
+            weights, grads, first, second, [], [self.count] * len(names),
+            lr=rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=group.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False, grad_scale=None, found_inf=None if finite is None else (~finite).float(),
+        )  # fmt: skip
+
+    def _plain(self, group: Group, names: list[str], rate: float, finite: Tensor | None) -> None:
+        beta1, beta2 = self.betas
+        for name in names:
+            weight, first, second = group.parameters[name], self.first[name], self.second[name]
+            assert weight.grad is not None
+            grad = weight.grad.float()
+            with selected([weight, first, second], finite):
+                weight.mul_(1 - rate * group.weight_decay)
+                first.lerp_(grad, 1 - beta1)
+                second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                denominator = (second / (1 - beta2**self.count)).sqrt_().add_(self.eps)
+                weight.sub_(first / denominator * (rate / (1 - beta1**self.count)))

@@ -1,0 +1,41 @@
+"""An exponential moving average of the weights (Polyak & Juditsky 1992)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lmworks.optim.select import selected
+
+
+class Ema:
+    """average <- decay * average + (1 - decay) * weight, in fp32, from the first weights on. State: `average[name]`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.decay, self.parameters = decay, dict(parameters)
+        self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def step(self, finite: Tensor | None = None) -> None:
+        """Take the weights in; a step that did not happen does not count."""
+        for name, parameter in self.parameters.items():
+            with selected([self.average[name]], finite):
+                self.average[name].lerp_(parameter.float(), 1 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model carries the average inside the body, and its own weights again afterwards."""
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        try:
+            self._write(self.average)
+            yield
+        finally:
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])

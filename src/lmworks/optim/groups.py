@@ -1,0 +1,77 @@
+"""Which parameter is trained by what: a decision per name, so that it is the same for every sharding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from lmworks.errors import UserError
+from lmworks.recipe.training import Optimizer as Options
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass
+class Group:
+    """Parameters that share a rule. `learning_rate` is the peak; the schedule's factor multiplies it."""
+
+    kind: Literal["muon", "adamw"]
+    learning_rate: float
+    weight_decay: float
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter maps hidden states to hidden states: 2-D weights and expert stacks inside the layers, where norms
+    and biases are vectors.
+
+    The router counts: GLM-4.5 (arXiv:2508.06471) gives AdamW only the word embeddings, biases and norm weights, and Moonlight
+    (arXiv:2502.16982) all that is not a matrix and the two ends of the model, so both train the router by Muon.
+    The ends stay with AdamW: their rows belong to tokens, seen at very different rates, and are no map between hidden states.
+    """
+    return parameter.ndim >= 2 and _LAYER.search(name) is not None
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices and the head; never to norms, biases and embeddings (a tied head is an embedding)."""
+    return is_matrix(name, parameter) or name == "head.weight"
+
+
+def clean_name(name: str) -> str:
+    """The parameter's name without what `torch.compile` puts around a module."""
+    return name.replace("_orig_mod.", "")
+
+
+def group_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Options) -> list[Group]:
+    """Group the parameters that require gradients, in the order of their names' first appearance.
+
+    With `layer_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm and the head at 1.
+    """
+    named = [(clean_name(name), parameter) for name, parameter in named_parameters]
+    layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)
+    # Under `rms` scaling both optimizers make updates of one size, so they share the rate unless told otherwise.
+    peak, shared = options.learning_rate, options.kind == "adamw" or options.update_scale == "rms"
+    adam_peak = (None if options.kind == "adamw" else options.adam_learning_rate) or (peak if shared else None)
+    if peak is None or adam_peak is None:
+        missing = "learning_rate" if peak is None else "adam_learning_rate"
+        raise UserError(f"optimizer.{missing} has no value; set it, or load the recipe with load_recipe, which derives it")
+    groups: dict[tuple[str, float, float], Group] = {}
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        kind: Literal["muon", "adamw"] = "muon" if options.kind == "muon" and is_matrix(name, parameter) else "adamw"
+        layer = _layer(name)
+        above = layers - 1 - layer if layer is not None else layers if name.startswith("embedding.") else 0
+        rate = (peak if kind == "muon" else adam_peak) * options.layer_decay**above
+        decay = options.weight_decay if decays(name, parameter) else 0.0
+        groups.setdefault((kind, rate, decay), Group(kind, rate, decay)).parameters[name] = parameter
+    return list(groups.values())
+
+
+def _layer(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None

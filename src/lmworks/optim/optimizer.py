@@ -1,0 +1,83 @@
+"""One optimizer object over Muon, AdamW and the weight average, with state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lmworks.errors import UserError
+from lmworks.optim.adamw import AdamW
+from lmworks.optim.ema import Ema
+from lmworks.optim.groups import Group, group_parameters
+from lmworks.optim.muon import Muon
+from lmworks.recipe.training import Optimizer as Options
+
+
+class Optimizer:
+    """Trains the parameters of `groups`. All state exists from the start, so a checkpoint can be loaded into it in place."""
+
+    def __init__(self, groups: list[Group], options: Options) -> None:
+        self.groups = groups
+        self.parameters: dict[str, nn.Parameter] = {name: p for group in groups for name, p in group.parameters.items()}
+        self.muon = Muon(
+            [group for group in groups if group.kind == "muon"],
+            momentum=options.momentum, nesterov=options.nesterov, steps=options.newton_schulz_steps, scale=options.update_scale,
+        )  # fmt: skip
+        self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
+        self.ema = Ema(self.parameters, options.ema) if options.ema else None
+
+    def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None:
+        """One update from the gradients at `factor` (`Schedules.factor(step)`) times the peak rates.
+
+        `finite` says whether the step may be used. Where it is already known to the host (a bool, or a tensor on the CPU) a bad step
+        is left out; on an accelerator the old weights and state are selected there, and the host does not wait (promise 5).
+        Either way nothing changes by a bad step, the count of steps included.
+        """
+        if isinstance(finite, bool) or finite.device.type == "cpu":
+            if not finite:
+                return
+            finite = True
+        choice = None if isinstance(finite, bool) else finite
+        self.muon.step(factor, choice)
+        self.adamw.step(factor, choice)
+        if self.ema:
+            self.ema.step(choice)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def learning_rates(self, factor: float = 1.0) -> dict[str, float]:
+        """The largest rate of each kind at this factor, for the metrics."""
+        rates: dict[str, float] = {}
+        for group in self.groups:
+            rates[group.kind] = max(rates.get(group.kind, 0.0), factor * group.learning_rate)
+        return rates
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state itself, not a copy: flat, KIND.PARAMETER, each tensor shaped as its parameter; and `count`, the steps taken."""
+        kinds: dict[str, Mapping[str, Tensor]] = {"momentum": self.muon.momentum, "first": self.adamw.first, "second": self.adamw.second}
+        if self.ema:
+            kinds["average"] = self.ema.average
+        return {"count": self.adamw.count} | {f"{kind}.{name}": t for kind, tensors in kinds.items() for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy `state` in; names and shapes must be those of `state_dict()`."""
+        own = self.state_dict()
+        wrong = sorted(own.keys() ^ state.keys()) + [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+        if wrong:
+            raise UserError(
+                f"optimizer state does not fit this model and recipe: {len(wrong)} entries differ, the first is {wrong[0]}; "
+                "load the checkpoint with the recipe it was made with"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def build_optimizer(model: nn.Module, options: Options) -> Optimizer:
+    """The optimizer of a model whose parameters have lmworks' names. Move the model to its device first: the state follows it."""
+    return Optimizer(group_parameters(model.named_parameters(), options), options)

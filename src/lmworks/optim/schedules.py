@@ -1,0 +1,114 @@
+"""The learning rate as a pure function of the step: phases with warm-up, shape, batch ramp, one after the other without a cold restart.
+
+A phase is a curve over the tokens x in [0, n] that have been trained on in it; step i of it uses the curve at the end of the step.
+So the first step of a run already moves, a warm-up ends on the peak, the last step of a phase ends on the last value of its shape, and
+the next phase's curve begins there at x = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from lmworks.errors import UserError
+from lmworks.recipe.training import Phase
+from lmworks.recipe.units import Duration
+
+
+class _Curve:
+    """One phase. Positions are tokens since its first step; values are shares of `optimizer.learning_rate`."""
+
+    def __init__(self, phase: Phase, steps: int, tokens_before: Callable[[int], int]) -> None:
+        self.phase, self.steps, self.tokens_before = phase, steps, tokens_before
+        self.length = tokens_before(steps)
+        # Also catches a function that gives the tokens of one step where the tokens before it are meant.
+        assert tokens_before(0) == 0
+        assert self.length > 0
+        schedule = phase.schedule
+        self.warmup = self._tokens(schedule.warmup, "warmup", tokens_before)
+        decay = 0
+        if schedule.kind == "wsd":
+            decay = self._tokens(schedule.decay, "decay", lambda last: self.length - tokens_before(steps - last))
+        if self.warmup + decay > self.length:
+            raise UserError(
+                f"phase {phase.name}: schedule.warmup ({schedule.warmup.text()}) and schedule.decay ({schedule.decay.text()}) are together "
+                f"longer than its {self.length:,} tokens; shorten one"
+            )
+        self.stable = self.length - decay
+        self.start = 0.0
+        """Where the phase before ended."""
+
+    def _tokens(self, duration: Duration, name: str, tokens_of_steps: Callable[[int], int]) -> int:
+        """The length of `duration` in tokens; steps under a ramp are not equally long, so they are asked for."""
+        if duration.unit != "steps":
+            tokens = duration.tokens(step_tokens=self.phase.batch, phase_tokens=self.length)
+        else:
+            tokens = tokens_of_steps(int(duration.value)) if duration.value <= self.steps else self.length + 1
+        if tokens > self.length:
+            raise UserError(
+                f"phase {self.phase.name}: schedule.{name} of {duration.text()} is longer than the phase's {self.steps:,} steps "
+                f"({self.length:,} tokens); shorten it or raise tokens"
+            )
+        return tokens
+
+    def value(self, step: int) -> float:
+        """At the end of the step-th step."""
+        x = self.tokens_before(step + 1)
+        top = self.phase.learning_rate_scale * self._rescale(x - self.tokens_before(step))
+        if x < self.warmup:
+            return self.start + (top - self.start) * x / self.warmup
+        return top * self._shape(x)
+
+    def _shape(self, x: int) -> float:
+        schedule, final = self.phase.schedule, self.phase.schedule.final
+        if schedule.kind == "constant":
+            return 1.0
+        if schedule.kind == "multistep":
+            return schedule.drop_factor ** sum(x > share * self.length for share in schedule.drops)
+        if schedule.kind == "wsd":
+            if x <= self.stable:
+                return 1.0
+            # 1 - sqrt ends lower than a linear decay of the same length (Hägele et al. 2024, arXiv:2405.18392, section 3).
+            return 1 - (1 - final) * math.sqrt((x - self.stable) / (self.length - self.stable))
+        done = (x - self.warmup) / (self.length - self.warmup) if self.length > self.warmup else 0.0
+        if schedule.kind == "cosine":
+            done = (1 - math.cos(math.pi * done)) / 2
+        return 1 - (1 - final) * done
+
+    def _rescale(self, batch: int) -> float:
+        """What a batch that is still smaller than the phase's takes off the rate (Malladi et al. 2022, arXiv:2205.10287: the root)."""
+        ramp = self.phase.ramp
+        if ramp is None or ramp.rescale == "none":
+            return 1.0
+        ratio = batch / self.phase.batch
+        return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
+
+
+class Schedules:
+    """The schedule of a whole run.
+
+    `steps_per_phase[p]` is how many steps phase p has; `tokens_before(step)` how many tokens the run has trained on before `step`, counted
+    from 0 through all phases up to and including the number of steps (`Timeline.tokens_before`). Neither time nor memory grows with steps.
+    """
+
+    def __init__(self, phases: Sequence[Phase], steps_per_phase: Sequence[int], tokens_before: Callable[[int], int]) -> None:
+        self._ends = list(accumulate(steps_per_phase))
+        self._curves: list[_Curve] = []
+        for phase, steps, end in zip(phases, steps_per_phase, self._ends, strict=True):
+            curve = _Curve(phase, steps, _since(end - steps, tokens_before))
+            if self._curves:
+                curve.start = self._curves[-1].value(self._curves[-1].steps - 1)
+            self._curves.append(curve)
+
+    def factor(self, step: int) -> float:
+        """The learning rate of a step as a share of the peak, `optimizer.learning_rate`; past the end, that of the last step."""
+        step = min(step, self._ends[-1] - 1)
+        index = bisect_right(self._ends, step)
+        curve = self._curves[index]
+        return curve.value(step - self._ends[index] + curve.steps)
+
+
+def _since(first: int, tokens_before: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda step: tokens_before(first + step) - tokens_before(first)

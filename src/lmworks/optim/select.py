@@ -1,0 +1,25 @@
+"""Promise 5: a bad value never reaches a weight, because the old one is selected, not because the new one is multiplied by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def selected(tensors: Sequence[Tensor], finite: Tensor | None) -> Iterator[None]:
+    """Update `tensors` in place in the body; what `finite` (0-d bool) denies is put back bit for bit.
+
+    The choice is made on the device, so nothing waits for it. It costs one copy of `tensors` for as long as the body runs;
+    with `finite` None the caller already knows that the step is good, and nothing is copied.
+    """
+    if finite is None:
+        yield
+        return
+    old = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, before in zip(tensors, old, strict=True):
+        torch.where(finite, tensor, before, out=tensor)

@@ -1,0 +1,36 @@
+"""Exact parameter counts from the config alone; they equal what the built model holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmworks.recipe.model import Model
+from lmworks.recipe.shapes import parameters
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a model. `active` is what one token uses, the row-wise embedding counted in full."""
+
+    total: int
+    active: int
+    embedding: int
+    tied: bool
+    components: dict[str, int]
+    active_components: dict[str, int]
+
+    @property
+    def active_computed(self) -> int:
+        """Active parameters that multiply: without the embedding look-up, but with the head, also where it is tied."""
+        return self.active if self.tied else self.active - self.embedding
+
+
+def count(model: Model) -> Counts:
+    """Count a resolved model, total and active, by component."""
+    components: dict[str, int] = {}
+    active: dict[str, float] = {}
+    for parameter in parameters(model):
+        components[parameter.component] = components.get(parameter.component, 0) + parameter.size
+        active[parameter.component] = active.get(parameter.component, 0) + parameter.size * parameter.active
+    rounded = {name: round(value) for name, value in active.items()}
+    return Counts(sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_embeddings, components, rounded)

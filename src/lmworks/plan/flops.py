@@ -1,0 +1,52 @@
+"""Floating-point operations of training, from the config.
+
+Forward: 2 per active parameter and token; forward and backward: 6 (Kaplan et al., arXiv:2001.08361). The embedding
+look-up multiplies nothing and is not counted; the head is. Attention adds 4 H d per pair of query and key in the forward
+(scores and values) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average, fewer under a
+window. Documents shorter than the sequence cost less than this; recomputation costs more but is not useful work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmworks.plan.counts import count
+from lmworks.recipe.model import Model
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Forward and backward operations per token."""
+
+    parameters: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.attention
+
+
+def keys_seen(model: Model, layer: int, length: int) -> float:
+    """Average number of keys a query of `layer` attends to in a causal sequence of `length`."""
+    window = model.sliding_window
+    everything = window is None or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
+    if everything or window is None or window >= length:
+        return (length + 1) / 2
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def per_token(model: Model, length: int) -> Flops:
+    """Training operations per token at sequence length `length`."""
+    assert model.heads and model.head_dim and model.layers
+    pairs = sum(keys_seen(model, layer, length) for layer in range(model.layers))
+    return Flops(6.0 * count(model).active_computed, 3 * 4.0 * model.heads * model.head_dim * pairs)
+
+
+def training_flops(active: float, tokens: float) -> float:
+    """The rule of thumb 6 N D, without attention."""
+    return 6.0 * active * tokens
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, devices: int, tflops: float) -> float:
+    """Share of the devices' dense peak that training at this speed uses (PaLM, arXiv:2204.02311)."""
+    return tokens_per_second * flops_per_token / (devices * tflops * 1e12)

@@ -1,0 +1,209 @@
+"""Which layouts are legal, which fit, and which one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log2
+from typing import Literal
+
+from lmworks.errors import UserError
+from lmworks.plan.memory import GIB, Memory, memory
+from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import Phase
+
+Zero = Literal[0, 1, 2, 3]
+_SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communication than it saves
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A legal layout for one phase, with its micro-batch and its memory on the fullest rank."""
+
+    layout: Layout
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+
+
+def world(layout: Layout) -> int:
+    """Ranks of a layout; `ep` adds none, it lies inside dp_shard * cp."""
+    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+
+
+def describe(layout: Layout) -> str:
+    """Short text such as `TP8 x PP16 x DP64, EP32, ZeRO-1`."""
+    axes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("HSDP", layout.dp_replicate), ("DP", layout.dp_shard)]
+    text = " x ".join(f"{name}{size}" for name, size in axes if size > 1) or "one device"
+    return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + (f", ZeRO-{layout.zero}" if world(layout) > 1 else "")
+
+
+def devices(cluster: Cluster) -> int:
+    """Devices of a cluster."""
+    return cluster.nodes * cluster.devices_per_node
+
+
+def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | None = None) -> Iterator[str]:
+    """Why a layout cannot be; nothing if it is legal. With a phase also whether its batch and length divide."""
+    model = recipe.model
+    assert model.heads and model.kv_heads and model.ffn_size and model.layers and model.vocab_size
+    count = devices(cluster)
+    if world(layout) != count:
+        product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        yield f"{product} is {world(layout):,} ranks, the cluster has {count:,} devices"
+    if cluster.devices_per_node % layout.tp:
+        yield f"tp {layout.tp} must lie within a node of {cluster.devices_per_node}: between nodes its traffic is too slow"
+    sizes = [("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size)]
+    if model.moe:
+        sizes.append(("moe.expert_size", model.moe.expert_size))
+    for name, size in sizes:
+        if size % layout.tp:
+            yield f"tp {layout.tp} does not divide model.{name} {size}"
+    if layout.pp > model.layers:
+        yield f"pp {layout.pp} exceeds the {model.layers} layers"
+    ranks = layout.dp_shard * layout.cp
+    if layout.ep > 1 and not model.moe:
+        yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
+    elif model.moe and model.moe.experts % layout.ep:
+        yield f"ep {layout.ep} does not divide the {model.moe.experts} experts"
+    if ranks % layout.ep:
+        yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks lie inside the data and context ranks"
+    if layout.zero >= 2 and layout.pp > 1:
+        yield f"ZeRO-{layout.zero} does not combine with a pipeline (each micro-batch would gather and scatter all again); ZeRO-1 does"
+    if phase is not None:
+        sequences = phase.batch // phase.sequence_length
+        replicas = layout.dp_replicate * layout.dp_shard
+        if sequences % replicas:
+            yield f"the {sequences:,} sequences of a step of phase {phase.name} do not divide over {replicas:,} data ranks"
+        if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
+            yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterator[Layout]:
+    """Every legal layout, in the order of preference: little pipeline, little context, little tensor, little expert parallelism."""
+    model = recipe.model
+    assert model.layers
+    count = devices(cluster)
+    for pp in _divisors(count, model.layers):
+        for cp in _divisors(count // pp, max(1, phase.sequence_length // _SHORTEST_CP_SLICE)):
+            for tp in _divisors(count // pp // cp, cluster.devices_per_node):
+                dp = count // pp // cp // tp
+                for ep in _divisors(model.moe.experts, dp * cp) if model.moe else [1]:
+                    layout = Layout.model_construct(pp=pp, dp_replicate=1, dp_shard=dp, cp=cp, tp=tp, ep=ep, zero=zero)
+                    if not any(problems(recipe, cluster, layout, phase)):
+                        yield layout
+
+
+def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placed:
+    """The layout with the largest micro-batch, up to the recipe's, that fits; with one sequence if none does."""
+    per_rank = phase.batch // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
+    best = None
+    for micro in range(min(recipe.train.micro_batch or 1, per_rank), 0, -1):
+        if per_rank % micro == 0:
+            best = Placed(
+                layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
+            )
+            if best.memory.total <= cluster.memory_gib * GIB:
+                break
+    assert best is not None
+    return best
+
+
+def fits(placed: Placed, cluster: Cluster) -> bool:
+    """Whether the fullest rank has room."""
+    return placed.memory.total <= cluster.memory_gib * GIB
+
+
+def automatic(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> tuple[Placed | None, Placed | None]:
+    """The first legal layout that fits, and the leanest one if none does.
+
+    Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel.
+    """
+    leanest: Placed | None = None
+    for layout in legal(recipe, cluster, phase, zero):
+        placed = place(recipe, cluster, layout, phase)
+        if fits(placed, cluster):
+            return placed, placed
+        if leanest is None or placed.memory.total < leanest.memory.total:
+            leanest = placed
+    return None, leanest
+
+
+def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase) -> Layout | None:
+    """The legal layout whose axes differ least from the wanted ones, by factors; one that fits, if any does."""
+
+    def distance(layout: Layout) -> float:
+        axes = ("tp", "pp", "cp", "ep")
+        return sum(abs(log2(getattr(layout, axis) / getattr(wanted, axis))) for axis in axes) + abs(layout.zero - wanted.zero)
+
+    zeros: tuple[Zero, ...] = (wanted.zero, 1) if wanted.zero >= 2 else (wanted.zero,)
+    found = sorted((layout for zero in zeros for layout in legal(recipe, cluster, phase, zero)), key=distance)
+    return next((layout for layout in found if fits(place(recipe, cluster, layout, phase), cluster)), found[0] if found else None)
+
+
+def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None) -> Placed:
+    """The layout for a phase: the given one if it is legal and fits, else one by the automatic rule.
+
+    Raises `UserError` that says why and names the nearest layout, setting or cluster that works.
+    """
+    if given is not None:
+        faults = list(problems(recipe, cluster, given, phase))
+        if faults:
+            near = nearest_legal(recipe, cluster, given, phase)
+            hint = f"the nearest legal layout is {describe(near)}" if near else _more_room(recipe, cluster, phase, given.zero)
+            raise UserError(f"phase {phase.name}: {describe(given)}: {faults[0]}; {hint}")
+        placed = place(recipe, cluster, given, phase)
+        if fits(placed, cluster):
+            return placed
+        near = nearest_legal(recipe, cluster, given, phase)
+        hint = _more_room(recipe, cluster, phase, given.zero)
+        if near is not None and fits(place(recipe, cluster, near, phase), cluster):
+            hint = f"the nearest that fits is {describe(near)}"
+        raise UserError(f"phase {phase.name}: {_too_big(placed, cluster)}; {hint}")
+    zero = recipe.layout.zero
+    chosen, leanest = automatic(recipe, cluster, phase, zero)
+    if chosen is not None:
+        return chosen
+    if leanest is None:
+        count, sequences = devices(cluster), phase.batch // phase.sequence_length
+        step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
+        reason = f"no layout divides the work over {count:,} devices: {step}"
+    else:
+        reason = _too_big(leanest, cluster)
+    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {_more_room(recipe, cluster, phase, zero)}")
+
+
+def _too_big(placed: Placed, cluster: Cluster) -> str:
+    parts = sorted(placed.memory.components.items(), key=lambda item: -item[1])[:3]
+    largest = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts)
+    return f"{describe(placed.layout)} needs {placed.memory.total / GIB:,.1f} GiB on a device of {cluster.memory_gib:g} ({largest})"
+
+
+def _more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> str:
+    """The nearest change that makes the phase fit: a setting first, another number of devices after."""
+    full = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_checkpointing": "full"})})
+    settings: tuple[tuple[Recipe, Zero, str], ...] = (
+        (recipe, zero, ""),
+        (full, zero, "train.activation_checkpointing=full"),
+        (recipe, 3, "layout.zero=3"),
+        (full, 3, "train.activation_checkpointing=full and layout.zero=3"),
+    )
+    for changed, level, name in settings:
+        chosen, _ = automatic(changed, cluster, phase, level)
+        if chosen is not None:
+            return f"it fits with {name or 'the automatic layout'}: {describe(chosen.layout)}"
+    nodes = sorted((2**power for power in range(15)), key=lambda n: (abs(log2(n / cluster.nodes)), n))
+    for per_node in dict.fromkeys((cluster.devices_per_node, 8)):
+        for number in nodes:
+            other = cluster.model_copy(update={"nodes": number, "devices_per_node": per_node})
+            for changed, level, name in settings:
+                chosen, _ = automatic(changed, other, phase, level)
+                if chosen is not None:
+                    setting = f" with {name}" if name else ""
+                    return f"the nearest that fits is {number} x {per_node} {cluster.device}{setting}: {describe(chosen.layout)}"
+    return "no number of such devices holds it"

@@ -1,0 +1,216 @@
+"""Memory of the worst rank, by component, for one layout.
+
+Weights: under bf16 or fp16 each parameter has a compute copy (2 bytes) and an fp32 master (4); gradients accumulate in
+fp32 (4); Muon keeps one fp32 momentum per matrix (4), AdamW two moments (8). ZeRO-1 shards master and states over the
+data ranks, ZeRO-2 also gradients, ZeRO-3 also the compute copy (then two layers are whole at a time).
+Experts are sharded over `ep` first, so only dp_shard * cp / ep ranks share one expert.
+Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms
+split over `tp` too (sequence parallelism). 1F1B keeps min(pp - stage, micro-batches) forwards alive on a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.model import Model
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, parameters
+
+GIB = 2**30
+_CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are kept on CPUs; see lmworks.model.attention
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank."""
+
+    components: dict[str, float]
+    stage: int = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self.components.values())
+
+
+@dataclass
+class _Group:
+    """Parameters that are sharded and optimized alike: local counts before any ZeRO."""
+
+    muon: float = 0.0
+    adam: float = 0.0
+
+    def add(self, count: float, muon: bool) -> None:
+        self.muon += count if muon else 0
+        self.adam += 0 if muon else count
+
+    @property
+    def count(self) -> float:
+        return self.muon + self.adam
+
+
+@dataclass
+class _Local:
+    shared: _Group = field(default_factory=_Group)
+    experts: _Group = field(default_factory=_Group)
+
+    def add(self, parameter: Parameter, layout: Layout, muon: bool) -> None:
+        expert = parameter.component == "experts"
+        # Norms, biases of norms and the router are whole on every tensor rank.
+        split = 1 if parameter.component in ("norms", "router") else layout.tp
+        group = self.experts if expert else self.shared
+        group.add(parameter.size / split / (layout.ep if expert else 1), muon and parameter.is_matrix)
+
+
+def stage_layers(layers: int, pp: int, stage: int) -> range:
+    """The layers of a pipeline stage: as even as possible, the first stages take the remainder."""
+    whole, rest = divmod(layers, pp)
+    start = stage * whole + min(stage, rest)
+    return range(start, start + whole + (stage < rest))
+
+
+def state_bytes(parameters: float, kind: str = "adamw") -> float:
+    """fp32 master weights and optimizer state of this many parameters: 12 bytes each under AdamW, 8 under Muon."""
+    return parameters * (12 if kind == "adamw" else 8)
+
+
+def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
+    """Keys and values of one sequence, at `element` bytes each."""
+    assert model.kv_heads and model.head_dim and model.layers
+    kept = 0
+    for layer in range(model.layers):
+        slides = model.sliding_window is not None and not (model.global_every and (layer + 1) % model.global_every == 0)
+        kept += min(length, model.sliding_window) if slides and model.sliding_window else length
+    return 2.0 * model.kv_heads * model.head_dim * kept * element
+
+
+def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
+    """Bytes that one token leaves for the backward of one layer on one rank, under each kind of activation checkpointing.
+
+    `full` keeps what enters the layer, `selective` also the results of matrix products (see lmworks.train.rematerialize).
+    `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
+    """
+    D, H, K, d = model.hidden_size, model.heads, model.kv_heads, model.head_dim
+    assert D and H and K and d and model.ffn_size
+    tp = layout.tp
+    heads = (2 * H + K) * d + (H + K) * d * (2 if model.qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
+    everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last is softmax's normaliser
+    if cpu_length:
+        everything += H * cpu_length / 2 * (4 + element)
+    products = element * (D + (H + 2 * K) * d + D) / tp
+    if not is_moe(model, layer):
+        everything += element * 3 * model.ffn_size / tp
+        products += element * (2 * model.ffn_size + D) / tp
+    else:
+        moe = model.moe
+        assert moe is not None
+        shared = moe.shared_experts * moe.expert_size
+        everything += element * (moe.top_k * (D + 3 * moe.expert_size) + 3 * shared) / tp + 8 * moe.experts
+        products += element * (moe.top_k * (2 * moe.expert_size + D) + 2 * shared + (D if shared else 0)) / tp + 4 * moe.experts
+    return {"none": everything, "selective": min(products, everything), "full": element * D / tp}
+
+
+@lru_cache(maxsize=16)
+def _layer_groups(model: Model) -> tuple[list[Parameter], list[Parameter] | None, int]:
+    """The parameters of a dense layer, of a sparse one, and how many are dense: all layers of a kind are alike."""
+    assert model.layers
+    dense = min(model.moe.dense_layers, model.layers) if model.moe else model.layers
+    first = list(layer_parameters(model.model_copy(update={"moe": None}), 0))
+    return first, list(layer_parameters(model, model.layers - 1)) if dense < model.layers else None, dense
+
+
+@lru_cache(maxsize=16)
+def _ends(model: Model) -> dict[str, Parameter]:
+    return {p.name: p for p in parameters(model.model_copy(update={"layers": 0}))}
+
+
+def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local, _Local]:
+    """The parameters on a rank of `stage`, and those of its largest layer."""
+    dense_layer, sparse_layer, dense = _layer_groups(model)
+    assert model.layers
+    layers = stage_layers(model.layers, layout.pp, stage)
+    local, largest = _Local(), _Local()
+    for kind, number in ((dense_layer, sum(i < dense for i in layers)), (sparse_layer, sum(i >= dense for i in layers))):
+        if not kind or not number:
+            continue
+        one = _Local()
+        for parameter in kind:
+            one.add(parameter, layout, muon)
+        for name in ("shared", "experts"):
+            into, of = getattr(local, name), getattr(one, name)
+            into.muon += number * of.muon
+            into.adam += number * of.adam
+        if one.shared.count + one.experts.count > largest.shared.count + largest.experts.count:
+            largest = one
+    ends = _ends(model)
+    last = stage == layout.pp - 1
+    if stage == 0:
+        local.add(ends["embedding.weight"], layout, False)
+    if last:
+        local.add(ends["norm.weight"], layout, False)
+        if not model.tie_embeddings:
+            local.add(ends["head.weight"], layout, False)
+        elif layout.pp > 1:
+            local.add(ends["embedding.weight"], layout, False)
+    return local, largest
+
+
+def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int) -> Memory:
+    """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch` sequences per step."""
+    stages = {0, layout.pp - 1, layout.pp // 2}
+    return max(
+        (_stage_memory(recipe, cluster, layout, length, micro_batch, micro_batches, stage) for stage in stages), key=lambda m: m.total
+    )
+
+
+def _stage_memory(
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int, stage: int
+) -> Memory:
+    model, optimizer = recipe.model, recipe.optimizer
+    assert model.layers and model.vocab_size and model.hidden_size
+    muon = optimizer.kind == "muon"
+    element = 4 if recipe.train.precision == "fp32" else 2
+    local, largest = _local(model, layout, stage, muon)
+    weights = master = gradients = states = 0.0
+    ranks = layout.dp_shard * layout.cp
+    for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
+        share1, share2, share3 = (degree if layout.zero >= level else 1 for level in (1, 2, 3))
+        weights += group.count * element / share3
+        master += group.count * 4 / share1 if element < 4 else 0
+        gradients += group.count * 4 / share2
+        states += (group.muon * 4 + group.adam * 8 + (group.count * 4 if optimizer.ema else 0)) / share1
+    if layout.zero == 3 and ranks > 1:
+        weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
+
+    tokens = micro_batch * length / layout.cp
+    on_cpu = "CPU" in cluster.device
+    kept = length if on_cpu and length <= _CPU_ATTENTION_KEPT else 0
+    mode = recipe.train.activation_checkpointing
+    layers = stage_layers(model.layers, layout.pp, stage)
+    alive = min(layout.pp - stage, micro_batches) if layout.pp > 1 else 1
+    stored = working = 0.0
+    for layer in layers:
+        bytes_per_token = layer_activations(model, layer, layout, element, kept)
+        stored += bytes_per_token[mode]
+        working = max(working, bytes_per_token["none"])
+    activations = tokens * (alive * stored + working)
+    if stage == layout.pp - 1:
+        chunk = min(recipe.train.head_chunk, tokens)
+        head = chunk * model.vocab_size * (8 + element) / layout.tp + 4 * model.vocab_size * model.hidden_size / layout.tp
+    else:
+        head = 0.0
+    world = layout.pp * layout.dp_replicate * ranks * layout.tp
+    runtime = 0.6 * GIB if on_cpu else (1.5 + (1.0 if world > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
+    return Memory(
+        {
+            "weights": weights,
+            "fp32 master": master,
+            "gradients": gradients,
+            "optimizer state": states,
+            "activations": activations,
+            "head and loss": head,
+            "runtime": runtime,
+        },
+        stage,
+    )

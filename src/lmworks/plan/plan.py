@@ -1,0 +1,194 @@
+"""A run on paper: from a recipe and a cluster to parameters, operations, memory, time, money and disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lmworks.plan.counts import Counts, count
+from lmworks.plan.flops import per_token
+from lmworks.plan.layout import Placed, choose, describe, devices, world
+from lmworks.plan.memory import GIB, kv_cache_bytes
+from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
+from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.shapes import parameters
+
+_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One phase on the cluster. Operations are forward and backward; `seconds` is at the plan's MFU, attention counted."""
+
+    name: str
+    tokens: int
+    steps: int
+    sequence_length: int
+    batch_tokens: int
+    flops_parameters: float
+    flops_attention: float
+    placed: Placed
+    bubble: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that can be known before the first device is rented."""
+
+    recipe: str
+    fingerprint: str
+    cluster: Cluster
+    devices: int
+    counts: Counts
+    phases: tuple[PhasePlan, ...]
+    mfu: float
+    mfu_source: str
+    disk: Disk
+    max_length: int
+    kv_cache: float
+    kv_cache_shrink: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(phase.tokens for phase in self.phases)
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def flops_parameters(self) -> float:
+        return sum(phase.flops_parameters for phase in self.phases)
+
+    @property
+    def flops(self) -> float:
+        return sum(phase.flops_parameters + phase.flops_attention for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def seconds_parameters(self) -> float:
+        """Time for 6N alone, the figure that rules of thumb give."""
+        return seconds(self.flops_parameters, self.devices, self.cluster, self.mfu)
+
+    @property
+    def device_hours(self) -> float:
+        return device_hours(self.devices, self.seconds)
+
+    @property
+    def dollars(self) -> float:
+        return self.device_hours * self.cluster.dollars_per_hour
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Tokens per active parameter; 20 is compute-optimal (arXiv:2203.15556), more buys a smaller model to serve."""
+        return self.tokens / self.counts.active
+
+    def warnings(self) -> Iterator[str]:
+        """What is legal and fits, and still unwise."""
+        idle: dict[tuple[float, int, int], list[str]] = {}
+        for phase in self.phases:
+            if self.mfu > 1 - phase.bubble:
+                idle.setdefault((phase.bubble, phase.placed.layout.pp, phase.placed.accumulation), []).append(phase.name)
+        for (share, stages, accumulation), names in idle.items():
+            enough = micro_batches_for(stages, 1 - self.mfu)
+            yield (
+                f"{', '.join(names)}: the pipeline stands idle {share:.0%} of each step, so {self.mfu:.0%} MFU is out of reach; "
+                f"take fewer devices, a batch of at least {enough} micro-batches per rank (now {accumulation}), or an interleaved schedule"
+            )
+
+
+def make_plan(
+    recipe: Recipe,
+    fingerprint: str,
+    cluster: Cluster,
+    layout: Layout | None = None,
+    measured_mfu: float | None = None,
+    measured_source: str = "measured here",
+) -> Plan:
+    """Plan a resolved recipe on a cluster.
+
+    `layout` (else the cluster's, else the recipe's where it is for more than one device) is kept for every phase; without
+    one each phase gets the smallest that fits, because a longer context may want another (checkpoints reshard).
+    `measured_mfu` replaces the cluster's assumption. Raises `UserError` for a layout that is not legal or does not fit.
+    """
+    given = layout or cluster.layout or (recipe.layout if world(recipe.layout) > 1 else None)
+    total = devices(cluster)
+    mfu = measured_mfu if measured_mfu is not None else cluster.mfu
+    phases = []
+    for phase in recipe.train.phases:
+        placed = choose(recipe, cluster, phase, given)
+        timeline = phase_steps(phase)
+        cost = per_token(recipe.model, phase.sequence_length)
+        tokens = timeline.tokens
+        phases.append(
+            PhasePlan(
+                name=phase.name,
+                tokens=tokens,
+                steps=timeline.steps,
+                sequence_length=phase.sequence_length,
+                batch_tokens=phase.batch,
+                flops_parameters=cost.parameters * tokens,
+                flops_attention=cost.attention * tokens,
+                placed=placed,
+                bubble=bubble(placed.layout.pp, placed.accumulation),
+                seconds=seconds(cost.total * tokens, total, cluster, mfu),
+            )
+        )
+    model = recipe.model
+    counts = count(model)
+    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
+    assert model.max_length and model.heads and model.kv_heads
+    return Plan(
+        recipe=recipe.name,
+        fingerprint=fingerprint,
+        cluster=cluster,
+        devices=total,
+        counts=counts,
+        phases=tuple(phases),
+        mfu=mfu,
+        mfu_source=measured_source if measured_mfu is not None else cluster.mfu_source,
+        disk=disk(recipe, counts, matrices),
+        max_length=model.max_length,
+        kv_cache=kv_cache_bytes(model, model.max_length),
+        kv_cache_shrink=model.heads / model.kv_heads,
+    )
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, the sums included; bytes, seconds and operations without prefixes."""
+    value = asdict(plan)
+    value["cluster"] = plan.cluster.model_dump(mode="json")
+    for phase, source in zip(value["phases"], plan.phases, strict=True):
+        placed = source.placed
+        phase["placed"] = {
+            "layout": placed.layout.model_dump(),
+            "text": describe(placed.layout),
+            "micro_batch": placed.micro_batch,
+            "accumulation": placed.accumulation,
+            "memory": placed.memory.components,
+            "memory_total": placed.memory.total,
+            "memory_available": plan.cluster.memory_gib * GIB,
+        }
+    sums = (
+        "tokens", "steps", "flops_parameters", "flops", "seconds", "seconds_parameters", "device_hours", "dollars", "tokens_per_second",
+        "tokens_per_parameter",
+    )  # fmt: skip
+    return {**value, **{name: getattr(plan, name) for name in sums}, "warnings": list(plan.warnings())}
+
+
+def days(time: float) -> str:
+    """A duration as people say it."""
+    for size, unit in ((365.25 * _DAY, "years"), (_DAY, "days"), (3600, "hours"), (60, "minutes")):
+        if time >= 2 * size:
+            return f"{time / size:,.1f} {unit}"
+    return f"{time:.0f} seconds"

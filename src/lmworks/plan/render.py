@@ -1,0 +1,136 @@
+"""A plan as tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lmworks.plan.layout import describe
+from lmworks.plan.memory import GIB
+from lmworks.plan.plan import Plan, days
+
+
+def amount(value: float) -> str:
+    """`352.8B`, `4.194M`: four digits."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.4g}{unit}" if value / scale < 1000 else f"{value / scale:,.0f}{unit}"
+    return f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units, as disks are sold."""
+    for scale, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def render(plan: Plan) -> RenderableType:
+    """Every table of the plan, one under the other."""
+    return Group(_title(plan), _parameters(plan), _phases(plan), _layouts(plan), _memory(plan), _bill(plan), *_warnings(plan))
+
+
+def _title(plan: Plan) -> Text:
+    cluster = plan.cluster
+    return Text.assemble(
+        (plan.recipe, "bold"), f"  on  {cluster.name}: {plan.devices:,} x {cluster.device}, {cluster.memory_gib:g} GiB, "
+        f"{cluster.bf16_tflops:g} dense bf16 TFLOPS each  (recipe {plan.fingerprint[:12]})",
+    )  # fmt: skip
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def _parameters(plan: Plan) -> Table:
+    counts = plan.counts
+    table = _table("\nParameters", "component", "total", "active per token")
+    for name, number in counts.components.items():
+        table.add_row(name, f"{number:,}", f"{counts.active_components[name]:,}")
+    table.add_row("all", f"{counts.total:,}", f"{counts.active:,}", style="bold")
+    table.add_row(
+        "", amount(counts.total), f"{amount(counts.active)} ({amount(counts.active_computed)} without the embedding look-up)", style="bold"
+    )
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = _table("\nPhases", "phase", "tokens", "steps", "length", "batch", "6N FLOP", "attention", "time")
+    for phase in plan.phases:
+        table.add_row(
+            phase.name, amount(phase.tokens), f"{phase.steps:,}", f"{phase.sequence_length:,}", amount(phase.batch_tokens),
+            f"{phase.flops_parameters:.3g}", f"{phase.flops_attention:.3g}", days(phase.seconds),
+        )  # fmt: skip
+    attention = plan.flops - plan.flops_parameters
+    table.add_row(
+        "all",
+        amount(plan.tokens),
+        f"{plan.steps:,}",
+        "",
+        "",
+        f"{plan.flops_parameters:.3g}",
+        f"{attention:.3g}",
+        days(plan.seconds),
+        style="bold",
+    )
+    return table
+
+
+def _layouts(plan: Plan) -> Table:
+    table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "bubble")
+    table.columns[1].justify = "left"
+    for phase in plan.phases:
+        placed = phase.placed
+        table.add_row(phase.name, describe(placed.layout), f"{placed.micro_batch}", f"{placed.accumulation}", f"{phase.bubble:.0%}")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    """Components down, phases across; phases with equal memory share a column."""
+    columns: dict[tuple[float, ...], list[str]] = {}
+    for phase in plan.phases:
+        columns.setdefault(tuple(round(value / GIB, 2) for value in phase.placed.memory.components.values()), []).append(phase.name)
+    names = [group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in columns.values()]
+    table = _table(f"\nMemory of the fullest rank, GiB of {plan.cluster.memory_gib:g}", "", *names)
+    components = plan.phases[0].placed.memory.components if plan.phases else {}
+    for row, name in enumerate(components):
+        table.add_row(name, *(f"{values[row]:.2f}" for values in columns))
+    table.add_row("all", *(f"{sum(values):.2f}" for values in columns), style="bold")
+    return table
+
+
+def _bill(plan: Plan) -> Table:
+    table = _table("\nThe bill", "", "")
+    table.columns[1].justify, table.show_header = "left", False
+    cluster = plan.cluster
+    table.add_row(
+        "operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {plan.flops - plan.flops_parameters:.3g} for attention"
+    )
+    table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
+    table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
+    hours = f"{amount(plan.device_hours)} device-hours"
+    table.add_row(
+        "cost",
+        f"{hours}, ${plan.dollars:,.{0 if plan.dollars >= 100 else 2}f} at ${cluster.dollars_per_hour:g} per hour"
+        if cluster.dollars_per_hour
+        else hours,
+    )
+    table.add_row(
+        "budget",
+        f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal, more is over-trained for cheaper serving)",
+    )
+    one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
+    table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
+    table.add_row("token files", f"at most {size(plan.disk.data)}")
+    shrink = f", {plan.kv_cache_shrink:g} times less than without GQA" if plan.kv_cache_shrink > 1 else ""
+    table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")
+    return table
+
+
+def _warnings(plan: Plan) -> list[Text]:
+    return [Text(f"\nwarning: {line}", style="yellow") for line in plan.warnings()]

@@ -1,0 +1,72 @@
+"""Steps, bubble, time, money and disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmworks.plan.counts import Counts
+from lmworks.recipe.after import Cluster
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import Phase
+from lmworks.shards.timeline import PhaseSteps
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of the step that a pipeline stands idle under GPipe or 1F1B: (p - 1) / (m + p - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def micro_batches_for(stages: int, share: float) -> int:
+    """Fewest micro-batches that keep the bubble at or under `share`: m >= (p - 1)(1 - b) / b."""
+    micro = 1
+    while bubble(stages, micro) > share:
+        micro = max(micro + 1, int((stages - 1) * (1 - share) / share))
+    return micro
+
+
+def batch_tokens(data_ranks: int, micro_batch: int, sequence_length: int, accumulation: int) -> int:
+    """Tokens of one optimizer step."""
+    return data_ranks * micro_batch * sequence_length * accumulation
+
+
+def steps(tokens: int, tokens_per_step: int) -> int:
+    """Whole optimizer steps that a budget pays for."""
+    return tokens // tokens_per_step
+
+
+def device_hours(devices: int, seconds: float) -> float:
+    """What the bill counts."""
+    return devices * seconds / 3600
+
+
+def phase_steps(phase: Phase) -> PhaseSteps:
+    """Steps and tokens of a phase, exactly as the trainer walks them, batch ramp included."""
+    return PhaseSteps.of(phase)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes on disk. `data` is an upper bound: what is repeated over epochs is stored once."""
+
+    checkpoint: float
+    checkpoints_kept: int
+    data: float
+
+
+def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
+    """fp32 weights and optimizer state of one checkpoint, how many are kept at most, and the token files."""
+    states = matrices * 4 + (counts.total - matrices) * 8 if recipe.optimizer.kind == "muon" else counts.total * 8
+    ema = counts.total * 4 if recipe.optimizer.ema else 0
+    kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
+    tokens = sum(phase.tokens for phase in recipe.train.phases)
+    if recipe.checkpoints.keep_every:
+        for phase in recipe.train.phases:
+            every = recipe.checkpoints.keep_every.tokens(step_tokens=phase.batch, phase_tokens=phase.tokens)
+            kept += phase.tokens // every if every else 0
+    width = 2 if (recipe.model.vocab_size or 0) < 65_500 else 4
+    return Disk(counts.total * 4 + states + ema, kept, tokens * width)
+
+
+def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:
+    """Time for useful operations at a share `mfu` of the dense peak."""
+    return flops / (devices * cluster.bf16_tflops * 1e12 * mfu)

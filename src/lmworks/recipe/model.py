@@ -1,0 +1,106 @@
+"""The decoder as data: one family from a dense 1M model to a 355B mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.base import Node
+from lmworks.recipe.units import Tokens
+
+
+class Rope(Node):
+    """Rotary positions (Su et al. 2021), and how their frequencies are extended to longer contexts."""
+
+    theta: float = Field(10_000.0, gt=0, description="base of the frequencies; raising it is ABF (GLM: 10,000, then 1,000,000)")
+    fraction: float = Field(1.0, ge=0, le=1, description="share of each head that is rotated; GLM rotates half, 0 is no RoPE at all")
+    scaling: Literal["none", "linear", "ntk", "yarn"] = Field("none", description="linear is position interpolation")
+    factor: float = Field(1.0, ge=1, description="how many times longer the context becomes under `scaling`")
+    original_length: Tokens | None = Field(None, description="context length before `scaling`")
+    beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is left alone")
+    beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is interpolated in full")
+
+    @model_validator(mode="after")
+    def _scaling_needs_length(self) -> Rope:
+        if self.scaling in ("ntk", "yarn") and self.original_length is None:
+            raise ValueError(f"rope.scaling {self.scaling} needs rope.original_length, the context before the extension")
+        return self
+
+
+class Balance(Node):
+    """How the experts are kept equally busy (DeepSeek-V3, arXiv:2408.15664)."""
+
+    method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
+        "bias", description="bias: a selection bias per expert, without an auxiliary loss"
+    )
+    update: Literal["sign", "proportional"] = Field("sign", description="step of the bias: the sign of the load error, or the error itself")
+    rate: float = Field(0.001, ge=0, description="size of the bias update per optimizer step")
+    clamp: float = Field(1.0, gt=0, description="the bias stays within plus and minus this")
+    aux_weight: float = Field(0.01, ge=0, description="weight of the batch-level auxiliary loss when method is aux")
+    sequence_aux_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
+
+
+class Moe(Node):
+    """Mixture of experts: sigmoid gates, selection bias, shared experts."""
+
+    experts: int = Field(gt=0, description="routed experts per layer")
+    top_k: int = Field(gt=0, description="routed experts per token")
+    expert_size: int = Field(gt=0, description="hidden width of one expert")
+    shared_experts: int = Field(1, ge=0, description="experts that see every token; their width is shared_experts * expert_size")
+    dense_layers: int = Field(1, ge=0, description="the first layers that stay dense")
+    gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
+    normalize_top_k: bool = Field(True, description="the chosen weights are divided by their sum")
+    routed_scale: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
+    groups: int = Field(1, gt=0, description="expert groups for group-limited routing")
+    top_groups: int = Field(1, gt=0, description="groups kept per token")
+    capacity_factor: float = Field(1.25, gt=0, description="only for the overflow metric: tokens are never dropped")
+    temperature: float = Field(1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps")
+    temperature_steps: int = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
+    balance: Balance = Balance()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Moe:
+        if self.top_k > self.experts:
+            raise ValueError(f"moe.top_k {self.top_k} exceeds moe.experts {self.experts}")
+        if self.experts % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"moe.groups {self.groups} must divide moe.experts {self.experts} and be at least moe.top_groups {self.top_groups}"
+            )
+        return self
+
+
+class Model(Node):
+    """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
+
+    preset: str | None = Field(None, description="a file of recipes/models to start from, by name")
+    vocab_size: int | None = Field(None, gt=0, description="rows of the embedding; derived from the tokenizer when left out")
+    hidden_size: int | None = Field(None, gt=0, description="width of the residual stream")
+    layers: int | None = Field(None, gt=0, description="transformer layers")
+    heads: int | None = Field(None, gt=0, description="query heads")
+    kv_heads: int | None = Field(None, gt=0, description="key/value heads; fewer than heads is GQA, 1 is MQA")
+    head_dim: int | None = Field(None, gt=0, description="width of one head; derived from hidden_size and heads")
+    ffn_size: int | None = Field(None, gt=0, description="hidden width of the dense SwiGLU layers")
+    attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
+    qk_norm: bool = Field(False, description="RMS norm over head_dim on queries and keys, before RoPE")
+    rope: Rope = Rope()
+    nope_every: int = Field(0, ge=0, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
+    sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
+    global_every: int = Field(0, ge=0, description="with a sliding window, every n-th layer still sees everything; 0 is never")
+    moe: Moe | None = None
+    tie_embeddings: bool = Field(False, description="the head is the embedding matrix")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMS norms")
+    init_std: float = Field(0.02, gt=0, description="standard deviation of the first weights")
+    logit_softcap: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 is off")
+    z_loss: float = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of residual updates dropped in training")
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="share of attention weights dropped in training")
+    max_length: Tokens | None = Field(None, description="longest context the exported model states; derived from the phases")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Model:
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"model.kv_heads {self.kv_heads} must divide model.heads {self.heads}")
+        if self.head_dim and int(self.head_dim * self.rope.fraction) % 2:
+            raise ValueError(f"model.rope.fraction {self.rope.fraction} of head_dim {self.head_dim} must be an even number of dimensions")
+        return self

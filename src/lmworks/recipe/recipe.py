@@ -1,0 +1,36 @@
+"""The root of the recipe tree: everything that describes a run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from lmworks.recipe.after import Evaluate, Export, Layout, Tune
+from lmworks.recipe.base import Node
+from lmworks.recipe.data import Corpus, Shards, Tokenizer
+from lmworks.recipe.model import Model
+from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Stability, Train
+
+
+class Recipe(Node):
+    """One run, from raw text to served model."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run and of its directory")
+    seed: int = Field(1, description="everything random follows from it: order of the data, first weights, samples")
+    run_dir: str | None = Field(None, description="derived: runs/NAME")
+    size: str | None = Field(
+        None, description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive"
+    )
+    threads: int | None = Field(None, gt=0, description="CPU threads; derived from the machine")
+    corpus: Corpus = Corpus()
+    tokenizer: Tokenizer = Tokenizer()
+    shards: Shards = Shards()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    checkpoints: Checkpoints = Checkpoints()
+    stability: Stability = Stability()
+    metrics: Metrics = Metrics()
+    tune: Tune | None = None
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+    layout: Layout = Layout()

@@ -1,0 +1,106 @@
+"""Every trained tensor of a model, by name and shape, from the config alone.
+
+Dimensions: V vocabulary, D hidden, H heads, K key/value heads, d head, F dense hidden, E experts, X expert hidden.
+Linear weights are (out, in). The router's selection bias is a buffer that no gradient trains, so it is not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from lmworks.recipe.model import Model
+
+Component = Literal["embedding", "attention", "dense ffn", "experts", "shared experts", "router", "norms", "head"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained tensor. `layer` is None outside the layers; `active` is the share of it that one token uses."""
+
+    name: str
+    shape: tuple[int, ...]
+    component: Component
+    layer: int | None = None
+    active: float = 1.0
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a hidden matrix or a stack of them: what Muon trains."""
+        return len(self.shape) > 1 and self.component not in ("embedding", "head")
+
+
+def is_moe(model: Model, layer: int) -> bool:
+    """Whether `layer` routes to experts."""
+    return model.moe is not None and layer >= model.moe.dense_layers
+
+
+def parameters(model: Model) -> Iterator[Parameter]:
+    """All trained tensors of a resolved model, in the order of the forward pass."""
+    assert model.vocab_size and model.hidden_size and model.layers is not None, "the model is not resolved"
+    yield Parameter("embedding.weight", (model.vocab_size, model.hidden_size), "embedding")
+    for layer in range(model.layers):
+        yield from layer_parameters(model, layer)
+    yield Parameter("norm.weight", (model.hidden_size,), "norms")
+    if not model.tie_embeddings:
+        yield Parameter("head.weight", (model.vocab_size, model.hidden_size), "head")
+
+
+def layer_parameters(model: Model, layer: int) -> Iterator[Parameter]:
+    """The trained tensors of one layer."""
+    D, H, K, d = model.hidden_size, model.heads, model.kv_heads, model.head_dim
+    assert D and H and K and d and model.ffn_size, "the model is not resolved"
+    start = f"layers.{layer}."
+    yield Parameter(start + "attention_norm.weight", (D,), "norms", layer)
+    for name, rows in (("query", H * d), ("key", K * d), ("value", K * d)):
+        yield Parameter(f"{start}attention.{name}.weight", (rows, D), "attention", layer)
+        if model.attention_bias:
+            yield Parameter(f"{start}attention.{name}.bias", (rows,), "attention", layer)
+    yield Parameter(start + "attention.output.weight", (D, H * d), "attention", layer)
+    if model.qk_norm:
+        yield Parameter(start + "attention.query_norm.weight", (d,), "norms", layer)
+        yield Parameter(start + "attention.key_norm.weight", (d,), "norms", layer)
+    yield Parameter(start + "ffn_norm.weight", (D,), "norms", layer)
+    if not is_moe(model, layer):
+        yield from _swiglu(start + "ffn.", D, model.ffn_size, "dense ffn", layer)
+        return
+    moe = model.moe
+    assert moe is not None
+    E, X = moe.experts, moe.expert_size
+    yield Parameter(start + "ffn.router.weight", (E, D), "router", layer)
+    share = moe.top_k / E
+    yield Parameter(start + "ffn.experts.gate", (E, X, D), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.up", (E, X, D), "experts", layer, share)
+    yield Parameter(start + "ffn.experts.down", (E, D, X), "experts", layer, share)
+    if moe.shared_experts:
+        yield from _swiglu(start + "ffn.shared.", D, moe.shared_experts * X, "shared experts", layer)
+
+
+def _swiglu(start: str, D: int, F: int, component: Component, layer: int) -> Iterator[Parameter]:
+    yield Parameter(start + "gate.weight", (F, D), component, layer)
+    yield Parameter(start + "up.weight", (F, D), component, layer)
+    yield Parameter(start + "down.weight", (D, F), component, layer)
+
+
+def count(model: Model) -> int:
+    """Trained parameters; tied embeddings count once."""
+    assert model.layers
+    outside = sum(p.size for p in parameters(model.model_copy(update={"layers": 0})))
+    dense = min(model.moe.dense_layers, model.layers) if model.moe else model.layers
+    total = outside
+    if dense:
+        total += dense * sum(p.size for p in layer_parameters(model, 0))
+    if model.layers > dense:
+        total += (model.layers - dense) * sum(p.size for p in layer_parameters(model, model.layers - 1))
+    return total
+
+
+def count_active(model: Model) -> int:
+    """Parameters that one token uses, the embedding matrix included."""
+    return round(sum(p.size * p.active for p in parameters(model)))

@@ -1,0 +1,151 @@
+"""Optimizer, phases, checkpoints, stability, metrics: how the model learns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.base import Node
+from lmworks.recipe.model import Rope
+from lmworks.recipe.units import Duration, Seconds, Tokens
+
+
+class Optimizer(Node):
+    """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
+
+    kind: Literal["muon", "adamw"] = Field("muon", description="what trains the matrices")
+    learning_rate: float | None = Field(None, gt=0, description="peak rate of the matrices; derived from the model size when left out")
+    adam_learning_rate: float | None = Field(None, gt=0, description="peak rate of what AdamW trains under muon; derived")
+    update_scale: Literal["rms", "spectral"] = Field(
+        "rms", description="rms: updates as large as AdamW's (0.2 RMS, arXiv:2502.16982); spectral: sqrt(rows/cols), rates near 0.02"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="of muon")
+    nesterov: bool = Field(True, description="look ahead along muon's momentum")
+    newton_schulz_steps: int = Field(5, gt=0, description="iterations of muon's orthogonalisation")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of adamw")
+    eps: float = Field(1e-8, gt=0, description="of adamw")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; never on norms, biases and embeddings")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
+    layer_decay: float = Field(1.0, gt=0, le=1, description="rate of each layer relative to the one above it")
+    ema: float = Field(0.0, ge=0, lt=1, description="decay of an exponential moving average of the weights; 0 is off")
+
+
+class Schedule(Node):
+    """The learning rate over one phase, as a share of the peak."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "multistep"] = Field("wsd", description="shape of the curve after the warm-up")
+    warmup: Duration = Field(Duration.parse("2%"), description="linear, from where the phase before ended (0 at the start)")
+    decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the last part")
+    final: float = Field(0.1, ge=0, le=1, description="share of the peak at the end (linear, cosine, wsd)")
+    drops: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions of the drops in the phase")
+    drop_factor: float = Field(0.316, gt=0, lt=1, description="multistep: the rate after a drop relative to before it")
+
+
+class Ramp(Node):
+    """A batch that grows linearly at the start of a phase."""
+
+    start: Tokens = Field(description="tokens per step at first")
+    over: Duration = Field(description="length of the growth")
+    rescale: Literal["none", "sqrt", "linear"] = Field("sqrt", description="how the rate follows the batch")
+
+
+class RopeChange(Node):
+    """A change of positions at a phase's first step; what is left out stays as it was."""
+
+    theta: float | None = Field(None, gt=0, description="new base of the frequencies (ABF)")
+    scaling: Literal["none", "linear", "ntk", "yarn"] | None = Field(None, description="new kind of extension")
+    factor: float | None = Field(None, ge=1, description="new extension factor")
+    original_length: Tokens | None = Field(None, description="context before the extension")
+
+    def apply(self, rope: Rope) -> Rope:
+        """The positions after the change."""
+        changes = {key: value for key, value in self.model_dump().items() if value is not None}
+        changes.pop("original_length", None)
+        if self.original_length is not None:
+            changes["original_length"] = self.original_length
+        return Rope.model_validate(rope.model_copy(update=changes).__dict__)
+
+
+class Phase(Node):
+    """One stretch of pretraining."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the phase; the data order is drawn from it")
+    tokens: Tokens = Field(description="budget")
+    mixture: dict[str, float] = Field(description="weight of each source; they sum to one")
+    sequence_length: Tokens = Field(description="context trained on")
+    batch: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
+    ramp: Ramp | None = None
+    learning_rate_scale: float = Field(1.0, gt=0, description="this phase's peak relative to optimizer.learning_rate")
+    schedule: Schedule = Schedule()
+    rope: RopeChange | None = None
+    balance_rate: float | None = Field(
+        None, ge=0, description="replaces model.moe.balance.rate from this phase on (GLM: 0.001, late in the run 0)"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Phase:
+        total = sum(self.mixture.values())
+        if not self.mixture or any(weight <= 0 for weight in self.mixture.values()):
+            raise ValueError(f"phase {self.name}: mixture needs at least one source and positive weights")
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"phase {self.name}: mixture weights sum to {total:g}, not 1; scale them by {1 / total:.6g}")
+        if self.batch % self.sequence_length:
+            raise ValueError(f"phase {self.name}: batch {self.batch} is not a multiple of sequence_length {self.sequence_length}")
+        if self.tokens < self.batch:
+            raise ValueError(
+                f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.batch}; lower batch or raise it"
+            )
+        if self.ramp and (self.ramp.start % self.sequence_length or self.ramp.start > self.batch):
+            raise ValueError(f"phase {self.name}: ramp.start {self.ramp.start} must be a multiple of sequence_length and at most batch")
+        return self
+
+
+class Train(Node):
+    """Pretraining: the phases, and how a step is computed."""
+
+    phases: list[Phase] = Field(default_factory=list)
+    micro_batch: int | None = Field(
+        None, gt=0, description="sequences per forward and rank; derived; changes speed and memory, never the batch"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "bf16", description="of the computation; weights and accumulated gradients stay fp32"
+    )
+    compile: bool = Field(True, description="torch.compile the layers")
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none", description="what the backward recomputes: nothing, all but matrix products, or whole layers"
+    )
+    head_chunk: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")
+    validate_every: Duration = Field(Duration.parse("10%"), description="distance between validations")
+    validate_bytes_per_domain: int = Field(
+        65_536, gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
+    )
+    sample_every: Duration = Field(Duration.parse("25%"), description="distance between sample completions")
+    log_every: Duration = Field(Duration.parse("1 steps"), description="distance between metric lines")
+    save_every: Duration = Field(Duration.parse("10%"), description="distance between checkpoints")
+    seconds_between_saves: Seconds | None = Field(None, description="also save when this long has passed")
+
+
+class Checkpoints(Node):
+    """What is saved and what is kept."""
+
+    keep_last: int = Field(2, gt=0, description="newest checkpoints to keep")
+    keep_every: Duration | None = Field(None, description="checkpoints at these intervals are never pruned")
+    keep_best: bool = Field(True, description="keep the one with the lowest validation loss")
+    asynchronous: bool = Field(True, description="write in the background while training goes on")
+    copy_to: str | None = Field(None, description="directory or fsspec URL to copy finished checkpoints to, in the background")
+
+
+class Stability(Node):
+    """What happens to a bad step."""
+
+    max_bad_steps: int = Field(10, gt=0, description="non-finite steps in a row after which the run stops with the reason")
+    save_bad_batches: int = Field(20, ge=0, description="batches kept for replay")
+
+
+class Metrics(Node):
+    """Where the numbers go; JSONL always."""
+
+    tensorboard: bool = Field(False, description="also write TensorBoard events")
+    wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
+    prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")

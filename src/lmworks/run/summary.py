@@ -1,0 +1,79 @@
+"""The end of the journey: where everything is, what was measured, and what to type next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lmworks.evaluate.tables import bits_table, samples_table, scores_table
+from lmworks.files import read_json
+from lmworks.metrics.log import read
+from lmworks.run.stages import STAGES
+from lmworks.run.walk import STAMP
+
+_PLACES = (
+    ("report.html", "the run page: open it in a browser"),
+    ("corpus/report.json", "what was kept, what was dropped and why; rejected.jsonl beside it"),
+    ("tokenizer", "tokenizer.json and the chat template"),
+    ("shards", "token files with lineage"),
+    ("checkpoints", "the base model"),
+    ("tune/checkpoints", "the tuned model"),
+    ("evaluate/results.json", "all scores"),
+    ("export/huggingface", "for transformers, vLLM, SGLang"),
+    ("export/gguf/model.gguf", "for llama.cpp"),
+    ("ledger.jsonl", "everything that happened"),
+)
+
+
+def summary(run_dir: Path) -> RenderableType:
+    """All of it for a terminal."""
+    parts: list[RenderableType] = ["", _places(run_dir), "", _training(run_dir)]
+    results = run_dir / "evaluate" / "results.json"
+    if results.exists():
+        document = read_json(results)
+        parts += ["", bits_table(document), "", scores_table(document), "", samples_table(document)]
+    chat = Text("\nNow talk to it:  ") + Text(f"lmworks chat {run_dir}", style="bold")
+    return Group(*parts, chat)
+
+
+def _places(run_dir: Path) -> Table:
+    table = Table(title="Where everything is", title_justify="left", box=None, show_header=False)
+    for place, what in _PLACES:
+        if (run_dir / place).exists():
+            table.add_row(str(run_dir / place), Text(what, style="dim"))
+    return table
+
+
+def _training(run_dir: Path) -> Table:
+    table = Table(title="What was measured", title_justify="left", box=None, show_header=False)
+    lines = read(run_dir)
+    if lines:
+        last = [line for line in lines if "train/loss" in line][-1]
+        speeds = [line["perf/tokens_per_second"] for line in lines if "perf/tokens_per_second" in line]
+        shares = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
+        rows: list[tuple[str, str]] = [
+            ("trained on", f"{last['train/tokens']:,.0f} tokens in {last['step']:,} steps"),
+            ("last training loss", f"{last['train/loss']:.3f} nats per token"),
+            ("speed", f"{median(speeds):,.0f} tokens/s (median), {100 * median(shares):.0f}% of the measured bf16 peak"),
+        ]
+        if "experts/load_cv" in last:
+            spread, dead = 100 * last["experts/load_cv"], last["experts/dead"]
+            rows.append(("experts", f"load varies by {spread:.0f}% (coefficient of variation), {dead:.0f} dead"))
+        for row in rows:
+            table.add_row(*row)
+    times = {stage.name: _seconds(run_dir / stage.folder) for stage in STAGES}
+    spent = [f"{name} {seconds:.0f} s" for name, seconds in times.items() if seconds is not None]
+    if spent:
+        table.add_row("time", ", ".join(spent) + f"; {sum(s for s in times.values() if s is not None) / 60:.1f} minutes in all")
+    return table
+
+
+def _seconds(folder: Path) -> float | None:
+    path = folder / STAMP
+    record: dict[str, Any] = read_json(path) if path.exists() else {}
+    return record.get("seconds")

@@ -1,0 +1,159 @@
+"""Walks the stages of a recipe: skips what is done, resumes what broke."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from lmworks import __version__
+from lmworks.doctor.page import write_page
+from lmworks.errors import UserError
+from lmworks.files import read_json, sha256_file, write_json
+from lmworks.interrupt import Interrupted
+from lmworks.recipe.fingerprint import Change, as_tree, changed_keys, fingerprint, harmless, require_allowed
+from lmworks.recipe.load import Resolved, load_resolved
+from lmworks.recipe.paths import flat
+from lmworks.recipe.recipe import Recipe
+from lmworks.run.stages import STAGES, Context, Stage, clear, stages_for
+from lmworks.watch.ledger import Ledger
+from lmworks.watch.lock import RunLock
+
+STAMP = "stage.json"
+_DATA = ("corpus", "tokenizer", "shards")  # --allow of any of these lets a started run go on with other token files
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the walk tells the terminal: a stage begins, was done before, or has ended with something to print."""
+
+    stage: str
+    what: str  # begin | skip | end
+    seconds: float = 0.0
+    printable: RenderableType | None = None
+
+
+def walk(
+    resolved: Resolved, *, last: str | None = None, allow: Sequence[str] = (), tell: Callable[[Told], None], resume_command: str
+) -> Path:
+    """Bring the run directory up to date with the recipe, up to and with stage `last`; returns the directory.
+
+    Raises `UserError`: at once for what a later stage could not do, and when the recipe has changed since training began in a way
+    that is not allowed by name. Raises `Interrupted` when training was asked to stop.
+    """
+    recipe = resolved.recipe
+    assert recipe.run_dir
+    run_dir = Path(recipe.run_dir)
+    stages = stages_for(recipe, last)
+    context = Context(recipe, run_dir, resume_command, other_data=any(name.split(".")[0] in _DATA for name in allow))
+    with RunLock(run_dir):
+        _accept_changes(run_dir, recipe, allow)
+        stamps = stamps_of(recipe, run_dir)
+        if not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
+            for stage in stages_for(recipe):
+                if stage.check:
+                    stage.check(recipe)
+        resolved.save(run_dir)
+        for stage in stages:
+            _bring(context, stage, stamps_of(recipe, run_dir)[stage.name], tell)
+    return run_dir
+
+
+def stamps_of(recipe: Recipe, run_dir: Path) -> dict[str, str]:
+    """By stage, hex SHA-256 of all that it reads: values of the recipe, and how what it builds on was made and what came out."""
+    tree = flat(as_tree(recipe)) | {"train.phases": _phases(recipe)}
+    stamps: dict[str, str] = {}
+    for stage in stages_for(recipe):
+        read = [path for path in sorted(tree) if _under(path, stage.reads) and not (path.startswith("train.") and harmless(path))]
+        values = {path: tree[path] for path in read}
+        built_on = [need for need in STAGES if need.name in stage.needs and need.name in stamps]
+        needs = {need.name: [stamps[need.name], _made(run_dir / need.folder)] for need in built_on}
+        stamps[stage.name] = fingerprint({"values": values, "needs": needs})
+    return stamps
+
+
+def _made(folder: Path) -> str | None:
+    """What the stage of a folder has said of the files it made; None before it has ended."""
+    path = folder / STAMP
+    made: str | None = read_json(path).get("made") if path.exists() else None
+    return made
+
+
+def _content(folder: Path, patterns: Sequence[str]) -> str:
+    """Hex SHA-256 over names and contents of the files that match."""
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return fingerprint({"files": {str(path.relative_to(folder)): sha256_file(path) for path in files}})
+
+
+def _phases(recipe: Recipe) -> list[str]:
+    """The order of the phases, which the paths of their values do not tell."""
+    return [phase.name for phase in recipe.train.phases]
+
+
+def _under(path: str, nodes: Sequence[str]) -> bool:
+    return any(path == node or path.startswith((node + ".", node + "[")) or fnmatchcase(path, node) for node in nodes)
+
+
+def is_done(run_dir: Path, stage: Stage, expected: str) -> bool:
+    """Whether the stage has ended under the expected stamp."""
+    return _stamped(run_dir / stage.folder) == {"stamp": expected, "done": True}
+
+
+def _stamped(folder: Path) -> dict[str, Any]:
+    path = folder / STAMP
+    return {key: read_json(path)[key] for key in ("stamp", "done")} if path.exists() else {}
+
+
+def _bring(context: Context, stage: Stage, expected: str, tell: Callable[[Told], None]) -> None:
+    folder = context.run_dir / stage.folder
+    if is_done(context.run_dir, stage, expected):
+        tell(Told(stage.name, "skip"))
+        return
+    if not stage.keeps and not (stage.resumes and _stamped(folder).get("stamp") == expected):
+        clear(folder)
+    tell(Told(stage.name, "begin"))
+    record = {"stage": stage.name, "stamp": expected, "version": __version__}
+    write_json(folder / STAMP, record | {"done": False})
+    began = time.monotonic()
+    try:
+        result = stage.work(context)
+    except Interrupted:
+        write_page(context.run_dir)
+        raise
+    seconds = time.monotonic() - began
+    made = _content(folder, stage.makes) if stage.makes else None
+    write_json(folder / STAMP, record | {"done": True, "seconds": round(seconds, 1), "made": made})
+    write_page(context.run_dir)
+    tell(Told(stage.name, "end", seconds, result))
+
+
+def _accept_changes(run_dir: Path, recipe: Recipe, allow: Sequence[str]) -> None:
+    """Once training has begun, a changed recipe is refused unless each changed key is allowed by name; what was allowed is written down."""
+    path = run_dir / "resolved.json"
+    if not path.exists() or not any((run_dir / "checkpoints").glob("step-*")):
+        return
+    before = load_resolved(path)
+    changes = [change for change in changed_keys(before, recipe) if change.path != "run_dir"]
+    if sorted(_phases(before)) == sorted(_phases(recipe)) and _phases(before) != _phases(recipe):
+        changes.append(Change("train.phases", _phases(before), _phases(recipe)))
+    accepted = require_allowed(changes, allow)
+    if changes:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write(
+                "recipe_changed",
+                allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
+                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changes if harmless(c.path)],
+            )
+
+
+def require_run(run_dir: Path) -> Recipe:
+    """The resolved recipe of an existing run directory."""
+    path = run_dir / "resolved.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is not a run directory (no resolved.json); make one with: lmworks run RECIPE")
+    return load_resolved(path)

@@ -1,0 +1,123 @@
+"""What stands before the routes: who may ask, from where, and how much. Plain ASGI, so that streams pass through untouched."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lmworks.serve.protocol import error_body
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_OPEN = ("/", "/health")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where to listen and what to accept; `max_body` is in bytes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    max_body: int = 4 * 2**20
+    max_waiting: int = 256
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class Guard:
+    """Checks host, key, content type and body size, and records each answer's status and duration.
+
+    A server on loopback answers only to loopback names: otherwise any web page could reach it by pointing a name of its
+    own at 127.0.0.1 (DNS rebinding). JSON is required because browsers send nothing but forms to strangers unasked.
+    """
+
+    def __init__(self, app: Any, options: ServerOptions, record: Callable[[str, int, float], None], paths: set[str]) -> None:
+        self._app, self._options, self._record, self._paths = app, options, record, paths
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+
+        async def watched(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-content-type-options", b"nosniff")]}
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, watched)
+        finally:
+            # Only known paths become labels: a scanner must not grow the table without end.
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._record(path, status, time.monotonic() - start)
+
+    async def _guarded(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await _refuse(send, *refusal)
+            return
+        seen, started = 0, False
+
+        async def limited() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._options.max_body:
+                raise _TooLarge
+            return message
+
+        async def noted(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, limited, noted)
+        except _TooLarge:
+            if started:
+                raise
+            await _refuse(send, *self._too_large())
+
+    def _refusal(self, scope: Any, headers: dict[bytes, str]) -> tuple[str, int] | None:
+        if self._options.host in LOOPBACK and _name(headers.get(b"host", "")) not in LOOPBACK:
+            return "this server answers only to localhost; start it with --host to serve others", 403
+        key = self._options.api_key
+        if key and scope["path"] not in _OPEN:
+            given = headers.get(b"authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(given.encode("latin-1"), key.encode()):
+                return "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", 401
+        if scope["method"] == "POST":
+            if not headers.get(b"content-type", "").startswith("application/json"):
+                return "send JSON with the header `Content-Type: application/json`", 415
+            length = headers.get(b"content-length", "0")
+            if not length.isdigit() or int(length) > self._options.max_body:
+                return self._too_large()
+        return None
+
+    def _too_large(self) -> tuple[str, int]:
+        return f"the body is larger than {self._options.max_body:,} bytes", 413
+
+
+def _name(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+async def _refuse(send: Any, message: str, status: int) -> None:
+    body = json.dumps(error_body(message, status)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,36 @@
+"""The chat page: one file, no outside resources, and a policy that lets the browser run nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmworks.serve.engine import Engine
+
+
+@cache
+def _source() -> str:
+    return files("lmworks.serve").joinpath("page.html").read_text(encoding="utf-8")
+
+
+def page(engine: Engine) -> tuple[str, str]:
+    """The page for `engine`'s model, and its Content-Security-Policy."""
+    about = {"model": engine.name, "context": engine.context, "tuned": engine.tuned}
+    text = _source().replace("{{ABOUT}}", html.escape(json.dumps(about))).replace("{{MODEL}}", html.escape(engine.name))
+    policy = [
+        "default-src 'none'", f"script-src {_hash(text, 'script')}", f"style-src {_hash(text, 'style')}", "connect-src 'self'",
+        "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+    ]  # fmt: skip
+    return text, "; ".join(policy)
+
+
+def _hash(text: str, tag: str) -> str:
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in found)

@@ -1,0 +1,236 @@
+"""What clients may ask: OpenAI's request bodies, checked, and turned into an `engine.Request`.
+
+What this server cannot do is refused by name rather than ignored, because a client could not tell the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lmworks.model.generate import GenerateOptions
+from lmworks.serve.engine import Engine, Request
+
+MAX_ANSWERS = 128  # answers that one request may ask for
+_MAX_TOP = 20
+
+
+class BadRequest(Exception):
+    """A request that is refused; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error the way OpenAI writes it."""
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
+    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+    message = message.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair from the request
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Sampling(BaseModel):
+    """Fields that both kinds of request share. A null is the same as leaving the field out, as with OpenAI."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
+    logit_bias: dict[str, float] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > 16:
+            raise BadRequest(f"stop lists {len(stops)} strings; at most 16 are allowed", "stop")
+        if "" in stops:
+            raise BadRequest("stop contains an empty string, which would end every answer at once; remove it", "stop")
+        return stops
+
+    def refuse_unsupported(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+            if getattr(self, name):
+                raise BadRequest(f"{name} is not supported by this server; leave it out", name)
+
+    def options(self, engine: Engine, max_new_tokens: int, logprobs: int | None) -> GenerateOptions:
+        return GenerateOptions(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop_ids=engine.vocabulary.stop_ids,
+            logprobs=None if logprobs is None else min(logprobs, engine.vocabulary.size),
+        )
+
+
+TokenIds = list[int]
+
+
+class CompletionRequest(Sampling):
+    """`/v1/completions`."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds] = ""
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def request(self, engine: Engine) -> Request:
+        self.refuse_unsupported()
+        if self.best_of not in (None, self.n):
+            raise BadRequest("best_of is not supported by this server; leave it out", "best_of")
+        if self.suffix:
+            raise BadRequest("suffix is not supported by this server; leave it out", "suffix")
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens is 0, which only makes sense with echo to score the prompt; ask for at least 1", "max_tokens")
+        prompts = tuple(prompt for prompt in self._prompts(engine) for _ in range(self.n))
+        if len(prompts) > MAX_ANSWERS:
+            raise BadRequest(f"prompts times n is {len(prompts)}; at most {MAX_ANSWERS} answers per request are allowed", "prompt")
+        options = self.options(engine, self.max_tokens, self.logprobs)
+        return Request(prompts, options, self.seed, self.stops, score_prompts=self.echo and self.logprobs is not None)
+
+    def _prompts(self, engine: Engine) -> list[tuple[int, ...]]:
+        given = self.prompt
+        several: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        if not several:
+            raise BadRequest("prompt is an empty list; give a string, a list of strings or token ids", "prompt")
+        prompts = []
+        for prompt in several:
+            ids = engine.vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
+            wrong = [token for token in ids if not 0 <= token < engine.vocabulary.size]
+            if wrong:
+                raise BadRequest(f"prompt has the token id {wrong[0]}, but this model's ids end at {engine.vocabulary.size - 1}", "prompt")
+            # A model continues something: an empty prompt begins a new document, as the end of the last one did in training.
+            prompts.append(tuple(ids) or (engine.vocabulary.eos_id,))
+        return prompts
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The form that chat templates take: text content, and the arguments of tool calls as objects."""
+        content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+        return message
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except json.JSONDecodeError as error:
+            raise BadRequest(f"the arguments of tool call {function.get('name')!r} are not JSON: {error}", "messages") from None
+    if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), dict):
+        raise BadRequest("a tool call needs function.name and function.arguments, a JSON object", "messages")
+    return {**call, "function": function}
+
+
+class TemplateOptions(BaseModel):
+    """vLLM's and SGLang's way to tell the chat template whether the model may think first."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(Sampling):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    def request(self, engine: Engine) -> Request:
+        self.refuse_unsupported()
+        if self.response_format and self.response_format.get("type") != "text":
+            raise BadRequest("response_format other than text is not supported by this server; leave it out", "response_format")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise BadRequest("tool_choice can only be auto or none here; leave it out", "tool_choice")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        tools = None if self.tool_choice == "none" else self.tools
+        thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+        prompt = tuple(engine.vocabulary.chat_prompt([message.plain() for message in self.messages], tools, thinking))
+        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
+        return Request((prompt,) * self.n, options, self.seed, self.stops)
+
+
+R = TypeVar("R", bound=Sampling)
+
+
+def parse(kind: type[R], body: bytes, engine: Engine) -> R:
+    """A request body as `kind`. Raises `BadRequest` with one line that names the field."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    try:
+        request = kind.model_validate(value)
+    except ValidationError as error:
+        # Where a field may have several shapes each reports a fault; the one that got furthest is the one that was meant.
+        fault = max(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
+        where = ".".join(str(part) for part in fault["loc"] if not (isinstance(part, str) and "[" in part))
+        raise BadRequest(f"{where or 'body'}: {fault['msg']}", where or None) from None
+    if request.model is not None and request.model != engine.name:
+        raise BadRequest(f"the model `{request.model}` does not exist; this server has `{engine.name}`", "model", "model_not_found", 404)
+    return request
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def finite(logprob: float) -> float | None:
+    """A log-probability as JSON can say it: null for none, and a very low number for minus infinity."""
+    return None if math.isnan(logprob) else max(logprob, -9999.0)

@@ -1,0 +1,184 @@
+"""OpenAI's response bodies, made from the engine's events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmworks.model.generate import Token
+from lmworks.serve.engine import Delta, Engine, Request, Scores
+from lmworks.serve.protocol import ChatRequest, CompletionRequest, finite
+from lmworks.serve.text import Placed
+
+
+@dataclass
+class Usage:
+    """Tokens read and written for one request. Prompts that n repeats are counted once."""
+
+    prompt: int
+    generated: dict[int, int] = field(default_factory=dict)
+
+    def count(self, delta: Delta) -> None:
+        self.generated[delta.index] = delta.generated
+
+    def body(self) -> dict[str, int]:
+        written = sum(self.generated.values())
+        return {"prompt_tokens": self.prompt, "completion_tokens": written, "total_tokens": self.prompt + written}
+
+
+@dataclass
+class _Choice:
+    text: str = ""
+    tokens: list[Placed] = field(default_factory=list)
+    finish: str | None = None
+
+
+class _Reply:
+    """What whole and streamed replies of both kinds have in common."""
+
+    prefix, whole, part = "", "", ""
+
+    def __init__(self, engine: Engine, asked: CompletionRequest | ChatRequest, request: Request) -> None:
+        self._engine, self._asked, self._request = engine, asked, request
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self.usage = Usage(sum(len(prompt) for prompt in request.prompts[:: asked.n]))
+        self._choices = [_Choice() for _ in request.prompts]
+
+    def add(self, event: Delta | Scores) -> None:
+        """Take an event into a whole reply."""
+        if isinstance(event, Delta):
+            self.usage.count(event)
+            choice = self._choices[event.index]
+            choice.text += event.text
+            choice.tokens += event.tokens
+            choice.finish = event.finish
+
+    def body(self) -> dict[str, Any]:
+        """The whole reply, when all events are in."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head(self.whole), "choices": choices, "usage": self.usage.body()}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks that come before the first token."""
+        return iter(())
+
+    def chunks(self, event: Delta | Scores) -> Iterator[dict[str, Any]]:
+        """Streamed chunks for one event."""
+        raise NotImplementedError
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Chunks after the last token."""
+        if self._wants_usage:
+            yield {**self._head(self.part), "choices": [], "usage": self.usage.body()}
+
+    @property
+    def _wants_usage(self) -> bool:
+        return self._asked.stream_options is not None and self._asked.stream_options.include_usage
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._engine.name}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        body = {**self._head(self.part), "choices": [choice]}
+        return {**body, "usage": None} if self._wants_usage else body
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Completion(_Reply):
+    """`/v1/completions`. With `echo` the prompt comes first, its log-probabilities too if they were asked for."""
+
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    _asked: CompletionRequest
+
+    def __init__(self, engine: Engine, asked: CompletionRequest, request: Request) -> None:
+        super().__init__(engine, asked, request)
+        self._prompts = [engine.vocabulary.decode(prompt) if asked.echo else "" for prompt in request.prompts]
+        self._scored: dict[int, tuple[Placed, ...]] = {}
+        self._started: set[int] = set()
+
+    def add(self, event: Delta | Scores) -> None:
+        if isinstance(event, Scores):
+            self._scored[event.index] = self._engine.vocabulary.place(event.tokens)
+        super().add(event)
+
+    def chunks(self, event: Delta | Scores) -> Iterator[dict[str, Any]]:
+        self.add(event)
+        if isinstance(event, Scores):
+            return
+        text, tokens = event.text, self._shifted(event.index, event.tokens)
+        if event.index not in self._started:
+            self._started.add(event.index)
+            text, tokens = self._prompts[event.index] + text, [*self._scored.get(event.index, ()), *tokens]
+        yield self._chunk({"index": event.index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": event.finish})
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        tokens = [*self._scored.get(index, ()), *self._shifted(index, choice.tokens)]
+        text = self._prompts[index] + choice.text
+        return {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": choice.finish}
+
+    def _shifted(self, index: int, tokens: Iterable[Placed]) -> list[Placed]:
+        return [Placed(placed.token, placed.offset + len(self._prompts[index])) for placed in tokens]
+
+    def _logprobs(self, tokens: list[Placed]) -> dict[str, Any] | None:
+        if self._asked.logprobs is None:
+            return None
+        text = self._engine.vocabulary.token_text
+        return {
+            "tokens": [text(placed.token.id) for placed in tokens],
+            "token_logprobs": [finite(placed.token.logprob) for placed in tokens],
+            "top_logprobs": [_top(placed.token, text) for placed in tokens] if self._asked.logprobs else None,
+            "text_offset": [placed.offset for placed in tokens],
+        }
+
+
+def _top(token: Token, text: Any) -> dict[str, float | None] | None:
+    if not token.top:
+        return None
+    # Ids that share a text (parts of one character) share a key; the likelier one, which comes first, keeps it.
+    return {text(other): finite(value) for other, value in reversed(token.top)}
+
+
+class Chat(_Reply):
+    """`/v1/chat/completions`."""
+
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _asked: ChatRequest
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self._choices)):
+            yield self._part(index, {"role": "assistant", "content": ""})
+
+    def chunks(self, event: Delta | Scores) -> Iterator[dict[str, Any]]:
+        self.add(event)
+        if isinstance(event, Scores):
+            return
+        if event.text or event.tokens:
+            yield self._part(event.index, {"content": event.text}, self._logprobs(event.tokens))
+        if event.finish:
+            yield self._part(event.index, {}, finish=event.finish)
+
+    def _part(self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None) -> dict[str, Any]:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": choice.finish}
+
+    def _logprobs(self, tokens: Iterable[Placed]) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        entries = []
+        for token in (placed.token for placed in tokens):
+            rivals = [self._entry(*rival) for rival in token.top]
+            entries.append({**self._entry(token.id, token.logprob), "top_logprobs": rivals})
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        vocabulary = self._engine.vocabulary
+        return {"token": vocabulary.token_text(token), "bytes": list(vocabulary.token_bytes(token)), "logprob": finite(logprob)}

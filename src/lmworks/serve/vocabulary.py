@@ -1,0 +1,60 @@
+"""A tokenizer as the server needs it: prompts from messages, and what single tokens look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmworks.model.generate import Token
+from lmworks.serve.text import Placed
+
+if TYPE_CHECKING:
+    from lmworks.tokenizer import StreamDecoder, Tokenizer
+
+
+class Vocabulary:
+    """The ids that clients may name, and the text of each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size = tokenizer.vocab_size
+        self.stop_ids = tuple(sorted(tokenizer.stop_ids))
+        self.eos_id = tokenizer.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; what looks like a special token in it stays text."""
+        return self._tokenizer.encode(text)
+
+    def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, thinking: bool | None = None
+    ) -> list[int]:
+        """Ids of a conversation, up to where the assistant begins to write. Raises `UserError` if the template refuses it."""
+        return self._tokenizer.encode_chat(messages, tools, add_generation_prompt=True, thinking=thinking)[0]
+
+    def decoder(self) -> StreamDecoder:
+        """A fresh decoder for one answer; control tokens have no text there."""
+        from lmworks.tokenizer import StreamDecoder
+
+        return StreamDecoder(self._tokenizer, skip_special=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a prompt, control tokens included."""
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token: int) -> str:
+        """One token's text; bytes that are part of a character show as the replacement character."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """One token's bytes; none for an id that only pads the embedding."""
+        return self._tokenizer.token_bytes(token) if token < self.size else b""
+
+    def place(self, tokens: Sequence[Token]) -> tuple[Placed, ...]:
+        """The tokens of a prompt with the offsets of their text in `decode`'s result."""
+        from lmworks.tokenizer import StreamDecoder
+
+        decoder, offset, placed = StreamDecoder(self._tokenizer), 0, []
+        for token in tokens:
+            placed.append(Placed(token, offset))
+            offset += len(decoder.push(token.id))
+        return tuple(placed)

@@ -1,0 +1,157 @@
+"""The batch of a step, read straight from the shards: nothing is remembered between two calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.order import Order
+from lmworks.shards.packing import IGNORE
+
+if TYPE_CHECKING:
+    from lmworks.shards.validation import Validation
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences to learn from. B sequences of T tokens.
+
+    tokens: (B, T) int32.
+    labels: (B, T) int32, the token that follows; IGNORE where none is to be learned (across the end of a document, padding, prompts).
+    cu_seqlens: (n + 1,) int32, where documents begin in the B * T tokens laid end to end, and B * T at the end. Every sequence begins
+        one. Mask and positions both come from here.
+    row_bytes: (B,) int64 or None, the bytes of text that the valid labels of each sequence stand for (validation only).
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    cu_seqlens: np.ndarray
+    phase: int
+    step: int
+    row_bytes: np.ndarray | None = None
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Sequences [start, stop) as a batch of their own: a rank's part, or a micro-batch."""
+        length = self.tokens.shape[1]
+        first, last = np.searchsorted(self.cu_seqlens, (start * length, stop * length))
+        return Batch(
+            self.tokens[start:stop],
+            self.labels[start:stop],
+            self.cu_seqlens[first : last + 1] - np.int32(start * length),
+            self.phase,
+            self.step,
+            None if self.row_bytes is None else self.row_bytes[start:stop],
+        )
+
+    @cached_property
+    def valid_tokens(self) -> int:
+        """Labels that count."""
+        return int(np.count_nonzero(self.labels != IGNORE))
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text that the valid labels stand for; validation batches only."""
+        assert self.row_bytes is not None, "only validation batches know their bytes"
+        return int(self.row_bytes.sum())
+
+
+class Batches:
+    """All batches of a run, by number, and the held-out ones by domain."""
+
+    def __init__(self, recipe: Recipe, shards_dir: Path) -> None:
+        self.shards_dir = Path(shards_dir)
+        self.manifest = Manifest.load(self.shards_dir)
+        self.order = Order(recipe, self.manifest)
+        self._streams = [self.manifest.stream(self.shards_dir, name) for name in self.order.sources]
+        self._lineage: dict[Path, Lineage] = {}
+
+    @property
+    def steps(self) -> int:
+        return self.order.steps
+
+    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
+        """The batch of a step, or its sequences [start, stop), which is what `batch(step).rows(start, stop)` gives with less reading."""
+        first, count = self.order.sequences(step)
+        stop = count if stop is None else stop
+        assert 0 <= start <= stop <= count, "rows of this step"
+        phase = self.order.phase_of(step)
+        length = self.order.timeline.phases[phase].sequence_length
+        found = self.order.locate(phase, np.arange(first + start, first + stop))
+        text = np.empty((stop - start, length + 1), np.int32)
+        begins = [np.arange(stop - start + 1, dtype=np.int64) * length]
+        ends_row, ends_at = [], []
+        for index in np.unique(found.source):
+            mine, stream = np.flatnonzero(found.source == index), self._streams[index]
+            read = np.empty((len(mine), length + 1), np.int32)
+            stream.gather(found.start[mine], length + 1, read)
+            text[mine] = read
+            row, offset = stream.boundaries(found.start[mine], length)
+            ends_row.append(mine[row])
+            ends_at.append(offset)
+            begins.append(mine[row] * length + offset)
+        self._check_vocabulary(text, step)
+        labels = text[:, 1:].copy()
+        labels[np.concatenate(ends_row), np.concatenate(ends_at) - 1] = IGNORE
+        return Batch(np.ascontiguousarray(text[:, :-1]), labels, np.unique(np.concatenate(begins)).astype(np.int32), phase, step)
+
+    def documents(self, step: int) -> list[SequenceDocuments]:
+        """Where each sequence of a step comes from, down to the row of the raw file."""
+        first, count = self.order.sequences(step)
+        phase = self.order.phase_of(step)
+        length = self.order.timeline.phases[phase].sequence_length
+        found = self.order.locate(phase, np.arange(first, first + count))
+        rows = []
+        for row in range(count):
+            index, start = int(found.source[row]), int(found.start[row])
+            rows.append(
+                SequenceDocuments(
+                    first + row,
+                    self.order.sources[index],
+                    int(found.epoch[row]),
+                    int(found.sequence[row]),
+                    self._spans(index, start, start + length),
+                )
+            )
+        return rows
+
+    def shared_documents(self) -> list[tuple[str, str, DocumentSpan]]:
+        """Documents that a border between two phases cuts, so that both see a part: (phase before, phase after, document)."""
+        cut = []
+        for index, source in enumerate(self.order.sources):
+            shares = [share for share in self.order.shares() if share.source == source and share.stop > share.start]
+            for before, after in pairwise(shares):
+                (span,) = self._spans(index, after.start, after.start + 1)
+                if span.start > 0:
+                    cut.append((before.phase, after.phase, span))
+        return cut
+
+    def validation(self, domain: str, sequence_length: int, rows: int, max_bytes: int | None = None) -> Validation:
+        """The held-out documents of a domain, in batches of `rows` sequences; see `Validation`."""
+        from lmworks.shards.validation import Validation  # it makes batches too, so it imports this file
+
+        return Validation(self.shards_dir, self.manifest, domain, sequence_length, rows, max_bytes)
+
+    def _spans(self, source: int, start: int, stop: int) -> list[DocumentSpan]:
+        stream = self._streams[source]
+        spans = []
+        for file, document, first, past in stream.spans(start, stop):
+            prefix = stream.prefixes[file]
+            lineage = self._lineage.setdefault(prefix, Lineage(prefix))
+            spans.append(lineage.span(document, first, past))
+        return spans
+
+    def _check_vocabulary(self, text: np.ndarray, step: int) -> None:
+        if text.size and (int(text.max()) >= self.manifest.vocab_size or int(text.min()) < 0):
+            raise UserError(
+                f"step {step}: a token shard below {self.shards_dir} holds token {int(text.max())}, outside the vocabulary of "
+                f"{self.manifest.vocab_size}; the file is damaged: delete the folder {self.shards_dir} and run the same command again"
+            )

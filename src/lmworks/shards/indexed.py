@@ -1,0 +1,162 @@
+"""Megatron's indexed token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence and document begins.
+
+Layout of `.idx`, little-endian: `MMIDIDX\\0\\0`, version 1 (u64), type code (u8), number of sequences (u64), length of the document
+list (u64), then sequence lengths (i32), byte offsets of the sequences (i64), and the document list (i64): the first sequence of each
+document, and the number of sequences at the end. We write one sequence per document and read any.
+
+A tuning shard has a third file, `PREFIX.mask`: one byte per token, 1 where the token is to be learned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from array import array
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.files import atomic_path
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in _TYPES.items()}
+_UINT16_VOCABULARY = 65_500
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that Megatron's tools choose for a vocabulary: uint16 below 65,500 entries, else int32."""
+    return np.dtype("<u2") if vocab_size < _UINT16_VOCABULARY else np.dtype("<i4")
+
+
+def with_ending(prefix: Path, ending: str) -> Path:
+    """`PREFIX` + `ending`; a dot inside the prefix stays where it is."""
+    return prefix.with_name(prefix.name + ending)
+
+
+class IndexedWriter:
+    """Writes one shard; `with IndexedWriter(prefix, dtype) as writer: writer.add(tokens)`.
+
+    Nothing is visible under the final names before the block ends without an error, and `.idx` comes last: where it is, the rest is.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype, mask: bool = False) -> None:
+        self.prefix, self.dtype, self.tokens = Path(prefix), np.dtype(dtype), 0
+        self._has_mask, self._sizes, self._stack = mask, array("i"), ExitStack()
+
+    def __enter__(self) -> IndexedWriter:
+        self._bin = self._stack.enter_context(open(self._stack.enter_context(atomic_path(with_ending(self.prefix, ".bin"))), "wb"))
+        if self._has_mask:
+            self._mask = self._stack.enter_context(open(self._stack.enter_context(atomic_path(with_ending(self.prefix, ".mask"))), "wb"))
+        return self
+
+    def add(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Append one document: (n,) token ids and, in a shard with a mask, (n,) booleans."""
+        assert (mask is not None) == self._has_mask, "a mask belongs to every document or to none"
+        self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+        if mask is not None:
+            assert len(mask) == len(tokens), "one mask entry per token"
+            self._mask.write(np.ascontiguousarray(mask, np.uint8).data)
+        self._sizes.append(len(tokens))
+        self.tokens += len(tokens)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, trace)
+        if kind is not None:
+            return
+        sizes = np.frombuffer(self._sizes, np.int32) if self._sizes else np.empty(0, np.int32)
+        pointers = np.zeros(len(sizes), "<i8")
+        np.cumsum(sizes[:-1], out=pointers[1:])
+        with atomic_path(with_ending(self.prefix, ".idx")) as aside, open(aside, "wb") as handle:
+            handle.write(_HEADER.pack(_MAGIC, 1, _CODES[self.dtype], len(sizes), len(sizes) + 1))
+            handle.write(sizes.astype("<i4").data)
+            handle.write((pointers * self.dtype.itemsize).data)
+            handle.write(np.arange(len(sizes) + 1, dtype="<i8").data)
+
+
+class IndexedFile:
+    """Reads one shard through memory maps: opening costs the same for a thousand and for a billion documents.
+
+    `tokens` is (n,) in the file's type and `mask` (n,) uint8 or None; both are views of the files. Raises UserError if the files
+    are missing or their sizes contradict each other.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = Path(prefix)
+        index_path, bin_path = with_ending(self.prefix, ".idx"), with_ending(self.prefix, ".bin")
+        index = _map(index_path)
+        if len(index) < _HEADER.size:
+            raise _corrupt(index_path, f"is cut off after {len(index)} bytes")
+        magic, version, code, sequences, entries = _HEADER.unpack_from(index)
+        if magic != _MAGIC or version != 1 or code not in _TYPES:
+            raise _corrupt(index_path, "is not a Megatron index (wrong first bytes)")
+        expected = _HEADER.size + 12 * sequences + 8 * entries
+        if len(index) != expected:
+            raise _corrupt(index_path, f"has {len(index)} bytes where its header asks for {expected}")
+        self.dtype = np.dtype(_TYPES[code])
+        at_pointers = _HEADER.size + 4 * sequences
+        self._lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
+        self._pointers = np.frombuffer(index, "<i8", sequences, at_pointers)
+        self._documents = np.frombuffer(index, "<i8", entries, at_pointers + 8 * sequences)
+        self.documents = max(entries - 1, 0)
+        data = _map(bin_path)
+        promised = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if sequences else 0
+        if len(data) != promised:
+            raise _corrupt(bin_path, f"has {len(data)} bytes where its index asks for {promised}")
+        self.tokens = np.frombuffer(data, self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def mask(self) -> np.ndarray | None:
+        path = with_ending(self.prefix, ".mask")
+        if not path.exists():
+            return None
+        mask = np.frombuffer(_map(path), np.uint8)
+        if len(mask) != len(self.tokens):
+            raise _corrupt(path, f"has {len(mask)} entries for {len(self.tokens)} tokens")
+        return mask
+
+    def document_start(self, document: np.ndarray) -> np.ndarray:
+        """The first token of each of the given documents, int64; the number of documents stands for the end of the file."""
+        document = np.asarray(document, np.int64)
+        inside = np.minimum(document, self.documents - 1)
+        starts = self._pointers[self._documents[inside]] // self.dtype.itemsize
+        return np.where(document < self.documents, starts, len(self.tokens))
+
+    def documents_until(self, position: np.ndarray) -> np.ndarray:
+        """How many documents begin at or before each token position, int64.
+
+        A bisection of all positions at once. np.searchsorted would copy the whole index first, since it is not aligned in the file.
+        """
+        position = np.asarray(position, np.int64)
+        low, high = np.zeros_like(position), np.full_like(position, self.documents)
+        for _ in range(self.documents.bit_length()):
+            middle = (low + high) // 2
+            begun = (low < high) & (self.document_start(middle) <= position)
+            low, high = np.where(begun, middle + 1, low), np.where(begun | (low == high), high, middle)
+        return low
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of one document, a view."""
+        start, stop = self.document_start(np.array([number, number + 1])).tolist()
+        return self.tokens[start:stop]
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    try:
+        with open(path, "rb") as handle:
+            size = handle.seek(0, 2)
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except FileNotFoundError:
+        raise _corrupt(path, "is missing") from None
+
+
+def _corrupt(path: Path, what: str) -> UserError:
+    return UserError(f"token shard {path} {what}; delete the folder {path.parent} and run the same command again to have it made anew")

@@ -1,0 +1,124 @@
+"""tokenizer.json as plain byte-pair encoding: the ranks that tiktoken needs, and the proof that it gives the same ids.
+
+`tokenizers` merges the listed pairs in the order of the list. tiktoken has no list: it merges any two neighbours whose bytes
+together are a token, the lowest id first. For merges that came out of BPE training these are the same; for an arbitrary
+tokenizer.json they need not be, so an imported one is checked (`check_same_ids`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmworks.errors import UserError
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: printable Latin-1 for itself, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def to_bytes(token: str) -> bytes:
+    """The bytes that a vocabulary entry stands for. `KeyError` if it is not in the byte-level alphabet."""
+    return bytes([BYTE_OF[char] for char in token])
+
+
+@dataclass(frozen=True)
+class Bpe:
+    """What a byte-level tokenizer.json says."""
+
+    ranks: dict[bytes, int]  # bytes of each ordinary token -> id; a lower id merges earlier
+    merges: list[tuple[bytes, bytes]]
+    pattern: str
+    added: dict[str, int]  # text of each added token -> id
+    hidden: frozenset[str]  # the added tokens that decoding may skip
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.ranks) + len(self.added)
+
+
+def read(spec: dict[str, Any], where: str) -> Bpe:
+    """Understand the parsed tokenizer.json `spec`; `UserError` naming `where` if it is anything but lossless byte-level BPE."""
+
+    def refuse(why: str) -> UserError:
+        return UserError(f"{where}: {why}; lmworks needs a byte-level BPE tokenizer.json of the GLM-4 kind")
+
+    model = spec.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict) or "merges" not in model:
+        raise refuse("the model is not BPE")
+    if spec.get("normalizer"):
+        raise refuse(f"the normalizer {spec['normalizer'].get('type')} changes the text, so it cannot be decoded back")
+    for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(option):
+            raise refuse(f"the BPE option {option} is set")
+    pattern = _split_pattern(spec.get("pre_tokenizer") or {})
+    if pattern is None:
+        raise refuse("the pre-tokenizer is not one Split by a regex followed by ByteLevel")
+
+    added = {token["content"]: token for token in spec.get("added_tokens", [])}
+    if any(token.get("lstrip") or token.get("rstrip") or token.get("single_word") for token in added.values()):
+        raise refuse("an added token swallows the space around it")
+    try:
+        ranks = {to_bytes(text): number for text, number in model["vocab"].items() if text not in added}
+        merges = [_pair(merge) for merge in model["merges"]]
+    except (KeyError, ValueError):
+        raise refuse("the vocabulary has entries outside the byte-level alphabet") from None
+    bpe = Bpe(ranks, merges, pattern, {text: token["id"] for text, token in added.items()},
+              frozenset(text for text, token in added.items() if token.get("special")))
+    if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
+        raise refuse(f"{missing} single bytes are not in the vocabulary")
+    if sorted([*ranks.values(), *bpe.added.values()]) != list(range(bpe.vocab_size)):
+        raise refuse("the token ids have gaps or repeat")
+    return bpe
+
+
+def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return to_bytes(left), to_bytes(right)
+
+
+def _split_pattern(pre: dict[str, Any]) -> str | None:
+    match pre:
+        case {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]}:
+            return pattern
+    return None
+
+
+def check_same_ids(bpe: Bpe, where: str) -> None:
+    """`UserError` unless tiktoken with `bpe.ranks` gives the ids of the merge list for every text.
+
+    Say tiktoken, at any moment, merges neighbours x and y to T. No earlier merge crossed the ends of T, so what lies between them
+    evolved as T does alone, and x, y is where T alone stands when only merges below T's rank are used. Hence it is enough that for
+    each T this state is a listed pair, and that the list is in the order of the ids. Listed pairs that are never reached (the long
+    lists of GLM-4 and Llama 3) do no harm.
+    """
+    last = -1
+    for left, right in bpe.merges:
+        rank = bpe.ranks.get(left + right)
+        if rank is None or rank < last:
+            raise UserError(f"{where}: the merges are not in the order of the token ids, so fast encoding would differ from it")
+        last = rank
+    listed = set(bpe.merges)
+    for token, rank in bpe.ranks.items():
+        if len(token) > 1 and alone(token, bpe.ranks, rank) not in listed:
+            raise UserError(f"{where}: the token {token!r} is not reached by the merges, so fast encoding would differ from it")
+
+
+def alone(token: bytes, ranks: dict[bytes, int], below: int) -> tuple[bytes, ...]:
+    """The pieces of `token` after all merges of rank less than `below`, lowest rank and leftmost first."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 1:
+        rank, at = min((ranks.get(parts[i] + parts[i + 1], below), i) for i in range(len(parts) - 1))
+        if rank >= below:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return tuple(parts)

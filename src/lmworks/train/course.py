@@ -1,0 +1,43 @@
+"""What is learnt, step by step: the trainer's only view of data, phases and rates.
+
+Pretraining and tuning differ in their course and in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmworks.recipe.model import Rope
+from lmworks.shards.batch import Batch
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What holds from one phase boundary to the next. `rope` None leaves the positions as they are."""
+
+    index: int
+    name: str
+    first_step: int
+    sequence_length: int
+    rope: Rope | None
+    balance_rate: float
+
+
+class Course(Protocol):
+    """Every method is a pure function of the step, so that a resumed run needs nothing but its number."""
+
+    steps: int
+    tokens: int
+
+    def batch(self, step: int) -> Batch:
+        """The whole batch of a step, over all ranks and micro-batches."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate's factor on its peak."""
+
+    def stage(self, step: int) -> Stage:
+        """The phase that a step lies in."""
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all steps before this one."""

@@ -1,0 +1,64 @@
+"""A trained model of a run, for everything that comes after training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lmworks.checkpoint import checkpoints, listing
+from lmworks.errors import UserError
+from lmworks.model import Transformer
+from lmworks.recipe.load import load_resolved
+from lmworks.recipe.model import Rope
+from lmworks.recipe.recipe import Recipe
+
+
+def folder(run_dir: Path, which: Literal["base", "tuned"]) -> Path:
+    """Where the checkpoints of the pretrained or the tuned model lie."""
+    return run_dir / "checkpoints" if which == "base" else run_dir / "tune" / "checkpoints"
+
+
+def final_rope(recipe: Recipe) -> Rope:
+    """The positions after the last phase."""
+    rope = recipe.model.rope
+    for phase in recipe.train.phases:
+        rope = phase.rope.apply(rope) if phase.rope else rope
+    return rope
+
+
+def newest_base(run_dir: Path) -> Path:
+    """The newest good checkpoint of pretraining; `UserError` if there is none."""
+    return _newest(folder(run_dir, "base"))
+
+
+def _newest(place: Path) -> Path:
+    path, refused = listing.newest_good(place)
+    if path is None:
+        reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
+        raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
+    return path
+
+
+def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of the newest good checkpoint, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
+
+    `dtype` is that of the activations. `which` "tuned" falls back to the base model where the run has no tuned one.
+    Raises `UserError` if there is no good checkpoint.
+    """
+    recipe = load_resolved(run_dir / "resolved.json")
+    place = folder(run_dir, which)
+    if which == "tuned" and (recipe.tune is None or not listing.directories(place)):
+        place = folder(run_dir, "base")
+    path = _newest(place)
+    model = Transformer(recipe.model)
+    model.set_rope(final_rope(recipe))
+    state: dict[str, object] = {"model": dict(model.state_dict())}
+    checkpoints.load(path, state, verified=True)
+    if recipe.optimizer.ema:
+        checkpoints.load(path, {"average": {name: parameter.data for name, parameter in model.named_parameters()}}, verified=True)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    model.compute_dtype = dtype
+    return model.eval()

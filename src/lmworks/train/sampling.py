@@ -1,0 +1,63 @@
+"""Sample outputs during training: the same prompts every time, so that one sees the model learn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmworks import jsonl
+from lmworks.files import explain_os_errors
+from lmworks.model import Transformer
+from lmworks.model.generate import GenerateOptions, generate
+from lmworks.tokenizer.tokenizer import Tokenizer
+
+PROMPTS = ("The people of the United States", "def main():\n    ", "On July 4, 1776,")
+QUESTIONS = ("Hello! How are you today?", "What is 3 + 4?")
+_TOKENS = 32
+
+
+class Sampler:
+    """Appends `{"step", "prompt", "completion"}` lines to a file: continuations of running text."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.path, self.tokenizer = path, tokenizer
+        self.prompts = {prompt: tokenizer.encode(prompt) for prompt in PROMPTS}
+
+    def begin(self, step: int) -> None:
+        """Cut the samples of `step` and later, left by a run that got further than its last checkpoint."""
+        with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
+            jsonl.cut_tail(fd, lambda record: record["step"] >= step)
+
+    def write(self, model: Transformer, step: int) -> None:
+        """Complete the prompts with the model as it is after `step` steps; no random number that training draws is used up."""
+        context = int(model.config.max_length or 0) or 10**9
+        prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) + _TOKENS < context}
+        if not prompts:
+            return
+        options = GenerateOptions(max_new_tokens=_TOKENS, temperature=0.7, min_p=0.1, seed=1, stop_ids=tuple(self.tokenizer.stop_ids))
+        completions = generate(model, list(prompts.values()), options)
+        with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
+            for prompt, ids in zip(prompts, completions, strict=True):
+                jsonl.append(fd, {"step": step, "prompt": prompt, "completion": self.tokenizer.decode(ids, skip_special=True)})
+
+
+class ChatSampler(Sampler):
+    """The same with questions under the chat template."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        super().__init__(path, tokenizer)
+        self.prompts = {}
+        for question in QUESTIONS:
+            text = tokenizer.apply_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+            self.prompts[question] = tokenizer.encode(text, allow_special=True)
+
+
+@contextmanager
+def closing_descriptor(fd: int) -> Iterator[int]:
+    """A descriptor that is given back at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning: the same trainer on conversations, with loss on the assistant's tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from lmworks.checkpoint import checkpoints as saved
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.metrics.log import MetricLog
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.optim.schedules import Schedules
+from lmworks.recipe.fingerprint import fingerprint
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import Phase
+from lmworks.shards.batch import Batch
+from lmworks.shards.tuning import TuningBatches
+from lmworks.tokenizer import load as load_tokenizer
+from lmworks.train.chat_data import build_chat_data, chat_shards
+from lmworks.train.course import Stage
+from lmworks.train.load import final_rope, newest_base
+from lmworks.train.pretrain import build_model, identity
+from lmworks.train.sampling import ChatSampler
+from lmworks.train.trainer import Trainer
+from lmworks.train.validation import validate_conversations
+from lmworks.watch.finite import BadSteps
+from lmworks.watch.ledger import Ledger
+
+
+class Tuning:
+    """The conversations as a `Course` of one stage, with the positions that pretraining ended with."""
+
+    def __init__(self, recipe: Recipe, data: Path) -> None:
+        assert recipe.tune is not None
+        options = recipe.tune
+        self._length, self._batch = int(options.sequence_length), int(options.batch)
+        prefixes, weights = chat_shards(data)
+        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
+        self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
+        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0)
+        # a phase of the same form, so that one set of schedules serves both
+        phase = Phase(
+            name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
+            batch=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, schedule=options.schedule,
+        )  # fmt: skip
+        self._schedules = Schedules([phase], [self.steps], self.tokens_before)
+
+    def batch(self, step: int) -> Batch:
+        return self.batches.batch(step)
+
+    def rate(self, step: int) -> float:
+        return self._schedules.factor(step)
+
+    def stage(self, step: int) -> Stage:
+        return self._stage
+
+    def tokens_before(self, step: int) -> int:
+        return step * self._batch
+
+
+def tune(
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, exclude_questions: Collection[str] = ()
+) -> None:
+    """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
+
+    Reads `tokenizer/`, `corpus/` (what it holds out is not tuned on) and the newest good checkpoint; writes `tune/`. Conversations
+    in which a user asks one of `exclude_questions` are left out. Raises `Interrupted` when asked to stop, and `UserError`.
+    """
+    assert recipe.tune is not None
+    folder = run_dir / "tune"
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    if not (folder / "data" / "manifest.json").exists():
+        build_chat_data(recipe, tokenizer, folder / "data", run_dir / "corpus", exclude_questions)
+    course = Tuning(recipe, folder / "data")
+    model = build_model(recipe)
+    base = newest_base(run_dir)
+    saved.load(base, {"model": dict(model.state_dict())}, identity(recipe), verified=True)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    held_out = _held_out(recipe, folder / "data")
+    with (
+        Ledger(run_dir / "ledger.jsonl") as ledger,
+        Checkpoints(
+            folder / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens
+        ) as checkpoints,
+    ):
+        stability = recipe.stability
+        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, stability.save_bad_batches, ledger.write)
+        trainer = Trainer(
+            recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
+            validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
+            sampler=ChatSampler(folder / "samples.jsonl", tokenizer), flops_per_token=flops_per_token, resume_command=resume_command,
+            label="tune", meta={"recipe": fingerprint(recipe), "base": base.name},
+        )  # fmt: skip
+        first = trainer.resume()
+        with MetricLog(folder, recipe.metrics, resume_step=first + 1) as metrics:
+            trainer.run(metrics)
+
+
+def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
+    """Four batches of held-out conversations; None if none were held out."""
+    assert recipe.tune is not None
+    prefixes, weights = chat_shards(data, "validation")
+    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.batch)
+    return TuningBatches(prefixes, length, batch, 4 * batch, recipe.seed, weights) if prefixes else None

@@ -1,0 +1,54 @@
+"""The ledger: everything that happened to a run, in order, never rewritten (SPEC STB3)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lmworks import jsonl
+from lmworks.files import explain_os_errors
+
+
+class Ledger:
+    """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each on the disk when `write` returns.
+
+    Threads may share one ledger. Opening it cuts a last line that a kill has torn.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        with explain_os_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = jsonl.open_append(self.path)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Add one line. `fields` are JSON things; paths become text, numbers that are not finite become null."""
+        with self._lock, explain_os_errors(self.path):
+            jsonl.append(self._fd, {"time": round(time.time(), 3), "event": event, **fields})
+            os.fsync(self._fd)
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines so far, oldest first."""
+        return read_ledger(self.path)
+
+    def close(self) -> None:
+        """Give the file back; a closed ledger can still be read."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger that another process may be writing."""
+    return jsonl.read(path)

@@ -1,0 +1,73 @@
+"""One process per run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.files import explain_os_errors
+
+
+class RunLock:
+    """Holds `run_dir/lock` until `release`, the end of a `with` block, or the end of the process, however it comes.
+
+    Raises `UserError` naming the holder's process and machine, or saying that the directory cannot be written.
+    The file itself stays: removing it would let two processes hold two files of one name.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = Path(run_dir) / "lock"
+        try:
+            with explain_os_errors(run_dir):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError):
+            raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another with --set run_dir=PATH") from None
+        except OSError as error:  # names that are too long, file systems that are not for files, broken disks
+            raise UserError(f"cannot write {run_dir}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(self._fd)
+            os.close(self._fd)
+            raise UserError(
+                f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
+                "wait for it, stop it, or choose another directory with --set run_dir=PATH"
+            ) from None
+        # A forked child shares the lock with its parent and, outliving it, would hold the directory for nobody.
+        os.register_at_fork(after_in_child=self._forget)
+        with explain_os_errors(run_dir):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """Let others in. Releasing twice is no fault."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _holder(fd: int) -> dict[str, Any]:
+    """What the holder wrote about itself; empty in the instant before it has."""
+    try:
+        return dict(json.loads(os.pread(fd, 4096, 0)))
+    except ValueError:
+        return {}

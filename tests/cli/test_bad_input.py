@@ -1,0 +1,186 @@
+"""What bad input gets, where the user meets it: exit code 2 and one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import Lmworks
+
+from lmworks.checkpoint import listing
+from tiny_run import Tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+Mine = Callable[[str, str], Path]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("learning_rate_scale: 0.5", "learning_rate_scael: 0.5", r"mine.yaml:\d+: .*learning_rate_scael.*did you mean '?learning_rate_sca"),
+        ("docs: 0.3}", "docs: 0.4}", r"phase general: mixture weights sum to 1.1, not 1; scale them by 0.909"),
+        ("mixture: {docs: 1.0}", "mixture: {dosc: 1.0}", r"no source is called 'dosc'; did you mean 'docs'\?"),
+        ("tokens: 3072 tokens", "tokens: 200 tokens", r"phase long: the budget of 200 tokens is smaller than one step of 256; lower"),
+        ("tokens: 3072 tokens", "tokens: 3072", r"train.phases.long.tokens: 3072 has no unit; write for example '2.5M tokens' or '15T'"),
+        ("seed: 5", "seed: [5", r"mine.yaml:\d+: not readable as YAML: "),
+    ],
+)
+def test_a_wrong_recipe(lmworks: Lmworks, mine: Mine, tmp_path: Path, old: str, new: str, said: str) -> None:
+    error = lmworks("run", mine(old, new)).error
+    assert re.search(said, error), error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_is_not_there(lmworks: Lmworks) -> None:
+    assert "there is no recipe 'quikstart', as a file or by name; did you mean quickstart?" in lmworks("run", "quikstart").error
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"source docs: no files at .*docs.jsonl; check the path; or set optional: true to go on without it"),
+        (b"", r"source docs: is empty: it has no documents; check its path, include and layout"),
+        (b'{"text": \n{"text"}\n', r"source docs: none of its 2 documents is usable \(broken_json 2\)"),
+        (b'{"text": "caf\xe9"}\n', r"source docs: none of its 1 documents is usable \(bad_utf8 1\)"),
+        (b'{"body": "words"}\n', r"source docs: none of its 1 documents is usable .*text"),
+    ],
+)
+def test_a_source_that_gives_nothing(lmworks: Lmworks, mine: Mine, tiny: Tiny, tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = mine(f"path: {tiny.texts}/docs.jsonl", f"path: {tmp_path}/docs.jsonl")
+    if content is not None:
+        (tmp_path / "docs.jsonl").write_bytes(content)
+    error = lmworks("corpus", "prepare", path).error
+    assert re.search(said, error), error
+
+
+def test_bad_lines_and_a_200_mb_document_are_set_aside_and_said(lmworks: Lmworks, mine: Mine, tiny: Tiny, tmp_path: Path) -> None:
+    """Beside good documents they stop nothing; the report counts them and the quarantine says where they lie."""
+    path = mine(f"path: {tiny.texts}/docs.jsonl", f"path: {tmp_path}/docs")
+    (tmp_path / "docs").mkdir()
+    shutil.copy(tiny.texts / "docs.jsonl", tmp_path / "docs" / "good.jsonl")
+    (tmp_path / "docs" / "bad.jsonl").write_bytes(b'{"text": \n{"text": "caf\xe9"}\n')
+    with open(tmp_path / "docs" / "enormous.jsonl", "wb") as file:
+        file.write(b'{"text": "')
+        for _ in range(200):
+            file.write(b"word " * 200_000)
+        file.write(b'"}\n')
+    done = lmworks("corpus", "prepare", path)
+    assert done.code == 0
+    for words in ("broken json", "bad utf8", "enormous"):
+        assert words in done.out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "corpus" / "quarantine.jsonl").read_text().splitlines()]
+    assert {(row["reason"], Path(row["origin"]).name) for row in rows} == {
+        ("broken_json", "bad.jsonl:1"), ("bad_utf8", "bad.jsonl:2"), ("enormous", "enormous.jsonl:1")
+    }  # fmt: skip
+    assert max(len(row["text"]) for row in rows) < 10_000
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "tokenizer_sha256"])
+def test_a_vocabulary_that_is_not_that_of_the_shards(lmworks: Lmworks, tiny_copy: Tiny, key: str) -> None:
+    manifest = tiny_copy.run_dir / "shards" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document[key] = {"vocab_size": 5120, "tokenizer_sha256": "0" * 64}[key]
+    manifest.write_text(json.dumps(document))
+    error = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}").error
+    said = {
+        "vocab_size": "the model's vocab_size 512 is smaller than the shards' 5,120 entries; delete the shards folder",
+        "tokenizer_sha256": "the shards were made with another tokenizer (000000000000, now ",
+    }
+    assert error.startswith(said[key])
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("train/docs-00000.bin", "flipped"), ("validation/code-00000.idx", "cut"), ("train/code-00000.bin", "gone")]
+)
+def test_a_corrupt_shard(lmworks: Lmworks, tiny_copy: Tiny, file: str, said: str) -> None:
+    """A flipped bit gives a token of the vocabulary, so only the hash can tell."""
+    path = tiny_copy.run_dir / "shards" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 & ~1] ^= 1
+    path.unlink() if said == "gone" else path.write_bytes(content if said == "flipped" else content[:-2])
+    error = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}").error
+    assert error.startswith(f"{path} is {'missing' if said == 'gone' else 'not what was written (its hash differs)'}; delete the folder ")
+    assert "run the same command again" in error
+    assert not listing.directories(tiny_copy.run_dir / "checkpoints")
+
+
+def test_a_shard_that_goes_bad_later(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+    """Before a resume the shards are compared again, and a batch never holds a token that does not exist."""
+    tiny_copy.pretrain("train.phases.long.tokens=512 tokens")
+    path = tiny_copy.run_dir / "shards" / "train" / "docs-00000.bin"
+    tokens = np.fromfile(path, np.uint16)
+    tokens[::50] = 60_000
+    tokens.tofile(path)
+    done = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}")
+    assert "is not what was written (its hash differs)" in done.error
+    error = lmworks("data", "batch", tiny_copy.run_dir, 3).error
+    assert re.search(r"step 3: a token shard below .* holds token 60000, outside the vocabulary of 512; the file is damaged: delete", error)
+
+
+def test_a_checkpoint_of_another_model(lmworks: Lmworks, tiny_copy: Tiny) -> None:
+    """Put there by hand, or by a recipe that was allowed to change what it may not."""
+    tiny_copy.walk(last="pretrain")
+    run_dir = f"run_dir={tiny_copy.run_dir}"
+    error = lmworks("pretrain", tiny_copy.recipe, "--set", run_dir, "--set", "model.ffn_size=96", "--allow", "model").error
+    assert re.search(r"step-000000\d\d is a checkpoint of another model: model is .* there and .* here; use the recipe that it was", error)
+    assert (tiny_copy.run_dir / "checkpoints").exists()
+
+
+def test_a_run_directory_that_cannot_be_written(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = lmworks("run", tiny.recipe, "--set", f"run_dir={tmp_path}/file/run").error
+    assert error == f"cannot write {tmp_path}/file/run: a part of it is not a directory; choose another with --set run_dir=PATH"
+    for place in ("/proc/run", tmp_path / ("long" * 99)):  # no superuser writes here either
+        error = lmworks("run", tiny.recipe, "--set", f"run_dir={place}").error
+        assert error.startswith(f"cannot write {place}: ") and error.endswith("choose another directory with --set run_dir=PATH")
+
+
+def test_a_directory_that_is_no_run(lmworks: Lmworks, tmp_path: Path) -> None:
+    for command in (("data", "batch", tmp_path, 0), ("ckpt", "list", tmp_path), ("ckpt", "verify", tmp_path)):
+        assert lmworks(*command).error == f"{tmp_path} is not a run directory (no resolved.json); make one with: lmworks run RECIPE"
+    assert "is not a run directory" in lmworks("report", tmp_path / "nowhere").error
+
+
+def test_a_step_outside_the_run(lmworks: Lmworks, tiny: Tiny) -> None:
+    assert lmworks("data", "batch", tiny.run_dir, 33).error == "step 33 does not exist: the run has 33 steps, numbered from 0 to 32"
+
+
+def test_wrong_commands(lmworks: Lmworks) -> None:
+    assert "No such command 'trian'" in lmworks("trian").error
+    assert "Missing argument 'RECIPE'" in lmworks("run").error
+    assert "No such option" in lmworks("run", "quickstart", "--sett", "a=b").error
+    assert lmworks().code == 2 and "Usage" in lmworks().out
+
+
+def test_debug_shows_where_an_error_comes_from(lmworks: Lmworks) -> None:
+    for arguments in (("--debug", "run", "nowhere"), ("run", "nowhere", "--debug")):
+        done = lmworks(*arguments)
+        assert done.code == 2 and "Traceback (most recent call last)" in done.err and "UserError: there is no recipe 'nowhere'" in done.err
+        assert done.err.splitlines()[-1].startswith("error: there is no recipe 'nowhere'")
+
+
+def test_a_fault_of_ours_is_one_line_too(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.run import walk
+
+    monkeypatch.setattr(walk, "stages_for", lambda *_: 1 / 0)
+    done = lmworks("run", tiny.recipe)
+    said = "error: ZeroDivisionError: division by zero (this is a fault of lmworks; --debug shows where it happened)\n"
+    assert (done.code, done.err) == (1, said)
+    assert "Traceback" in lmworks("run", tiny.recipe, "--debug").err
+
+
+def test_ctrl_c_outside_training(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.run import walk
+
+    def interrupt(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), 2)
+
+    monkeypatch.setattr(walk, "stages_for", interrupt)
+    done = lmworks("run", tiny.recipe)
+    assert (done.code, done.err) == (130, "interrupted; nothing finished was lost, and the same command goes on where it was\n")

@@ -1,0 +1,44 @@
+"""What every room's tests may use: a run on a little real text, prepared once, and a browser."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import tiny_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
+    """A recipe and a run directory in which corpus, tokenizer and shards are done."""
+    return tiny_run.prepare(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def tiny_copy(tiny: tiny_run.Tiny, tmp_path: Path) -> tiny_run.Tiny:
+    """A copy of that run directory of the test's own."""
+    return tiny.copy(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Headless Chromium from the system; the test is skipped, with the reason, where there is none."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is in PATH")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'lmworks[dev]'")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=QUIET)
+        yield browser
+        browser.close()

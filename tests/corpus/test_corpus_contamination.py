@@ -1,0 +1,99 @@
+"""The contamination gate: leaks are found, boilerplate is not mistaken for one."""
+
+from __future__ import annotations
+
+from lmworks.corpus.contamination import Gate, Match
+from lmworks.corpus.units import units
+
+HELD = " ".join(f"held{number}" for number in range(60))
+FILLER = " ".join(f"filler{number}" for number in range(40))
+
+
+def judged(gate: Gate, documents: list[str]) -> dict[int, Match]:
+    for document in documents:  # one batch each: batches must not matter
+        gate.scan(units([document]))
+    found = {number: gate.judge(number, units([documents[number]])) for number in gate.suspects()}
+    return {number: match for number, match in found.items() if match}
+
+
+def run(documents: list[str], held: list[str] | None = None, evaluation: list[str] | None = None) -> tuple[Gate, dict[int, str]]:
+    gate = Gate(13)
+    gate.protect([f"held/{place}" for place in range(len(held or []))], held or [], evaluation=False)
+    gate.protect([f"evaluation/{place}" for place in range(len(evaluation or []))], evaluation or [], evaluation=True)
+    return gate, {number: documents[number][match.start : match.end] for number, match in judged(gate, documents).items()}
+
+
+def part(first: int, last: int) -> str:
+    return " ".join(HELD.split()[first:last])
+
+
+def test_thirteen_words_are_a_leak_and_twelve_are_not() -> None:
+    _, found = run([f"{FILLER} {part(5, 18)} {FILLER}", f"{FILLER} {part(5, 17)} {FILLER}"], held=[HELD])
+    assert found == {0: part(5, 18)}
+
+
+def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> None:
+    shouted = part(3, 40).upper().replace(" ", ", ")
+    _, found = run([FILLER, f"{FILLER}. {shouted}! {FILLER}"], held=[HELD])
+    assert found == {1: shouted}
+
+
+def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
+    gate = Gate(13)
+    gate.protect(["held"], [HELD], evaluation=False)
+    gate.scan(units([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]))
+    assert gate.suspects() == []
+
+
+def test_boilerplate_is_reported_and_drops_nothing() -> None:
+    documents = [f"start{number} {part(0, 20)} end{number} {FILLER}" for number in range(11)]
+    gate, found = run(documents, held=[HELD])
+    assert found == {}
+    (run_,) = gate.boilerplate(1)
+    assert run_.documents == 11
+    assert run_.example.against == "held/0"
+
+
+def test_ten_copies_are_still_leaks() -> None:
+    _, found = run([f"start{number} {part(0, 20)} end{number}" for number in range(10)], held=[HELD])
+    assert sorted(found) == list(range(10))
+
+
+def test_a_few_words_beyond_boilerplate_are_no_leak_but_a_passage_is() -> None:
+    common = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
+    _, found = run([*common, f"{FILLER} {part(0, 22)}", f"{FILLER} {part(0, 30)}"], held=[HELD])
+    assert found == {13: part(0, 30)}
+
+
+def test_short_evaluation_items_are_looked_for_whole() -> None:
+    question = "Which river flows through Vienna?"
+    gate, found = run(
+        [f"{FILLER} which river flows through VIENNA {FILLER}", f"{FILLER} which river flows through Linz"], evaluation=[question]
+    )
+    assert found == {0: "which river flows through VIENNA"}
+    assert gate.trivial == 0
+
+
+def test_trivial_evaluation_items_are_ignored_and_counted() -> None:
+    gate, found = run(["the answer is yes of course"], evaluation=["Yes", "the answer is yes"])
+    assert found == {}
+    assert gate.trivial == 2
+
+
+def test_a_whole_evaluation_item_is_a_leak_however_often_it_was_copied() -> None:
+    item = part(0, 25)
+    _, found = run([f"start{number} {item} end{number}" for number in range(30)], evaluation=[item])
+    assert found == dict.fromkeys(range(30), item)
+
+
+def test_in_chinese_twice_as_many_characters_make_a_leak() -> None:
+    held = "新鮮果汁都是當場現榨絕對新鮮我特別推薦現榨柳橙汁選用台灣在地的甜橙酸甜平衡芒果汁使用愛文芒果濃郁香甜鳳梨汁則有特有的酸甜香氣"
+    _, found = run([f"您好。{held[:26]}。謝謝", f"您好。{held[:25]}。謝謝"], held=[held])
+    assert found == {0: held[:26]}
+
+
+def test_an_empty_gate_finds_nothing() -> None:
+    gate = Gate(13)
+    gate.scan(units([FILLER]))
+    assert gate.suspects() == []
+    assert gate.boilerplate(5) == []

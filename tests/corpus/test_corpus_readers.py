@@ -1,0 +1,233 @@
+"""Readers on real formats, and on everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lmworks.corpus.items import Item, Unavailable
+from lmworks.corpus.opening import bounded_lines
+from lmworks.corpus.readers import reading
+from lmworks.errors import UserError
+from lmworks.recipe.data import Source
+
+LIMIT = 10_000
+GOOD = ["first document", "second: naïve 文書", "third"]
+
+
+def source(kind: str, **more: Any) -> Source:
+    return Source(name="mine", kind=kind, licence="test", **more)  # type: ignore[arg-type]
+
+
+def items(kind: str, limit: int = LIMIT, **more: Any) -> list[Item]:
+    found = reading(source(kind, **more), limit)
+    listed = list(found.open())
+    assert listed == list(found.open()), "a second reading gives the same"
+    return listed
+
+
+def texts(found: list[Item]) -> list[str]:
+    return [item.text for item in found if item.reason is None]
+
+
+def reasons(found: list[Item]) -> list[str]:
+    return [item.reason for item in found if item.reason is not None]
+
+
+def rows(*documents: str) -> bytes:
+    return b"".join(json.dumps({"text": text, "url": "x"}, ensure_ascii=False).encode() + b"\n" for text in documents)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_jsonl_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
+    data = rows(*GOOD)
+    if suffix == ".gz":
+        data = gzip.compress(data)
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        half = len(data) // 2  # two frames, as parallel compressors write
+        data = zstandard.compress(data[:half]) + zstandard.compress(data[half:])
+    path = tmp_path / f"data.jsonl{suffix}"
+    path.write_bytes(data)
+    found = items("jsonl", path=str(path))
+    assert texts(found) == GOOD
+    assert found[1].origin == f"{path}:2"
+    assert sum(item.consumed for item in found) <= reading(source("jsonl", path=str(path)), LIMIT).total  # type: ignore[operator]
+
+
+def test_bad_rows_are_quarantined_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    bad = [b'{"text": "cut off', b'{"text": "\xff\xfe"}', b'{"text": null}', b'{"other": 1}', b'{"text": 7}', b'["text"]', b"[" * 100_000]
+    path.write_bytes(b"\n".join([rows("before").strip(), *bad, b"", rows("after").strip()]))
+    found = items("jsonl", limit=10**6, path=str(path))
+    assert texts(found) == ["before", "after"]
+    assert reasons(found) == ["broken_json", "bad_utf8", "null_text", "null_text", "wrong_type", "wrong_type", "broken_json"]
+    assert found[1].text == '{"text": "cut off'
+
+
+def test_a_document_over_the_limit_is_enormous_also_when_its_line_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(rows("a" * (LIMIT + 1), "é" * (LIMIT // 2 + 1), "é" * (LIMIT // 2), "b" * 200_000, "fine"))
+    found = items("jsonl", path=str(path))
+    assert texts(found) == ["é" * (LIMIT // 2), "fine"]
+    assert reasons(found) == ["enormous"] * 3
+
+
+def test_bounded_lines() -> None:
+    stream = io.BytesIO(b"short\n" + b"x" * 50 + b"\n" + b"y" * 10 + b"\r\n" + b"z" * 49)
+    assert list(bounded_lines(stream, 10)) == [(b"short", True), (b"x" * 12, False), (b"y" * 10, True), (b"z" * 12, False)]
+
+
+_PEAK = """
+import resource, sys
+from lmworks.corpus.readers import reading
+from lmworks.recipe.data import Source
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], licence="test")
+start = peak()
+found = [(item.reason, len(item.text)) for item in reading(source, 1_000_000).open()]
+print(found, peak() - start < 60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text", "gz"])
+def test_200_megabytes_in_one_line_do_not_blow_memory(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / {"jsonl": "big.jsonl", "text": "big.txt", "gz": "big.jsonl.gz"}[kind]
+    with open(path, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1) if kind == "gz" else raw as out:
+        for _ in range(200):
+            out.write(b"a" * 1_000_000)
+        out.write(b"\n" + rows("after"))
+    command = [sys.executable, "-c", _PEAK, "jsonl" if kind == "gz" else kind, str(path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.strip() == {"text": "[('enormous', 400)] True"}.get(kind, "[('enormous', 400), (None, 5)] True")
+
+
+def test_a_damaged_gzip_file_costs_its_rest_only(tmp_path: Path) -> None:
+    whole = gzip.compress(rows(*[f"document {number} " + str(hash(str(number)) ** 3) for number in range(2000)]))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl").write_bytes(rows("after"))
+    found = items("jsonl", path=str(tmp_path))
+    assert found[-1].text == "after"
+    assert reasons(found)[-1] == "damaged_file"
+    assert len(texts(found)) > 100
+
+
+def test_parquet_with_nulls_and_bad_utf8(tmp_path: Path) -> None:
+    raw = pa.array([b"good", b"\xff\xfe bad", None, b"also good"], pa.binary())
+    column = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers(), null_count=1)
+    pq.write_table(pa.table({"body": column, "n": [1, 2, 3, 4]}), tmp_path / "data.parquet")
+    found = items("parquet", path=str(tmp_path), text_key="body")
+    assert texts(found) == ["good", "also good"]
+    assert reasons(found) == ["bad_utf8", "null_text"]
+
+
+def test_parquet_of_numbers_and_a_broken_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 this is none")
+    assert reasons(items("parquet", path=str(tmp_path))) == ["wrong_type", "wrong_type", "damaged_file"]
+
+
+def test_parquet_without_the_column(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"source mine: .*a\.parquet has no column 'text', only content, url; set text_key"):
+        items("parquet", path=str(tmp_path))
+
+
+def test_text_files_directories_and_globs(tmp_path: Path) -> None:
+    (tmp_path / "deep" / ".git").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("\ufeffeins", "utf-8")
+    (tmp_path / "deep" / "b.md").write_text("zwei")
+    (tmp_path / "deep" / ".git" / "c.txt").write_text("hidden")
+    (tmp_path / "d.txt").write_bytes(b"latin \xe9")
+    (tmp_path / "e.txt").write_bytes(b"\x00\x01binary")
+    found = items("text", path=str(tmp_path))
+    assert texts(found) == ["eins", "zwei"]
+    assert reasons(found) == ["bad_utf8", "binary"]
+    assert texts(items("text", path=str(tmp_path / "**" / "*.md"))) == ["zwei"]
+    assert texts(items("text", path=str(tmp_path / "a.txt"))) == ["eins"]
+    assert texts(items("text", path=str(tmp_path), include="*.md")) == ["zwei"]
+
+
+def test_lines_as_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"eins\r\n\nzwei\n" + b"\xff\n" + b"x" * (LIMIT + 5) + b"\nlast")
+    found = items("text", path=str(tmp_path), layout="lines")
+    assert texts(found) == ["eins", "zwei", "last"]
+    assert reasons(found) == ["bad_utf8", "enormous"]
+
+
+def test_code_trees_take_code_and_leave_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "node_modules").mkdir()
+    (tmp_path / "node_modules" / "x.js").write_text("x")
+    (tmp_path / "main.py").write_text("print(1)")
+    (tmp_path / "lib.rs").write_text("fn main() {}")
+    (tmp_path / "logo.png").write_bytes(b"\x89PNG\0")
+    assert texts(items("code", path=str(tmp_path))) == ["fn main() {}", "print(1)"]
+
+
+def test_fsspec_urls() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/corpus-test/a.jsonl.gz", gzip.compress(rows("over the wire")))
+    memory.pipe("/corpus-test/b.jsonl", rows("plain"))
+    assert texts(items("jsonl", path="memory://corpus-test")) == ["over the wire", "plain"]
+    assert texts(items("jsonl", path="memory://corpus-test/*.gz")) == ["over the wire"]
+    with pytest.raises(Unavailable, match="source mine: no files at memory://corpus-none; check the path"):
+        items("jsonl", path="memory://corpus-none")
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(UserError, match="source mine: cannot read nonsense://bucket"):
+        items("jsonl", path="nonsense://bucket/a.jsonl")
+
+
+def test_a_missing_source_names_itself(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=f"source mine: no files at {tmp_path}/nowhere; check the path"):
+        items("text", path=str(tmp_path / "nowhere"))
+
+
+def test_unknown_layouts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="source mine: unknown layout 'pages'; known are chats, days, file, lines"):
+        items("text", path=str(tmp_path), layout="pages")
+    with pytest.raises(UserError, match="unknown layout 'pages' of the standard library; known are code, docs"):
+        items("stdlib", layout="pages")
+
+
+def test_the_standard_library_as_code_and_docs() -> None:
+    code = items("stdlib", layout="code", limit=10**6, include="json/*.py")
+    assert {item.origin for item in code} >= {"json/__init__.py", "json/decoder.py"}
+    assert not any("test" in item.origin.split("/") for item in items("stdlib", limit=10**6))
+    docs = texts(items("stdlib", layout="docs", limit=10**6, include="textwrap.py"))
+    assert any(text.startswith('The "if" statement') or "if_stmt" in text for text in docs)
+    assert "textwrap.dedent(text)\n    Remove any common leading whitespace from every line in `text`." in docs[-1]
+
+
+@pytest.mark.parametrize("stored", ["jsonl", "disk"])
+def test_hugging_face_datasets_are_streamed(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed (extra: data)")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    if stored == "jsonl":
+        (tmp_path / "set").mkdir()
+        (tmp_path / "set" / "train.jsonl").write_bytes(rows(*GOOD))
+    else:
+        (tmp_path / "rows.jsonl").write_bytes(rows(*GOOD))
+        datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train").save_to_disk(str(tmp_path / "set"))
+    found = items("huggingface", path=str(tmp_path / "set"))
+    assert texts(found) == GOOD
+    assert found[0].origin.endswith("set/train:0")
+    with pytest.raises(UserError, match=r"source mine: dataset .* has no column 'body', only text.*; set text_key"):
+        items("huggingface", path=str(tmp_path / "set"), text_key="body")
+    with pytest.raises(Unavailable, match=r"source mine: cannot load dataset .*nowhere"):
+        items("huggingface", path=str(tmp_path / "nowhere"))
+    some = items("huggingface", path=str(tmp_path / "set"), max_bytes="1 byte")
+    assert len(texts(some)) == 1

@@ -1,0 +1,85 @@
+"""Units against a plain twin written with `re` and per-character loops."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmworks.corpus.units import ngrams, ngrams_of, units, whole
+
+HAN = "日本語の文章です"
+
+
+def plain_units(text: str) -> list[str]:
+    """One character at a time, what `units` does vectorised."""
+    found, current = [], ""
+    for char in text:
+        single = "\u3040" <= char < "\u3100" or "\u4e00" <= char < "\ua000"
+        if (char.isalnum() or char == "_") and not single:
+            current += char
+            continue
+        found += [current] if current else []
+        current = ""
+        found += [char] if single and char.isalnum() else []
+    return found + ([current] if current else [])
+
+
+def words_of(text: str) -> list[str]:
+    batch = units([text])
+    return [text[start:end] for start, end in zip(batch.starts, batch.ends, strict=True)]
+
+
+def test_words_characters_and_positions() -> None:
+    assert words_of("Hello, World! don't x_y 3.14") == ["Hello", "World", "don", "t", "x_y", "3", "14"]
+    assert words_of("GLM-4は日本語 ok。") == ["GLM", "4", "は", "日", "本", "語", "ok"]
+    assert words_of("") == []
+    assert words_of("… — \n\t") == []
+
+
+def test_marks_belong_to_their_word() -> None:
+    assert words_of("हिन्दी भाषा") == ["हिन्दी", "भाषा"]
+
+
+def test_case_is_folded_but_letters_are_told_apart() -> None:
+    upper, lower, other, swapped = (units([text]).hashes[0] for text in ("STRASSE", "strasse", "strasze", "srtasse"))
+    assert upper == lower
+    assert len({lower, other, swapped}) == 3
+
+
+@given(st.lists(st.text(alphabet="aB_9 ,.\nあ漢é", max_size=40), min_size=1, max_size=6))
+def test_equal_to_the_plain_twin_and_independent_of_the_batch(texts: list[str]) -> None:
+    batch = units(texts)
+    assert batch.documents == len(texts)
+    for document, text in enumerate(texts):
+        span = slice(batch.bounds[document], batch.bounds[document + 1])
+        assert [text[a:b] for a, b in zip(batch.starts[span], batch.ends[span], strict=True)] == plain_units(text)
+        assert np.array_equal(batch.hashes[span], units([text]).hashes)
+
+
+def test_no_two_words_of_the_standard_library_collide() -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text("utf-8", "replace") for path in sorted(root.glob("*.py"))[:80]]
+    words = {word.lower() for text in texts for word in words_of(text)}
+    hashes = units(["\n".join(sorted(words))]).hashes
+    assert len(words) > 5000
+    assert len(set(hashes.tolist())) == len(words)
+
+
+def test_ngrams_depend_on_order_and_length() -> None:
+    one, other = units(["a b c d"]).hashes, units(["a c b d"]).hashes
+    assert not np.isin(ngrams(one, 2), ngrams(other, 2)).any()
+    assert len(ngrams(one, 5)) == 0
+    assert whole(one)[0] == ngrams(one, 4)[0]
+
+
+@pytest.mark.parametrize("lengths", [[1], [2, 5], [1, 3, 4, 9]])
+def test_shared_work_gives_the_same_ngrams(lengths: list[int]) -> None:
+    hashes = units(["the quick brown fox jumps over"]).hashes
+    for n, grams in ngrams_of(hashes, lengths):
+        assert np.array_equal(grams, ngrams(hashes, n))
+        assert len(grams) == max(6 - n + 1, 0)

@@ -1,0 +1,81 @@
+"""docs/architecture.md is held to the code: who may import whom, and the tests that stand behind the promises."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "lmworks"
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room -> rooms that it may import, as the table says. "all above" means every earlier row."""
+    allowed: dict[str, set[str]] = {}
+    for name, may in re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", PAGE, flags=re.M):
+        above, _, exceptions = may.partition(" except ")
+        named = set(allowed) if above == "all above" else set(re.findall(r"`(\w+)`", above))
+        allowed[name] = named - set(re.findall(r"`(\w+)`", exceptions))
+        assert allowed[name] <= set(allowed), f"{name} may import something below it in the table"
+    return allowed
+
+
+ROOMS = rooms()
+FLOOR = set(re.findall(r"`(\w+)\.py`", PAGE.split("The floor")[1].split("\n\n")[0]))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module of ours that a file imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("lmworks."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are written in full"
+            if node.module == "lmworks":
+                yield from ((node.lineno, f"lmworks.{alias.name}") for alias in node.names if alias.name != "__version__")
+            elif node.module and node.module.startswith("lmworks."):
+                yield node.lineno, node.module
+
+
+def test_the_table_names_every_room_and_the_floor_every_other_file() -> None:
+    there = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(ROOMS) == there
+    assert {path.stem for path in SOURCE.glob("*.py")} - {"__init__"} == FLOOR
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
+    files = sorted((SOURCE / room).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files
+        for line, module in imports(path)
+        if module.split(".")[1] not in ROOMS[room] | FLOOR | {room}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_floor_imports_no_room() -> None:
+    wrong = [(path.name, module) for path in SOURCE.glob("*.py") for _, module in imports(path) if module.split(".")[1] not in FLOOR]
+    assert not wrong
+
+
+def test_the_model_reads_its_part_of_the_recipe_and_no_more() -> None:
+    read = {module for path in (SOURCE / "model").glob("*.py") for _, module in imports(path) if module.startswith("lmworks.recipe")}
+    assert read == {"lmworks.recipe.model"}
+
+
+def test_every_promise_names_its_tests_and_they_are_there() -> None:
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", PAGE, flags=re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 10))
+    for number, row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, f"promise {number} has no test"
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), flags=re.M), f"{file} has no {test}"

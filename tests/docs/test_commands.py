@@ -1,0 +1,228 @@
+"""Every command that the pages show is run on small data as it stands there, or is listed here with the reason why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from pages import PAGES, ROOT, Command, blocks, commands, inline
+
+BIN = Path(sys.executable).parent
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+}  # fmt: skip
+STAGES = ("run", "corpus prepare", "tokenizer train", "shards build", "pretrain", "tune", "evaluate", "export")
+
+# Not run, and why. What can be known of them without running is checked by the test named after the table.
+LISTED = {
+    "make quickstart": "installs and trains for ten minutes; the command in it is run here on small data",
+    "make test": "is this",
+    "make lint": "is run beside this",
+    "make docs": "writes docs/recipe.md, which tests/recipe holds to the types",
+    "pip install": "changes the environment",
+    "pip config set": "changes the settings of the user",
+    "export PIP_EXTRA_INDEX_URL=": "an address that need not be reachable from here",
+    "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
+    "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
+    "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
+    "python -m sglang.launch_server": "needs an NVIDIA GPU",
+}
+
+# Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
+SMALL = [
+    "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
+    "model.hidden_size=32", "model.layers=3", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.ffn_size=64",
+    "model.moe.experts=4", "model.moe.expert_size=16", "train.compile=false", "train.precision=fp32",
+    "train.validate_bytes_per_domain=2000", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
+    "train.phases.general.sequence_length=128 tokens", "train.phases.general.batch=256 tokens", "train.phases.general.tokens=32Ki",
+    "tune.sequence_length=256 tokens", "tune.batch=1Ki", "tune.tokens=4Ki",
+    "evaluate.benchmarks=[]", "evaluate.task_items=1", "evaluate.references=false",
+]  # fmt: skip
+# Without the wheels: only text that every machine has.
+QUICKSTART = [
+    'corpus.sources=[{name: code, kind: stdlib, include: "*.py", layout: code, domain: code, language: code, licence: PSF-2.0, '
+    "max_bytes: 200KB}, {name: docs, kind: stdlib, layout: docs, domain: docs, licence: PSF-2.0, max_bytes: 200KB}]",
+    "train.phases.general.mixture={code: 0.5, docs: 0.5}", "train.phases.anneal.mixture={docs: 1.0}",
+    "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.batch=512 tokens", "train.phases.anneal.tokens=2Ki",
+    "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], count: 60}]", "evaluate.tasks=[spell_backward]",
+]  # fmt: skip
+
+
+def small(text: str) -> str:
+    """The command, with small settings if it walks the stages of a recipe."""
+    words = shlex.split(text)
+    verb = next((stage for stage in STAGES if words[1 : 1 + len(stage.split())] == stage.split()), None)
+    if words[0] != "lmworks" or verb is None:
+        return text
+    place = 2 + verb.count(" ")
+    sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else [])
+    return shlex.join([*words[: place + 1], *(word for value in sets for word in ("--set", value)), *words[place + 1 :]])
+
+
+def run(text: str, folder: Path, stdin: str = "") -> str:
+    """Run a command of a page in `folder`; returns what it printed."""
+    done = subprocess.run(
+        ["bash", "-c", small(text)], cwd=folder, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def serves(text: str, folder: Path) -> None:
+    """Start a server on a free port, ask for its page, and end it with Ctrl-C."""
+    arguments = [*shlex.split(text), "--port", "0"]
+    with subprocess.Popen(arguments, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        said = ""
+        while "Ctrl-C" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        address = re.search(r"chat page\s+(http\S+)", said)
+        assert address, said
+        assert b"<html" in urllib.request.urlopen(address[1], timeout=30).read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0, said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout as a reader has it after `make quickstart`, and the texts of docs/own-data.md."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("recipes", "constraints.txt", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "yaml" and (name := re.fullmatch(r"# (\S+\.yaml)", block.lines[0])):
+                (folder / name[1]).write_text("\n".join(block.lines) + "\n")
+            elif block.language == "json":
+                conversation = json.loads("\n".join(block.lines))
+    from pydoc_data.topics import topics
+
+    for name in ("notes", "manuals"):
+        (folder / "data" / name).mkdir(parents=True)
+    texts = [topics[name] for name in sorted(topics)]
+    (folder / "data/notes/all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]))
+    for number, text in enumerate(texts[1::2]):
+        (folder / f"data/manuals/{number}.txt").write_text(text)
+    question, answer = conversation["messages"]
+    numbered = [{"messages": [question | {"content": f"{n}. {question['content']}"}, answer]} for n in range(60)]
+    (folder / "data/answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in numbered))
+    assert "Now talk to it:  lmworks chat runs/quickstart" in run("lmworks run recipes/quickstart.yaml", folder)
+    return folder
+
+
+def listed(command: Command) -> str | None:
+    return next((known for known in LISTED if command.text.startswith(known)), None)
+
+
+def is_known(text: str) -> bool:
+    """Whether `text` is a command that this test may run."""
+    return shlex.split(text)[0] in ("lmworks", "head", "ls")
+
+
+EVERY = [command for page in PAGES for command in commands(page)]
+
+
+def test_every_command_is_run_or_listed() -> None:
+    assert len(EVERY) > 30
+    strange = [str(command) for command in EVERY if listed(command) is None and not is_known(command.text)]
+    assert not strange, "run them in tests/docs/test_commands.py, or list them there with the reason:\n" + "\n".join(strange)
+    unused = [known for known in LISTED if not any(command.text.startswith(known) for command in EVERY)]
+    assert not unused, f"no page shows these any more: {unused}"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in EVERY if is_known(command.text)), ids=lambda page: page.name)
+def test_the_commands_of_a_page_work_in_their_order(page: Path, folder: Path) -> None:
+    for command in commands(page):
+        if listed(command) is not None:
+            continue
+        print(command)
+        if command.text.startswith("lmworks serve"):
+            serves(command.text, folder)
+        elif command.text.startswith("lmworks chat"):
+            assert run(command.text, folder, stdin="Hello!\n").strip()
+        else:
+            assert run(command.text, folder).strip()
+
+
+@pytest.mark.parametrize("command", [command for command in EVERY if listed(command)], ids=str)
+def test_what_a_listed_command_names_is_there(command: Command, folder: Path) -> None:
+    words = shlex.split(command.text)
+    if words[0] == "make":
+        done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    elif words[:2] == ["pip", "install"]:
+        assert (ROOT / words[words.index("-c") + 1]).is_file() if "-c" in words else True
+        (extras,) = re.findall(r"\[([\w,]+)\]", command.text)
+        project = (ROOT / "pyproject.toml").read_text()
+        assert all(re.search(rf"^{extra} = ", project, flags=re.M) for extra in extras.split(","))
+    elif words[:3] == ["pip", "config", "set"]:
+        assert re.fullmatch(r"global\.extra-index-url https://\S+", " ".join(words[3:]))
+    elif words[0] == "export":
+        assert re.fullmatch(r"PIP_EXTRA_INDEX_URL=https://\S+", words[1])
+    else:
+        paths = [word for word in words if word.startswith("runs/")]
+        assert paths
+        written = paths[1:] if words[0] == "llama-quantize" else []
+        for path in paths:
+            there = (folder / path).parent if path in written else folder / path
+            assert there.exists(), f"a finished run has no {path}"
+
+
+def parts(words: list[str]) -> list[str]:
+    """What is wrong with `lmworks ...`, where words in capitals stand for anything."""
+    from lmworks.cli.main import _register, app
+
+    _register()
+    command = typer.main.get_command(app)
+    words = words[1:]
+    while words and hasattr(command, "commands"):
+        if words[0] not in command.commands:
+            return [] if words[0].isupper() else [f"there is no command {words[0]!r}"]
+        command = command.commands[words.pop(0)]
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help", "--debug"}
+    return [f"there is no option {word}" for word in words if word.startswith("--") and word.split("=")[0] not in options]
+
+
+def test_commands_in_the_prose_exist() -> None:
+    found = [(page, line, code) for page in PAGES for line, code in inline(page) if code.startswith("lmworks ")]
+    assert found
+    wrong = [f"{page.name}:{line}: {code}: {fault}" for page, line, code in found for fault in parts(shlex.split(code))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_options_in_the_prose_exist() -> None:
+    """An option in backticks belongs to some command of ours; docs/serving.md is about the options of others."""
+    from lmworks.cli.main import _register, app
+
+    _register()
+    known = {"--debug"}
+
+    def gather(command: object) -> None:
+        known.update(option for parameter in getattr(command, "params", ()) for option in parameter.opts)
+        for child in getattr(command, "commands", {}).values():
+            gather(child)
+
+    gather(typer.main.get_command(app))
+    found = [(page, line, code) for page in PAGES if page.name != "serving.md" for line, code in inline(page) if code.startswith("--")]
+    assert found
+    wrong = [f"{page.name}:{line}: {code}" for page, line, code in found if code.split()[0] not in known]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_yaml_of_the_pages_is_yaml() -> None:
+    found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    assert all(isinstance(yaml.safe_load("\n".join(block.lines)), dict) for block in found)

@@ -1,0 +1,67 @@
+"""Links between the pages lead somewhere, and files that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT, blocks, inline, prose
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = "tests|recipes|docs|benchmarks|src"
+OURS = "|".join(sorted(path.name for path in (ROOT / "src" / "lmworks").iterdir() if path.is_dir()))
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = [line.lstrip("#").strip() for _, line in prose(page) if re.match(r"#{1,6} ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for line, target in ((line, target) for line, text in prose(page) for target in LINK.findall(text)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page if not path else page.parent / path
+        if not there.exists():
+            wrong.append(f"{line}: {target} is not there")
+        elif anchor and anchor not in anchors(there):
+            wrong.append(f"{line}: {target}: no such heading")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    wrong = []
+    for line, code in inline(page):
+        for name in re.findall(rf"(?:^|(?<=[\s=]))((?:{FOLDERS})/[\w./-]*\w)", code):
+            if not (ROOT / name).exists():
+                wrong.append(f"{line}: {name}")
+        if (name := re.fullmatch(rf"((?:{OURS})/[\w/]+\.py)", code)) and not (ROOT / "src" / "lmworks" / name[1]).exists():
+            wrong.append(f"{line}: {code}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    linked = {target.partition("#")[0] for _, text in prose(ROOT / "README.md") for target in LINK.findall(text)}
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
+
+
+def test_pictures_are_small() -> None:
+    pictures = [path for path in (ROOT / "docs" / "figures").iterdir() if path.suffix in (".png", ".svg")]
+    assert pictures
+    assert all(path.stat().st_size < 300_000 for path in pictures)
+
+
+def test_the_output_that_the_readme_shows_is_of_the_recipe_that_is_shipped() -> None:
+    from lmworks.recipe.load import load_recipe
+    from lmworks.shards.timeline import Timeline
+
+    timeline = Timeline(load_recipe("quickstart").recipe.train.phases)
+    shown = " ".join(" ".join(block.lines) for block in blocks(ROOT / "README.md") if block.language == "text").split()
+    trained = f"trained on {timeline.tokens_before(timeline.steps):,} tokens in {timeline.steps:,} steps"
+    assert trained in " ".join(shown), f"the recipe now says {trained!r}; run: python docs/refresh.py runs/quickstart"

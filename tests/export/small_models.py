@@ -1,0 +1,95 @@
+"""Small models, briefly trained on real text, and what the engines are asked.
+
+The slow tests train for more steps, because random weights would not do there: their logits are flat noise, and a rounding that sends a
+token to another expert changes everything. After 64 steps two engines differ by what they differ for a model that somebody uses.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.batch import Batches
+from lmworks.tokenizer.tokenizer import Tokenizer
+
+VOCABULARY = 640
+LENGTH = 128
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_size": 256,
+    "max_length": "256 tokens",
+}  # fmt: skip
+_MOE = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 1, "dense_layers": 1, "routed_scale": 2.5}
+MODELS: dict[str, dict[str, Any]] = {
+    "glm4moe": {**_DENSE, "qk_norm": True, "attention_bias": True, "rope": {"fraction": 0.5}, "moe": _MOE},
+    "glm4moe-groups": {**_DENSE, "rope": {"fraction": 0.5}, "moe": {**_MOE, "groups": 4, "top_groups": 2, "normalize_top_k": False}},
+    "qwen3": {**_DENSE, "qk_norm": True, "tie_embeddings": True},
+    "qwen2": {**_DENSE, "attention_bias": True, "head_dim": 32},
+    "qwen2-wide": {**_DENSE, "attention_bias": True},
+    "llama": {**_DENSE, "rope": {"theta": 500_000.0}},
+    "llama-yarn": {**_DENSE, "rope": {"scaling": "yarn", "factor": 4.0, "original_length": "64 tokens"}},
+    "llama-linear": {**_DENSE, "rope": {"scaling": "linear", "factor": 2.0}},
+    "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_length": "64 tokens"}},
+    "smollm3": {**_DENSE, "nope_every": 4, "tie_embeddings": True},
+}  # fmt: skip
+STEPS = 64
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. It's 12345 o'clock, isn't it?  Two  spaces.\n\nA paragraph\t with a tab. ",
+    Path(json.__file__).read_text()[:1500],
+    "你好，世界！今天天气很好，我们去公园散步吧。数字：１２３。",
+    "naïve café 👩‍👩‍👧 <|user|> [gMASK] \u0000 e\u0301 Ünïcödé 日本語 привет\r\n\r\n    x = 1",
+]
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Hello!"}]},
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"},
+                  {"role": "user", "content": "And\n\n twice that? "}]},
+    {"messages": [{"role": "user", "content": "Weather in 北京?"}],
+     "tools": [{"type": "function", "function": {"name": "weather", "description": "Now", "parameters": {
+         "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run directory, and what lies in it."""
+
+    recipe: Recipe
+    directory: Path
+    tokenizer: Tokenizer
+    model: Transformer
+
+
+def recipe_for(model: dict[str, Any], run_dir: Path, **export: Any) -> Recipe:
+    phase = {"name": "only", "tokens": "64Ki", "mixture": {"code": 0.5, "docs": 0.5}, "sequence_length": f"{LENGTH} tokens", "batch": "1Ki"}
+    return Recipe.model_validate({
+        "name": "tiny", "seed": 3, "threads": 1, "run_dir": str(run_dir), "model": model, "train": {"phases": [phase]},
+        "tokenizer": {"vocab_size": VOCABULARY, "sample_bytes": "300kB"}, "export": {"dtype": "fp32", **export},
+        "optimizer": {"kind": "adamw", "learning_rate": 0.003},
+    })  # fmt: skip
+
+
+def trained(recipe: Recipe, shards_dir: Path, steps: int) -> Transformer:
+    """Some steps of plain AdamW; the selection biases are pushed apart, as balancing would."""
+    model = initialize(Transformer(recipe.model), recipe.seed)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    batches = Batches(recipe, shards_dir)
+    for step in range(steps):
+        batch = batches.batch(step)
+        loss = model.loss(*(torch.from_numpy(array).long() for array in (batch.tokens, batch.labels)), torch.from_numpy(batch.cu_seqlens))
+        (loss.total / batch.valid_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
+    return model.eval()

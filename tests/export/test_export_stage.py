@@ -1,0 +1,216 @@
+"""The export stage on a small real run: what is written, and what the gate lets through."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.errors import UserError
+from lmworks.export.export import check, export, held_out_tokens, write_huggingface
+from lmworks.export.huggingface import TOLERANCE, compare, read_model, require_parity
+from lmworks.files import read_json, write_json
+from lmworks.model import Transformer
+from lmworks.model.router import Router
+from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.recipe import Recipe
+
+pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
+
+CORPUS = {"sources": [
+    {"name": "code", "domain": "code", "language": "code", "licence": "PSF-2.0", "train": {"documents": 8, "bytes": 1_200_000}},
+    {"name": "docs", "domain": "docs", "language": "no", "licence": "MIT | own", "train": {"documents": 30, "bytes": 300_000}},
+    {"name": "unused", "domain": "docs", "language": "fr", "licence": "secret", "train": {"documents": 0, "bytes": 0}},
+]}  # fmt: skip
+_SCORE = {"n": 50, "score": 0.34, "interval": [0.22, 0.48], "verdict": "at chance", "chance": 0.25, "baseline": 0.3}
+RESULTS = {
+    "models": {"base": {"bits_per_byte": {"code": {"bits_per_byte": 1.234}, "all": {"bits_per_byte": 1.5}},
+                        "benchmarks": {"piqa": _SCORE}, "tasks": {"chain_sum": {**_SCORE, "n": 0}}}},
+    "references": {"bits_per_byte": {"xz -9e": {"code": 2.1, "all": 2.2}}},
+}  # fmt: skip
+
+
+@pytest.fixture
+def glm(make_run: Callable[..., Any], tmp_path: Path) -> Any:
+    """The run of a mixture of experts, in a folder of its own that a test may add to."""
+    run = make_run("glm4moe")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for part in ("tokenizer", "shards", "checkpoints", "resolved.json"):
+        (directory / part).symlink_to(run.directory / part)
+    return type(run)(run.recipe, directory, run.tokenizer, run.model)
+
+
+def with_export(recipe: Recipe, **values: Any) -> Recipe:
+    return recipe.model_copy(update={"export": recipe.export.model_copy(update=values)})
+
+
+def printed(report: Any) -> str:
+    console = Console(width=220, file=io.StringIO())
+    console.print(report)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_end_to_end(glm: Any, tmp_path: Path) -> None:
+    for file, document in (("corpus/report.json", CORPUS), ("evaluate/results.json", RESULTS)):
+        (glm.directory / file).parent.mkdir()
+        write_json(glm.directory / file, document)
+    out = tmp_path / "export"
+    (out / "huggingface").mkdir(parents=True)
+    (out / "huggingface" / "model-00001-of-00009.safetensors").write_bytes(b"left by a try that was killed")
+    report = export(glm.recipe, glm.directory, out)
+
+    names = {file.name for file in (out / "huggingface").iterdir()}
+    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+                     "chat_template.jinja"}  # fmt: skip
+    assert {file.stat().st_mode & 0o777 for file in (out / "huggingface").iterdir()} == {(out / "huggingface").stat().st_mode & 0o666}
+    stops = [glm.tokenizer.special[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    assert read_json(out / "huggingface" / "generation_config.json")["eos_token_id"] == stops
+    assert read_json(out / "huggingface" / "config.json")["eos_token_id"] == stops
+    parity = read_json(out / "parity.json")
+    assert parity["model"] == "base" and parity["huggingface"]["relative"] < 1e-5 and parity["tensors"] == len(glm.model.state_dict())
+    assert parity["huggingface"]["tokens"] == 4 * 128 and parity["sequences"] == 4
+    assert (out / "gguf" / "model.gguf").stat().st_size == report.bytes["gguf"] > 4 * 1_300_000
+    shown = printed(report)
+    assert "Glm4MoeForCausalLM" in shown and "glm4moe" in shown and "100.00% same next token, over 512 held-out tokens" in shown
+
+    card = (out / "huggingface" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "transformers" and front["language"] == ["no"]
+    assert "| docs | docs | no | 0.3 | MIT \\| own |" in card and "secret" not in card
+    assert "| code | 1.234 | 2.100 |" in card and "| piqa | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
+    assert "65,536 tokens" in card and "not to be relied on" in card
+
+
+def test_transformers_uses_it_as_the_card_says(glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = glm.recipe.model_copy(update={"tune": Recipe.model_validate({"name": "t", "tune": {}}).tune})
+    from lmworks.export.card import write_card
+
+    write_huggingface(glm.model, glm.tokenizer, tmp_path / "hf", torch.float32)
+    monkeypatch.chdir(tmp_path / "hf")
+    for recipe in (glm.recipe, tuned):
+        write_card(recipe, glm.model, glm.directory, tmp_path / "hf", gguf=True)
+        program = (tmp_path / "hf" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        exec(compile(program, "README.md", "exec"), {})
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "Hello, 你好!"}]
+    ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids == glm.tokenizer.encode_chat(chat, add_generation_prompt=True)[0]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == list(glm.tokenizer.stop_ids)
+
+
+def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: Path) -> None:
+    report = export(with_export(glm.recipe, dtype="bf16"), glm.directory, tmp_path / "export")
+    assert report.huggingface.relative < 1e-5 and report.bytes["huggingface"] < 2.3 * 1_325_696
+    found = load_file(tmp_path / "export" / "huggingface" / "model.safetensors")
+    bias = found["model.layers.1.mlp.gate.e_score_correction_bias"]
+    torch.testing.assert_close(bias, glm.model.state_dict()["layers.1.ffn.router.bias"], rtol=0, atol=0)
+    assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+
+
+def test_the_tuned_model_goes_out_where_there_is_one(glm: Any, tmp_path: Path) -> None:
+    recipe = with_export(glm.recipe, gguf=False).model_copy(update={"tune": Recipe.model_validate({"name": "t", "tune": {}}).tune})
+    (glm.directory / "resolved.json").unlink()  # a link into the shared run
+    write_json(glm.directory / "resolved.json", as_tree(recipe))
+    assert export(recipe, glm.directory, tmp_path / "first").model == "base"
+    tuned = {name: tensor + 0.01 for name, tensor in glm.model.state_dict().items()}
+    with Checkpoints(glm.directory / "tune" / "checkpoints", recipe.checkpoints, {}) as checkpoints:
+        checkpoints.save(7, {"model": tuned}, {})
+    report = export(recipe, glm.directory, tmp_path / "second")
+    assert report.model == "tuned" and not (tmp_path / "second" / "gguf").exists()
+    exported = read_model(tmp_path / "second" / "huggingface").state_dict()
+    torch.testing.assert_close(exported["head.weight"], tuned["head.weight"], rtol=0, atol=0)
+
+
+CHANGED = (
+    "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.self_attn.q_proj.bias", "model.layers.2.self_attn.k_norm.weight", "model.layers.3.mlp.gate.weight",
+    "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.shared_experts.gate_proj.weight",
+    "model.layers.3.mlp.gate.e_score_correction_bias",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_corrupted_export_is_refused(glm: Any, tmp_path: Path, name: str) -> None:
+    """One row of one tensor loses its sign: the gate measures it, whichever tensor it is."""
+    directory = tmp_path / "hf"
+    write_huggingface(glm.model, glm.tokenizer, directory, torch.float32)
+    tokens = held_out_tokens(glm.recipe, glm.directory / "shards")
+    tensors = load_file(directory / "model.safetensors")
+    row = int(tokens[0, 5]) if name == "model.embed_tokens.weight" else 1
+    tensors[name][row] = -tensors[name][row] - 0.05
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    parity = compare(glm.model, directory, tokens, torch.float32)
+    assert parity.relative > 10 * TOLERANCE
+    with pytest.raises(UserError, match=r"differs from the trained model: logits by .* it is not usable"):
+        require_parity(parity, directory)
+
+
+def test_an_export_that_does_not_load_is_refused(glm: Any, tmp_path: Path) -> None:
+    tokens = held_out_tokens(glm.recipe, glm.directory / "shards")
+    whole = tmp_path / "whole"
+    write_huggingface(glm.model, glm.tokenizer, whole, torch.float32)
+
+    cut = shutil.copytree(whole, tmp_path / "cut")
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"transformers cannot load the export in .*cut .*delete it and export again"):
+        compare(glm.model, cut, tokens, torch.float32)
+
+    other = shutil.copytree(whole, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"routed_scaling_factor": 1.0}))
+    assert compare(glm.model, other, tokens, torch.float32).relative > 10 * TOLERANCE
+
+    less = shutil.copytree(whole, tmp_path / "less")
+    tensors = load_file(less / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.3.down_proj.weight"]
+    save_file(tensors, less / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError):
+        require_parity(compare(glm.model, less, tokens, torch.float32), less)
+
+
+def test_a_near_tie_of_two_experts_is_no_fault(glm: Any, tmp_path: Path) -> None:
+    """Two experts with the same gate, whose choice hangs on the last bit: each library may take another one, and the gate must not mind."""
+    model = Transformer(glm.recipe.model)
+    model.load_state_dict(glm.model.state_dict())
+    with torch.no_grad():
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            router.weight[1] = router.weight[0] * (1 + 1e-7)
+            router.bias[:2] = 0.5  # so that exactly these two stand at the border of top_k for many tokens
+            router.bias[2] = 0.7
+    write_huggingface(model, glm.tokenizer, tmp_path / "hf", torch.float32)
+    parity = compare(model, tmp_path / "hf", held_out_tokens(glm.recipe, glm.directory / "shards"), torch.float32)
+    assert parity.relative < 1e-5
+
+
+def test_models_that_no_format_expresses_are_refused_before_work(glm: Any, tmp_path: Path) -> None:
+    moe = glm.recipe.model.moe.model_copy(update={"gate": "softmax"})
+    recipe = glm.recipe.model_copy(update={"model": glm.recipe.model.model_copy(update={"moe": moe})})
+    with pytest.raises(UserError, match=r"no Hugging Face class expresses this model: its gates are softmax .* export.huggingface=false"):
+        export(recipe, glm.directory, tmp_path / "out")
+    with pytest.raises(UserError, match=r"no architecture of llama.cpp expresses this model: its gates are softmax .* export.gguf=false"):
+        check(with_export(recipe, huggingface=False))
+    check(with_export(recipe, huggingface=False, gguf=False))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("package", "formats"), [("transformers", {"gguf": False}), ("gguf", {"huggingface": False})])
+def test_a_missing_package_is_named(
+    glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, formats: dict[str, bool]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs .*{package}.*pip install 'lmworks\[export\]'"):
+        export(with_export(glm.recipe, **formats), glm.directory, tmp_path / "out")

@@ -1,0 +1,174 @@
+"""The GGUF file against our model: read with the `gguf` package, and for the classes that `transformers` reads from GGUF, run by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.errors import UserError
+from lmworks.export.gguf import architecture_for, check_gguf, write_gguf
+from lmworks.files import read_json, write_json
+from lmworks.model import Transformer
+from lmworks.recipe.model import Model
+from lmworks.recipe.recipe import Recipe
+from lmworks.tokenizer import load as load_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
+
+# ours -> theirs, written out here a second time, from llama.cpp's gguf-py/gguf/constants.py
+GLM_NAMES = {
+    "embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "head.weight": "output.weight",
+    "layers.1.attention_norm.weight": "blk.1.attn_norm.weight", "layers.1.ffn_norm.weight": "blk.1.post_attention_norm.weight",
+    "layers.1.attention.query.weight": "blk.1.attn_q.weight", "layers.1.attention.query.bias": "blk.1.attn_q.bias",
+    "layers.1.attention.key.weight": "blk.1.attn_k.weight", "layers.1.attention.value.bias": "blk.1.attn_v.bias",
+    "layers.1.attention.output.weight": "blk.1.attn_output.weight", "layers.1.attention.key_norm.weight": "blk.1.attn_k_norm.weight",
+    "layers.0.ffn.down.weight": "blk.0.ffn_down.weight", "layers.1.ffn.experts.gate": "blk.1.ffn_gate_exps.weight",
+    "layers.1.ffn.experts.down": "blk.1.ffn_down_exps.weight", "layers.1.ffn.shared.up.weight": "blk.1.ffn_up_shexp.weight",
+    "layers.1.ffn.router.weight": "blk.1.ffn_gate_inp.weight", "layers.1.ffn.router.bias": "blk.1.exp_probs_b.bias",
+}  # fmt: skip
+
+
+def written(run: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    write_gguf(run.model, run.tokenizer, path, dtype, "tiny")
+    return gguf.GGUFReader(path)
+
+
+def values(reader: Any, name: str) -> tuple[np.ndarray, Any]:
+    tensor = next(tensor for tensor in reader.tensors if tensor.name == name)
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type), tensor.tensor_type
+
+
+def test_tensors_are_ours(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("glm4moe")
+    state = run.model.state_dict()
+    for dtype, kind in ((torch.float32, gguf.GGMLQuantizationType.F32), (torch.bfloat16, gguf.GGMLQuantizationType.BF16)):
+        path = tmp_path / "model.gguf"
+        reader = written(run, path, dtype)
+        assert len(reader.tensors) == len(state) == check_gguf(run.model, path, dtype)
+        for ours, name in GLM_NAMES.items():
+            found, used = values(reader, name)
+            wide = state[ours].dim() > 1 and "router" not in ours
+            assert used == (kind if wide else gguf.GGMLQuantizationType.F32), name
+            expected = (state[ours].to(dtype) if wide else state[ours]).float().numpy()
+            np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+def test_metadata(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("glm4moe")
+    fields = written(run, tmp_path / "model.gguf").fields
+    found = {key: field.contents() for key, field in fields.items()}
+    expected = {
+        "general.architecture": "glm4moe", "general.name": "tiny", "general.type": "model", "general.file_type": 0,
+        "glm4moe.block_count": 4, "glm4moe.context_length": 256, "glm4moe.embedding_length": 128, "glm4moe.feed_forward_length": 256,
+        "glm4moe.attention.head_count": 4, "glm4moe.attention.head_count_kv": 2, "glm4moe.attention.key_length": 64,
+        "glm4moe.attention.value_length": 64, "glm4moe.rope.dimension_count": 32, "glm4moe.rope.freq_base": 10_000.0,
+        "glm4moe.expert_count": 8, "glm4moe.expert_used_count": 2, "glm4moe.expert_shared_count": 1, "glm4moe.expert_weights_scale": 2.5,
+        "glm4moe.expert_feed_forward_length": 64, "glm4moe.leading_dense_block_count": 1, "glm4moe.expert_weights_norm": True,
+        "glm4moe.expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID), "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "glm4",
+        "tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.eos_token_id": run.tokenizer.eos_id,
+        "tokenizer.ggml.eot_token_id": run.tokenizer.special["<|user|>"],
+        "tokenizer.ggml.eom_token_id": run.tokenizer.special["<|observation|>"],
+        "tokenizer.chat_template": (run.directory / "tokenizer" / "chat_template.jinja").read_text(),
+    }  # fmt: skip
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["glm4moe.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    spec = read_json(run.directory / "tokenizer" / "tokenizer.json")
+    assert len(tokens) == len(types) == run.tokenizer.vocab_size
+    assert {token: number for number, token in enumerate(tokens) if types[number] == gguf.TokenType.NORMAL} == spec["model"]["vocab"]
+    assert types[run.tokenizer.special["<|user|>"]] == gguf.TokenType.CONTROL
+    assert types[run.tokenizer.special["<think>"]] == gguf.TokenType.USER_DEFINED
+    assert found["tokenizer.ggml.merges"] == [" ".join(pair) for pair in spec["model"]["merges"]]
+
+
+def loaded_by_transformers(path: Path, head_dim: int) -> Any:
+    """What `from_pretrained(gguf_file=...)` does, which wants the accelerate package besides."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    values = load_gguf_checkpoint(str(path))["config"]
+    config = transformers.AutoConfig.for_model(**values | {"head_dim": head_dim})  # of Qwen it does not read attention.key_length
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "llama-ntk"])  # it reads no GLM, no SmolLM3 and no rope.scaling
+def test_transformers_runs_the_file(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    """A reader that shares no code with us computes our logits from the file alone, RoPE's reordering included. Tolerance: fp32 sums in
+    another order cost about 1e-6 of the largest logit; rows in the wrong order cost more than 1e-1."""
+    run = make_run(name)
+    written(run, tmp_path / "model.gguf")
+    theirs = loaded_by_transformers(tmp_path / "model.gguf", run.recipe.model.head_dim).eval()
+    tokens = torch.tensor([run.tokenizer.encode("def main(argv):\n    return argv[1:] # the rest\n" * 8)])
+    with torch.no_grad():
+        expected, found = run.model(tokens), theirs(tokens).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_a_changed_byte_is_found(make_run: Callable[..., Any], tmp_path: Path, where: str) -> None:
+    run, path = make_run("llama"), tmp_path / "model.gguf"
+    reader = written(run, path)
+    tensor = {"first": reader.tensors[0], "middle": reader.tensors[len(reader.tensors) // 2], "last": reader.tensors[-1]}[where]
+    at = int(tensor.data_offset) + int(tensor.n_bytes) // 2
+    del reader, tensor
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(UserError, match=r"model.gguf is not what was trained: the values of tensor .* differ; delete it and export again"):
+        check_gguf(run.model, path, torch.float32)
+
+
+def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("llama")
+    config = run.recipe.model.model_copy(update={"vocab_size": run.tokenizer.vocab_size + 8})
+    write_gguf(Transformer(config), run.tokenizer, tmp_path / "model.gguf", torch.float32, "wide")
+    found = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert found["tokenizer.ggml.token_type"].contents()[-8:] == [int(gguf.TokenType.UNUSED)] * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"qk_norm": True, "sliding_window": "64 tokens"}, "it has a sliding window, which llama.cpp ignores"),
+        ({"nope_every": 2}, r"every 2 layers \(nope_every\), and llama.cpp knows only 4"),
+        ({"logit_softcap": 30.0}, "logit_softcap is on"),
+    ],
+)
+def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "layers": 4, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_size": 32}
+    model = Model.model_validate(shape | change)
+    with pytest.raises(UserError, match=rf"no architecture of llama.cpp expresses this model: .*{reason}.*export.gguf=false"):
+        architecture_for(model)
+
+
+def test_another_split_rule_is_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("llama")
+    spec = read_json(run.directory / "tokenizer" / "tokenizer.json")
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
+    write_json(tmp_path / "tokenizer.json", spec)
+    with pytest.raises(UserError, match=r"splits text by a rule that llama\.cpp does not have"):
+        write_gguf(run.model, load_tokenizer(tmp_path), tmp_path / "model.gguf", torch.float32, "tiny")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_shipped_recipes_have_an_architecture() -> None:
+    from lmworks.recipe.load import load_recipe, shipped
+
+    found = {}
+    for name in shipped():
+        recipe: Recipe = load_recipe(name).recipe
+        found[name] = architecture_for(recipe.model)
+    assert found["quickstart"] == found["glm46-355b-a32b"] == "glm4moe"
+    assert found["smollm3-3b"] == "smollm3"

@@ -1,0 +1,52 @@
+"""What the machine says about itself."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lmworks.metrics import system
+from lmworks.metrics.names import describe
+
+
+def test_memory_grows_with_what_is_held():
+    if torch.cuda.is_available():
+        pytest.skip("resident memory is asked for where there is no GPU")
+    before = system.memory_bytes()
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    assert 40e6 < system.memory_bytes() - before < 120e6
+    assert block.sum() > 0
+
+
+def test_the_peak_is_of_the_fastest_product(monkeypatch):
+    """With a clock that only products move forward: 2n^3 operations at 1 TFLOP/s, every other product disturbed by something else."""
+    now, calls = [0.0], [0]
+
+    def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        calls[0] += 1
+        now[0] += 2 * len(left) ** 3 / 1e12 * (3 if calls[0] % 2 else 1)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(system.time, "perf_counter", lambda: now[0])
+    assert system._measure("cpu", 0.2) == pytest.approx(1e12, rel=1e-9)
+
+
+def test_the_peak_is_measured_once_per_process():
+    peak = system.measure_peak_bf16(0.2)
+    assert peak > 1e9
+    begin = time.perf_counter()
+    assert system.measure_peak_bf16(0.2) == peak
+    assert time.perf_counter() - begin < 0.05
+
+
+def test_utilisation_is_the_share_of_the_peak():
+    assert system.mfu(model_flops=6e9, seconds=2.0, peak=10e9) == pytest.approx(0.3)
+
+
+def test_gpu_metrics_have_their_fixed_names():
+    metrics = system.gpu_metrics()
+    assert all(describe(name) for name in metrics)
+    if not torch.cuda.is_available():
+        assert metrics == {}

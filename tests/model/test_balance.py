@@ -1,0 +1,136 @@
+"""Balancing: what is counted, what moves, and that a skewed router becomes even, layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
+
+from lmworks.model import Transformer
+from lmworks.model.balance import load_error, set_temperature, statistics, update_biases
+from lmworks.model.init import initialize
+from lmworks.model.router import sinkhorn
+from lmworks.recipe.model import Balance, Model, Moe
+from lmworks.train.rematerialize import checkpoint_activations
+
+
+def skewed(balance: Balance) -> Transformer:
+    """Two sparse layers, each with a selection that strongly prefers its own experts."""
+    model = initialize(Transformer(Model(**_SMALL, moe=Moe(experts=8, top_k=2, expert_size=16, dense_layers=1, balance=balance))), 1)
+    with torch.no_grad():
+        for layer, ffn in enumerate(model.routers()):
+            ffn.router.bias[layer : layer + 2] = 0.05
+    return model
+
+
+def counts_of(model: Transformer, seed: int) -> torch.Tensor:
+    tokens = torch.randint(128, (4, 64), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        _, experts = model.hidden(tokens)
+    assert experts.counts is not None
+    return experts.counts
+
+
+@pytest.mark.parametrize("update", ["sign", "proportional"])
+def test_a_skewed_router_becomes_even_and_stays_so(update: str) -> None:
+    balance = Balance(update=update, rate=0.003)
+    model = skewed(balance)
+    before = statistics(counts_of(model, 0), 1.25)["cv"]
+    history = []
+    for step in range(90):
+        counts = counts_of(model, step)
+        update_biases(model, counts, balance.rate, balance)
+        history.append(statistics(counts, 1.25)["cv"])
+    late = torch.stack(history[-30:])
+    assert (before > 1.0).all(), "the start must be badly skewed in every layer"
+    assert (late.mean(0) < 0.25).all(), late.mean(0)
+    assert (late.max(0).values < 0.5).all(), "it stays even"
+    biases = [ffn.router.bias for ffn in model.routers()]
+    assert not torch.allclose(biases[0], biases[1], atol=1e-3), "one bias per layer"
+
+
+def test_each_way_of_choosing_moves_as_published() -> None:
+    balance = Balance(rate=0.1, clamp=0.15)
+    model = skewed(balance)
+    for ffn in model.routers():
+        ffn.router.bias.zero_()
+    counts = torch.tensor([[8.0, 0, 0, 0, 4, 4, 4, 4], [3.0, 3, 3, 3, 3, 3, 3, 3]])
+    update_biases(model, counts, 0.1, balance)
+    assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, -0.1])
+    assert model.routers()[1].router.bias.tolist() == [0.0] * 8
+    update_biases(model, counts, 0.1, balance)
+    assert model.routers()[0].router.bias.abs().max() == pytest.approx(0.15), "the clamp"
+    model.routers()[0].router.bias.zero_()
+    update_biases(model, counts, 0.1, balance.model_copy(update={"update": "proportional"}))
+    assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, *[-0.1 / 3] * 4])
+    before = model.routers()[0].router.bias.clone()
+    update_biases(model, counts, 0.1, balance, finite=torch.tensor(False))
+    update_biases(model, counts, 0.0, balance)
+    assert torch.equal(model.routers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_counts_nothing_twice(mode: str) -> None:
+    tokens, labels, cu_seqlens = sample()
+    plain, recomputing = build(CONFIGS["aux"]), build(CONFIGS["aux"])
+    checkpoint_activations(recomputing, mode)  # type: ignore[arg-type]
+    losses = []
+    for model in (plain, recomputing):
+        loss = model.loss(tokens, labels, cu_seqlens)
+        loss.total.backward()
+        losses.append(loss)
+    assert losses[0].experts.counts is not None
+    assert losses[1].experts.counts is not None
+    assert torch.equal(losses[0].experts.counts, losses[1].experts.counts)
+    assert losses[0].experts.counts.sum(-1).tolist() == [tokens.numel() * 2] * 2, "each token counts top_k times in each layer"
+    torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-6, atol=0)
+    for (name, a), b in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    model = build(CONFIGS["aux"]).eval()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    tokens, labels, cu_seqlens = sample()
+    with torch.no_grad():
+        assert model.loss(tokens, labels, cu_seqlens).experts.aux is None
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_the_bias_selects_but_never_weights() -> None:
+    model = build(CONFIGS["moe"]).eval()
+    router = model.routers()[0].router
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        router.bias.zero_()
+        router.bias[3] = 100.0
+        forced = router(x)
+    assert (forced.experts == 3).any(-1).all(), "the bias selects"
+    gates = torch.sigmoid(x[0] @ router.weight.T)
+    chosen = gates.gather(1, forced.experts)
+    torch.testing.assert_close(forced.weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+
+
+def test_statistics_by_hand() -> None:
+    values = statistics(torch.tensor([[4.0, 0.0, 2.0, 2.0]]), capacity_factor=1.25)
+    assert float(values["cv"]) == pytest.approx((2 / 4) ** 0.5)
+    assert float(values["max_ratio"]) == 2
+    assert float(values["min_ratio"]) == 0
+    assert int(values["dead"]) == 1
+    assert float(values["overflow"]) == pytest.approx((2 - 1.25) / 4)
+    assert load_error(torch.tensor([[4.0, 0.0, 2.0, 2.0]])).tolist() == [[-1.0, 1.0, 0.0, 0.0]]
+
+
+def test_sinkhorn_evens_a_skewed_batch() -> None:
+    logits = torch.randn(512, 8, generator=torch.Generator().manual_seed(5)) + torch.tensor([3.0, 2, 0, 0, 0, 0, 0, 0])
+    load = lambda scores: torch.bincount(scores.topk(2, -1).indices.flatten(), minlength=8).float()  # noqa: E731
+    assert load(logits).std() / load(logits).mean() > 0.8
+    assert load(sinkhorn(logits)).std() / load(sinkhorn(logits)).mean() < 0.2
+
+
+def test_the_router_temperature_warms_up() -> None:
+    moe = Moe(experts=4, top_k=1, expert_size=8, temperature=2.0, temperature_steps=10)
+    model = Transformer(Model(**_SMALL, moe=moe))
+    for step, expected in ((0, 2.0), (5, 1.5), (10, 1.0), (1000, 1.0)):
+        set_temperature(model, step)
+        assert float(model.routers()[0].router.temperature) == expected

@@ -1,0 +1,174 @@
+"""The decoder: fast paths against their plain twins, documents, positions, counts.
+
+Tolerance 1e-5 relative to the largest value unless a test says otherwise: both sides are fp32 and differ in the order of sums,
+which costs about 1e-6 at these sizes; a leak across documents or a wrong mask costs more than 1e-2.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.model import Transformer
+from lmworks.model.attention import attend_blocks, attend_fast, attend_plain
+from lmworks.model.init import initialize, normal
+from lmworks.model.loss import IGNORE
+from lmworks.recipe.model import Balance, Model, Moe, Rope
+from lmworks.recipe.shapes import count, parameters
+from lmworks.shards.packing import IGNORE as SHARDS_IGNORE
+
+_SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+_MOE = Moe(experts=8, top_k=2, expert_size=16, dense_layers=1, routed_scale=2.5)
+CONFIGS = {
+    "dense": Model(**_SMALL),
+    "mha": Model(**(_SMALL | {"kv_heads": 4})),
+    "mqa": Model(**(_SMALL | {"kv_heads": 1})),
+    "moe": Model(**_SMALL, moe=_MOE, qk_norm=True, attention_bias=True, rope=Rope(fraction=0.5), z_loss=1e-2),
+    "moe_groups": Model(**_SMALL, moe=_MOE.model_copy(update={"groups": 4, "top_groups": 2, "gate": "softmax"})),
+    "aux": Model(**_SMALL, moe=_MOE.model_copy(update={"balance": Balance(method="aux", sequence_aux_weight=0.1)})),
+    "nope": Model(**_SMALL, nope_every=2, tie_embeddings=True),
+    "no_rope": Model(**_SMALL, rope=Rope(fraction=0)),
+    "window": Model(**_SMALL, sliding_window="6 tokens", global_every=3),
+    "softcap": Model(**_SMALL, logit_softcap=5.0, z_loss=1e-2),
+}
+
+
+def build(config: Model, seed: int = 1) -> Transformer:
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    return model
+
+
+def sample(rows: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(128, (rows, length), generator=torch.Generator().manual_seed(2))
+    labels = tokens.roll(-1, 1)
+    labels[:, ::7] = IGNORE
+    return tokens, labels, torch.tensor([0, 5, 17, length, length + 9, rows * length], dtype=torch.int32)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.detach() - expected.detach()).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fast_equals_plain_in_loss_and_gradients(name: str) -> None:
+    model, (tokens, labels, cu_seqlens) = build(CONFIGS[name]), sample()
+    model.head_chunk = 7
+    results = []
+    for plain in (False, True):
+        model.plain(plain).zero_grad()
+        loss = model.loss(tokens, labels, cu_seqlens)
+        (loss.total / 40).backward()
+        results.append((loss, {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}))
+    (fast, fast_grads), (slow, slow_grads) = results
+    torch.testing.assert_close(fast.total, slow.total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.stack(fast.head), torch.stack(slow.head), rtol=1e-5, atol=0)
+    assert fast_grads.keys() == slow_grads.keys() == dict(model.named_parameters()).keys()
+    for key in slow_grads:
+        assert relative(fast_grads[key], slow_grads[key]) < 2e-5, key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_masked_documents_equal_documents_alone(name: str) -> None:
+    model, (tokens, labels, cu_seqlens) = build(CONFIGS[name]).eval(), sample()
+    together = model(tokens, cu_seqlens).flatten(0, 1)
+    flat = tokens.flatten()
+    bounds = cu_seqlens.tolist()
+    alone = torch.cat([model(flat[None, a:b])[0] for a, b in pairwise(bounds)])
+    assert relative(together, alone) < 1e-5
+    # and the gradient that reaches one document comes from its own labels alone
+    labels = labels.flatten()
+    keep = labels.clone()
+    keep[:5] = IGNORE
+    model.embedding.weight.grad = None
+    model.loss(tokens, keep.view_as(tokens), cu_seqlens).total.backward()
+    only_first = [t for t in flat[:5].tolist() if t not in flat[5:].tolist()]
+    assert only_first
+    if not model.config.tie_embeddings:
+        assert model.embedding.weight.grad[only_first].abs().max() == 0
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shape = [(2, count, 256, 16) for count in (heads[0], heads[1], heads[1])]
+    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shape]
+    mask = None
+    if documents:
+        which = torch.arange(256) // 100
+        mask = (which[:, None] == which[None]).tril()[None, None].expand(2, 1, 256, 256)
+    upstream = torch.randn(shape[0], generator=generator)
+    results = []
+    for attend in (attend_blocks, lambda *a: attend_plain(*a, 0.0), lambda *a: attend_fast(*a, 0.0)):
+        out = attend(*inputs, mask)
+        results.append([out, *torch.autograd.grad(out, inputs, upstream)])
+    for found in (results[0], results[2]):
+        for a, b in zip(found, results[1], strict=True):
+            assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counts_from_the_config_equal_the_built_model(name: str) -> None:
+    model = Transformer(CONFIGS[name])
+    listed = {p.name: p.shape for p in parameters(model.config)}
+    assert listed == {key: tuple(p.shape) for key, p in model.named_parameters()}
+    assert count(model.config) == sum(p.numel() for p in model.parameters())
+
+
+def test_initialisation_is_a_function_of_name_and_position() -> None:
+    config = CONFIGS["moe"]
+    first, second = initialize(Transformer(config), 7), initialize(Transformer(config), 7)
+    other = initialize(Transformer(config), 8)
+    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        if a.dim() > 1:
+            assert not torch.equal(a, c), name
+    whole = normal(7, "layers.1.ffn.experts.gate", 0, 10_000)
+    assert torch.equal(whole[1234:1300], normal(7, "layers.1.ffn.experts.gate", 1234, 66)), "a rank makes its own part alone"
+    assert abs(float(whole.mean())) < 0.04
+    assert abs(float(whole.std()) - 1) < 0.03
+    # a layer more changes no weight of the layers before it, the residual scale aside
+    deeper = initialize(Transformer(config.model_copy(update={"layers": 4})), 7)
+    assert torch.equal(first.layers[1].ffn.experts.gate, deeper.layers[1].ffn.experts.gate)
+
+
+def test_labels_that_do_not_count_are_one_number() -> None:
+    assert IGNORE == SHARDS_IGNORE
+
+
+def test_no_valid_label_is_a_zero_gradient_not_a_nan() -> None:
+    model, (tokens, labels, _) = build(CONFIGS["moe"]), sample()
+    loss = model.loss(tokens, torch.full_like(labels, IGNORE))
+    loss.total.backward()
+    assert float(loss.head.cross_entropy) == 0
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [("dense", torch.float32, 1e-5), ("moe", torch.float32, 1e-5), ("moe", torch.bfloat16, 0.1)]
+)
+def test_compiled_training_equals_eager(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """fp32: fusion changes the order of sums. bf16: fused code keeps fp32 between operations where eager code rounds, which is
+    1% to 6% of a gradient's norm here; a lost term is more than half of it. Every expert is chosen, since a rounding that
+    changes a choice would hide everything else."""
+    config = CONFIGS[name] if CONFIGS[name].moe is None else CONFIGS[name].model_copy(update={"moe": _MOE.model_copy(update={"top_k": 8})})
+    model, (tokens, labels, cu_seqlens) = build(config), sample()
+    model.compute_dtype = dtype
+    expected = model.loss(tokens, labels, cu_seqlens).total
+    expected.backward()
+    eager = {key: p.grad.clone() for key, p in model.named_parameters()}
+    model.zero_grad()
+    model.compile(dynamic=False)
+    found = model.loss(tokens, labels, cu_seqlens).total
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
+    for key, parameter in model.named_parameters():
+        assert float((parameter.grad - eager[key]).norm() / eager[key].norm()) < tolerance, key

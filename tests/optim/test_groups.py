@@ -1,0 +1,83 @@
+"""Every parameter of a real model gets the rule that its name calls for."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lmworks.errors import UserError
+from lmworks.model.transformer import Transformer
+from lmworks.optim.groups import Group, group_parameters
+from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.training import Optimizer as Options
+
+MODEL = Model(
+    vocab_size=64, hidden_size=32, layers=3, heads=2, kv_heads=1, head_dim=16, ffn_size=48, qk_norm=True, attention_bias=True,
+    moe=Moe(experts=4, top_k=2, expert_size=16),
+)  # fmt: skip
+
+
+def by_name(model: nn.Module, **options: object) -> dict[str, Group]:
+    groups = group_parameters(model.named_parameters(), Options(learning_rate=0.01, adam_learning_rate=0.002, **options))
+    return {name: group for group in groups for name in group.parameters}
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    model = Transformer(MODEL)
+    groups = group_parameters(model.named_parameters(), Options(learning_rate=0.01))
+    assert sum(len(group.parameters) for group in groups) == len(list(model.parameters()))
+    assert by_name(model).keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_kind_and_decay(kind: str) -> None:
+    groups = by_name(Transformer(MODEL), kind=kind)
+    for name, group in groups.items():
+        end = name.split(".")[0] in ("embedding", "head", "norm")
+        small = name.endswith(".bias") or "norm" in name
+        assert group.kind == ("adamw" if end or small else kind), name
+        assert group.weight_decay == (0.0 if small or name == "embedding.weight" else 0.1), name
+        assert group.learning_rate == (0.01 if group.kind == kind else 0.002), name
+    # Spot checks that do not share the rule's own words.
+    assert groups["layers.1.ffn.experts.down"].kind == kind
+    assert groups["layers.1.ffn.router.weight"].kind == kind
+    assert groups["layers.2.attention.query.bias"].weight_decay == 0
+    assert groups["head.weight"].weight_decay == 0.1
+
+
+def test_tied_embedding_is_an_embedding() -> None:
+    model = Transformer(MODEL.model_copy(update={"tie_embeddings": True}))
+    groups = by_name(model)
+    assert "head.weight" not in groups
+    assert groups["embedding.weight"].weight_decay == 0
+
+
+def test_layer_decay() -> None:
+    groups = by_name(Transformer(MODEL), layer_decay=0.5)
+    expected = {
+        "head.weight": 0.002, "norm.weight": 0.002, "layers.2.ffn_norm.weight": 0.002, "layers.1.ffn_norm.weight": 0.001,
+        "layers.2.attention.query.weight": 0.01, "layers.1.attention.query.weight": 0.005, "layers.0.ffn.gate.weight": 0.0025,
+        "embedding.weight": 0.00025,
+    }  # fmt: skip
+    assert {name: groups[name].learning_rate for name in expected} == pytest.approx(expected)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Transformer(MODEL)
+    model.embedding.weight.requires_grad_(False)
+    assert "embedding.weight" not in by_name(model)
+
+
+def test_names_do_not_depend_on_compilation() -> None:
+    model = Transformer(MODEL)
+    wrapped = [(name.replace("layers.1.", "layers.1._orig_mod."), parameter) for name, parameter in model.named_parameters()]
+    names = {name for group in group_parameters(wrapped, Options(learning_rate=0.01)) for name in group.parameters}
+    assert names == dict(model.named_parameters()).keys()
+
+
+def test_a_missing_rate_is_named() -> None:
+    model = Transformer(MODEL)
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate has no value"):
+        group_parameters(model.named_parameters(), Options())
+    with pytest.raises(UserError, match=r"optimizer\.adam_learning_rate has no value"):
+        group_parameters(model.named_parameters(), Options(learning_rate=0.02, update_scale="spectral"))

@@ -1,0 +1,55 @@
+"""Counts from the config equal the built model, tensor by tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmworks.model.transformer import Transformer
+from lmworks.plan.counts import count
+from lmworks.recipe.load import load_recipe, shipped
+from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.shapes import count as total
+from lmworks.recipe.shapes import parameters
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+VARIANTS = [
+    Model.model_validate(SMALL),
+    Model.model_validate({**SMALL, "attention_bias": True, "qk_norm": True}),
+    Model.model_validate({**SMALL, "tie_embeddings": True, "nope_every": 2, "head_dim": 16}),
+    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 1}}),
+    Model.model_validate({**SMALL, "moe": {"experts": 6, "top_k": 1, "expert_size": 8, "dense_layers": 0, "shared_experts": 2}}),
+    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 2, "shared_experts": 0}}),
+]
+
+
+def built(model: Model) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+def test_every_tensor_has_its_name_and_shape(model: Model) -> None:
+    assert {parameter.name: parameter.shape for parameter in parameters(model)} == built(model)
+    assert total(model) == count(model).total
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name != "glm46-355b-a32b"])
+def test_shipped_models_are_built_as_counted(name: str) -> None:
+    model = load_recipe(name).recipe.model
+    assert {parameter.name: parameter.shape for parameter in parameters(model)} == built(model)
+
+
+def test_active_parameters_by_hand() -> None:
+    moe = Moe(experts=4, top_k=1, expert_size=10, shared_experts=1, dense_layers=1)
+    model = Model(vocab_size=100, hidden_size=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_size=16, moe=moe)
+    attention = 8 * 8 + 2 * 4 * 8 + 8 * 8
+    norms = 2 * 2 * 8 + 8
+    expert = 3 * 8 * 10
+    counts = count(model)
+    assert counts.total == 2 * 100 * 8 + 2 * attention + norms + 3 * 8 * 16 + 4 * 8 + 4 * expert + expert
+    assert counts.active == counts.total - 3 * expert
+    assert counts.active_computed == counts.active - 100 * 8
+    tied = count(model.model_copy(update={"tie_embeddings": True}))
+    assert tied.total == counts.total - 800
+    assert tied.active_computed == counts.active_computed

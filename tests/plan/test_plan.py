@@ -1,0 +1,262 @@
+"""Plans: shipped recipes on shipped clusters, layouts, memory and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lmworks.cli import recipe_commands
+from lmworks.errors import UserError
+from lmworks.plan.flops import keys_seen, per_token
+from lmworks.plan.layout import automatic, devices, legal, place, problems
+from lmworks.plan.machine import this_machine
+from lmworks.plan.memory import GIB, memory, stage_layers
+from lmworks.plan.plan import make_plan
+from lmworks.plan.render import render
+from lmworks.recipe.after import Layout
+from lmworks.recipe.load import load_cluster, load_recipe, shipped
+from lmworks.recipe.model import Model
+from lmworks.shards.timeline import Timeline
+
+FITS = {
+    "2-cores": {"quickstart", "dense-125m"},
+    "1xh200": {"quickstart", "dense-125m", "smollm3-3b"},
+    "64xh100": {"quickstart", "dense-125m", "smollm3-3b", "glm-15b-a3b", "glm45-air-106b-a12b"},
+    "8192xh800": {"smollm3-3b", "glm-15b-a3b", "glm45-air-106b-a12b", "glm46-355b-a32b"},
+}
+
+
+@pytest.mark.parametrize("where", sorted(FITS))
+@pytest.mark.parametrize("name", ["quickstart", "dense-125m", "smollm3-3b", "glm-15b-a3b", "glm45-air-106b-a12b", "glm46-355b-a32b"])
+def test_every_recipe_on_every_cluster(name: str, where: str) -> None:
+    resolved, cluster = load_recipe(name), load_cluster(where)
+    if name not in FITS[where]:
+        with pytest.raises(UserError) as caught:
+            make_plan(resolved.recipe, resolved.fingerprint, cluster)
+        message = str(caught.value)
+        assert "\n" not in message
+        assert "needs" in message or "no layout divides the work" in message
+        assert "the nearest that fits is" in message or "it fits with" in message
+        return
+    plan = make_plan(resolved.recipe, resolved.fingerprint, cluster)
+    timeline = Timeline(resolved.recipe.train.phases)
+    assert plan.steps == timeline.steps
+    assert plan.tokens == timeline.tokens_before(timeline.steps)
+    assert plan.seconds * devices(cluster) * cluster.bf16_tflops * 1e12 * plan.mfu == pytest.approx(plan.flops)
+    for phase, source in zip(plan.phases, resolved.recipe.train.phases, strict=True):
+        placed = phase.placed
+        assert list(problems(resolved.recipe, cluster, placed.layout, source)) == []
+        assert placed.memory.total <= cluster.memory_gib * GIB
+        per_step = placed.layout.dp_replicate * placed.layout.dp_shard * placed.micro_batch * placed.accumulation * source.sequence_length
+        assert per_step == source.batch
+
+
+def test_tensor_parallelism_is_as_small_as_fits() -> None:
+    """No legal layout with less pipeline, or as much of it and less tensor parallelism, would have fitted."""
+    resolved, cluster = load_recipe("glm46-355b-a32b"), load_cluster("8192xh800")
+    for phase in resolved.recipe.train.phases[:3]:
+        chosen, _ = automatic(resolved.recipe, cluster, phase, 1)
+        assert chosen is not None
+        for other in legal(resolved.recipe, cluster, phase, 1):
+            smaller = (other.pp, other.cp, other.tp) < (chosen.layout.pp, chosen.layout.cp, chosen.layout.tp)
+            if smaller:
+                assert place(resolved.recipe, cluster, other, phase).memory.total > cluster.memory_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tp": 16}, "tp 16 must lie within a node of 8"),
+        ({"tp": 3}, "tp 3 must lie within a node of 8"),
+        ({"pp": 128}, "pp 128 exceeds the 92 layers"),
+        ({"ep": 7}, "ep 7 does not divide the 160 experts"),
+        ({"dp_shard": 63}, "is 8,064 ranks, the cluster has 8,192 devices"),
+        ({"zero": 3}, "ZeRO-3 does not combine with a pipeline"),
+        ({"dp_replicate": 64}, "the 2,048 sequences of a step of phase general do not divide over 4,096 data ranks"),
+    ],
+)
+def test_illegal_layouts_are_named(change: dict[str, int], reason: str) -> None:
+    recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
+    layout = Layout(pp=16, tp=8, dp_shard=64, ep=32).model_copy(update=change)
+    assert any(reason in problem for problem in problems(recipe, cluster, layout, recipe.train.phases[0]))
+
+
+def test_a_dense_model_has_no_expert_ranks() -> None:
+    recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("64xh100")
+    found = list(problems(recipe, cluster, Layout(dp_shard=64, ep=8)))
+    assert found == ["ep 8 needs a mixture of experts; this model is dense"]
+
+
+def test_recipe_layout_is_kept_for_all_phases() -> None:
+    resolved, cluster = load_recipe("smollm3-3b", ["layout={tp: 4, cp: 4, dp_shard: 4}"]), load_cluster("64xh100")
+    plan = make_plan(resolved.recipe, "", cluster)
+    assert {(p.placed.layout.tp, p.placed.layout.cp, p.placed.layout.dp_shard) for p in plan.phases} == {(4, 4, 4)}
+    wrong = load_recipe("smollm3-3b", ["layout={tp: 4, dp_shard: 4}"])
+    with pytest.raises(UserError, match=r"is 16 ranks, the cluster has 64 devices; the nearest legal layout is TP4 x DP16"):
+        make_plan(wrong.recipe, "", cluster)
+
+
+def test_memory_components_by_hand() -> None:
+    """One device: 2 bytes of bf16 copy, 4 of master, 4 of gradient, and 4 or 8 of optimizer state per parameter."""
+    resolved, cluster = load_recipe("dense-125m"), load_cluster("1xh200")
+    recipe = resolved.recipe
+    total, embedding = 113_266_944, 49_152 * 768
+    assert make_plan(recipe, "", cluster).counts.total == total
+    parts = memory(recipe, cluster, Layout(), 2048, 1, 1).components
+    norms = 12 * (2 * 768 + 2 * 64) + 768
+    assert parts["weights"] == 2 * total
+    assert parts["fp32 master"] == parts["gradients"] == 4 * total
+    assert parts["optimizer state"] == 4 * (total - embedding - norms) + 8 * (embedding + norms)
+    adamw = load_recipe("dense-125m", ["optimizer.kind=adamw"]).recipe
+    assert memory(adamw, cluster, Layout(), 2048, 1, 1).components["optimizer state"] == 8 * total
+    fp32 = load_recipe("dense-125m", ["train.precision=fp32"]).recipe
+    parts = memory(fp32, cluster, Layout(), 2048, 1, 1).components
+    assert (parts["weights"], parts["fp32 master"]) == (4 * total, 0)
+
+
+def test_zero_shards_one_thing_after_the_other() -> None:
+    recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("64xh100")
+    levels = [memory(recipe, cluster, Layout(dp_shard=64, zero=level), 4096, 1, 1).components for level in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    names = ("optimizer state", "gradients", "weights")
+    for level, name in enumerate(names, start=1):
+        assert levels[level - 1][name] > levels[level][name]
+        assert all(levels[level][other] == levels[level - 1][other] for other in names[level:])
+    assert levels[0]["optimizer state"] == 64 * levels[1]["optimizer state"]
+
+
+def test_ranks_hold_the_model_between_them() -> None:
+    """Gradients of all stages and tensor ranks add up to four bytes per parameter, what is not split counted on each."""
+    recipe, cluster = load_recipe("glm-15b-a3b").recipe, load_cluster("64xh100")
+    one = memory(recipe, cluster, Layout(), 4096, 1, 1).components["gradients"]
+    split = memory(recipe, cluster, Layout(dp_shard=64, ep=64), 4096, 1, 1).components["gradients"]
+    experts = 4 * 27 * 64 * 3 * 2048 * 1280
+    assert one - split == pytest.approx(experts * 63 / 64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers=st.integers(1, 100), pp=st.integers(1, 100))
+def test_stages_cut_the_layers_once(layers: int, pp: int) -> None:
+    stages = [stage_layers(layers, pp, stage) for stage in range(pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_checkpointing_and_length_move_activations() -> None:
+    cluster = load_cluster("1xh200")
+
+    def activations(mode: str, length: int) -> float:
+        recipe = load_recipe("dense-125m", [f"train.activation_checkpointing={mode}"]).recipe
+        return memory(recipe, cluster, Layout(), length, 1, 1).components["activations"]
+
+    assert activations("none", 2048) > activations("selective", 2048) > activations("full", 2048)
+    assert activations("none", 4096) == 2 * activations("none", 2048)
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(1, 64), window=st.integers(1, 80), every=st.sampled_from([0, 2]))
+def test_attention_pairs_are_counted(length: int, window: int, every: int) -> None:
+    """The closed form equals counting the keys of each query, layer by layer."""
+    model = Model.model_validate(
+        {
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "layers": 3,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 4,
+            "ffn_size": 8,
+            "sliding_window": f"{window} tokens",
+            "global_every": every,
+        }
+    )
+    for layer in range(3):
+        far = length if every and (layer + 1) % every == 0 else window
+        assert keys_seen(model, layer, length) == pytest.approx(sum(min(query + 1, far) for query in range(length)) / length)
+
+
+def test_flops_of_a_forward_are_a_third() -> None:
+    """PyTorch's own counter sees 2N and the attention products in a forward pass of the built model."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lmworks.model.transformer import Transformer
+
+    model = Model.model_validate(
+        {"vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    )
+    network, length = Transformer(model), 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network.eval()
+        network.plain(True)
+        network(torch.zeros(1, length, dtype=torch.long))
+    cost = per_token(model, length)
+    # the plain twin multiplies all L keys where the causal count has (L + 1) / 2; norms are no products
+    products = cost.parameters - 6 * (2 * 2 * 32 + 32)
+    expected = length * (products + cost.attention * length / ((length + 1) / 2)) / 3
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+def test_measured_mfu_replaces_the_assumption() -> None:
+    resolved, cluster = load_recipe("quickstart"), load_cluster("2-cores")
+    assumed = make_plan(resolved.recipe, "", cluster)
+    measured = make_plan(resolved.recipe, "", cluster, measured_mfu=0.5 * assumed.mfu, measured_source="a run of 30 s")
+    assert measured.seconds == pytest.approx(2 * assumed.seconds)
+    assert measured.mfu_source == "a run of 30 s"
+
+
+def test_an_idle_pipeline_is_warned_of() -> None:
+    resolved = load_recipe("smollm3-3b")
+    (line, *_) = make_plan(resolved.recipe, "", load_cluster("8192xh800")).warnings()
+    assert "the pipeline stands idle 78% of each step, so 40% MFU is out of reach" in line
+
+
+def test_this_machine_is_measured() -> None:
+    cluster = this_machine(threads=1)
+    assert cluster.bf16_tflops > 0 and cluster.memory_gib > 0.5
+    assert cluster.name == "this machine"
+
+
+def invoke(*arguments: str) -> str:
+    app = typer.Typer()
+    recipe_commands.register(app)
+    app.command("other")(lambda: None)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_plan_command() -> None:
+    text = invoke("plan", "glm46-355b-a32b", "--cluster", "8192xh800")
+    for said in ("352.8B", "33.63B (32.86B without the embedding look-up)", "20.2 days (16.2 days for 6N alone)", "12 times less than"):
+        assert said in text
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(render(make_plan(load_recipe("glm46-355b-a32b").recipe, "", load_cluster("8192xh800"))))
+    assert max(map(len, narrow.getvalue().splitlines())) <= 80
+    assert "..." not in narrow.getvalue() and "…" not in narrow.getvalue(), "a terminal of 80 columns cuts nothing"
+    value = json.loads(invoke("plan", "quickstart", "--cluster", "2-cores", "--json", "--mfu", "0.1"))
+    assert (value["mfu"], value["mfu_source"]) == (0.1, "as given by --mfu")
+
+
+def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.train.calibrate._SECONDS", 0.5)
+    tiny = [
+        "train.compile=false", "model.layers=2", "model.hidden_size=64", "model.head_dim=16", "model.moe.expert_size=32",
+        "model.ffn_size=64",
+        "train.phases.general.sequence_length=64 tokens", "train.phases.general.batch=512 tokens", "train.micro_batch=4",
+    ]  # fmt: skip
+    overrides = [part for text in tiny for part in ("--set", text)]
+    value = json.loads(invoke("plan", "quickstart", "--cluster", "2-cores", "--json", "--calibrate", *overrides))
+    assert 0 < value["mfu"] < 1
+    assert re.fullmatch(r"measured here: median of \d+ steps of 512 tokens, .* s each, peak .* TFLOP/s", value["mfu_source"])
+
+
+def test_shipped_recipes_are_all_planned_here() -> None:
+    assert set(shipped()) == {name for names in FITS.values() for name in names}

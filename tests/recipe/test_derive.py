@@ -1,0 +1,123 @@
+"""Derived values: consistent with each other, and only where nothing was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmworks.errors import UserError
+from lmworks.recipe import laws
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.shapes import count, count_active
+
+Write = Callable[..., Path]
+BARE = """\
+name: bare
+size: 20M
+corpus:
+  sources:
+    - {name: a, kind: text, path: a.txt, licence: MIT}
+    - {name: b, kind: text, path: b.txt, licence: MIT}
+"""
+
+
+def test_size_alone_makes_a_run(write: Write) -> None:
+    resolved = load_recipe(write(text=BARE))
+    recipe = resolved.recipe
+    (phase,) = recipe.train.phases
+    assert count(recipe.model) == pytest.approx(20e6, rel=0.1)
+    assert phase.tokens == pytest.approx(20 * count_active(recipe.model), rel=0.01)
+    assert phase.tokens % phase.batch == 0 and phase.batch % phase.sequence_length == 0
+    assert phase.mixture == {"a": 0.5, "b": 0.5}
+    assert str(resolved.origins["model.layers"]).startswith("derived: nearest to size 20M")
+    assert "2203.15556" in str(resolved.origins["train.phases.general.tokens"])
+
+
+def test_size_in_the_file_fills_only_what_is_left_out(write: Write) -> None:
+    recipe = load_recipe(write(text=BARE + "model: {layers: 3}\n")).recipe
+    assert recipe.model.layers == 3
+
+
+def test_size_on_the_command_line_scales_the_phases(write: Write) -> None:
+    """The budgets keep their proportions, and what was written for another size gives way, overrides excepted."""
+    path = write(("model:\n", "optimizer: {learning_rate: 0.5}\nmodel:\n"))
+    small = load_recipe(path).recipe
+    assert small.optimizer.learning_rate == 0.5
+    resolved = load_recipe(path, ["train.phases.anneal.batch=32Ki"], size="40M")
+    recipe = resolved.recipe
+    general, anneal = recipe.train.phases
+    assert count(recipe.model) == pytest.approx(40e6, rel=0.1)
+    assert recipe.model.moe is not None and recipe.model.moe.experts == 16
+    assert general.tokens + anneal.tokens == pytest.approx(20 * count_active(recipe.model), rel=0.02)
+    assert general.tokens / anneal.tokens == pytest.approx(2_000_000 / 262_144, rel=0.02)
+    assert anneal.batch == 32 * 1024
+    assert recipe.optimizer.learning_rate is not None and recipe.optimizer.learning_rate < 0.01
+    assert str(resolved.origins["size"]) == "override --size 40M"
+    assert str(resolved.origins["train.phases.anneal.batch"]) == "override --set train.phases.anneal.batch=32Ki"
+
+
+def test_a_size_that_is_none(write: Write) -> None:
+    with pytest.raises(UserError, match="size 'huge' is not a number of parameters; write for example '125M'"):
+        load_recipe(write(), size="huge")
+
+
+def test_max_length_follows_the_extension(write: Write) -> None:
+    """YaRN's target counts where it is longer than what was trained on."""
+    path = write(
+        ("      sequence_length: 1Ki", "      rope: {scaling: yarn, factor: 8, original_length: 512 tokens}\n      sequence_length: 1Ki")
+    )
+    resolved = load_recipe(path)
+    assert resolved.recipe.model.max_length == 4096
+    assert "original_length" in str(resolved.origins["model.max_length"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.floats(2e6, 4e11),
+    vocab=st.sampled_from([4096, 32_768, 151_552]),
+    experts=st.sampled_from([None, (8, 2), (64, 6), (160, 8)]),
+    tied=st.booleans(),
+)
+def test_shapes_are_sound(size: float, vocab: int, experts: tuple[int, int] | None, tied: bool) -> None:
+    moe = Moe(experts=experts[0], top_k=experts[1], expert_size=1) if experts else None
+    shape = laws.shape(int(size), Model(vocab_size=vocab, moe=moe, tie_embeddings=tied))
+    expert_size = shape.pop("expert_size", None)
+    model = Model.model_validate(
+        {**shape, "vocab_size": vocab, "tie_embeddings": tied, "moe": moe and moe.model_copy(update={"expert_size": expert_size})}
+    )
+    assert model.hidden_size == shape["heads"] * shape["head_dim"]
+    assert shape["heads"] % shape["kv_heads"] == 0
+    assert model.layers is not None and model.layers >= 2
+    assert 20 <= model.hidden_size / model.layers <= 175
+    smallest = 2 * vocab * 64 * 2  # embeddings alone may exceed a tiny size
+    assert count(model) == pytest.approx(size, rel=0.35) or size < smallest
+    assert count_active(model) <= count(model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.integers(10_000, 10**14), length=st.sampled_from([128, 512, 2048, 32_768]))
+def test_batches_are_sound(tokens: int, length: int) -> None:
+    batch = laws.batch_tokens(tokens, length)
+    sequences = batch // length
+    assert batch % length == 0 and sequences & (sequences - 1) == 0
+    assert batch <= max(tokens, length)
+
+
+def test_rates_fall_with_size_and_rise_with_data() -> None:
+    assert laws.peak_learning_rate(10**9, 10**11) < laws.peak_learning_rate(10**8, 10**11)
+    assert laws.peak_learning_rate(10**9, 10**10) < laws.peak_learning_rate(10**9, 10**11)
+    # the paper's example of 1B parameters outside the embeddings and 100B tokens: 1.79 * 1e9**-0.713 * 1e11**0.307
+    assert laws.peak_learning_rate(10**9, 10**11) == pytest.approx(1.63e-3, rel=0.01)
+
+
+def test_rate_depends_on_the_optimizer() -> None:
+    spectral = load_recipe("dense-125m", ["optimizer.update_scale=spectral", "optimizer.kind=muon"]).recipe.optimizer
+    assert spectral.learning_rate == 0.02
+    assert spectral.adam_learning_rate != 0.02
+    adamw = load_recipe("dense-125m", ["optimizer.kind=adamw"]).recipe.optimizer
+    assert adamw.learning_rate == adamw.adam_learning_rate

@@ -1,0 +1,107 @@
+"""Fingerprints, and what a resume may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmworks.errors import UserError
+from lmworks.recipe.fingerprint import changed_keys, fingerprint, require_allowed
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.recipe import Recipe
+
+Write = Callable[..., Path]
+
+
+def loaded(path: Path, *overrides: str) -> Recipe:
+    return load_recipe(path, overrides).recipe
+
+
+def test_how_it_is_written_does_not_matter(write: Write) -> None:
+    first = load_recipe(write()).fingerprint
+    assert load_recipe(write(("tokens: 2M", "tokens: 2000k"), ("batch: 8Ki", "batch: 8192 tokens"))).fingerprint == first
+    assert load_recipe(write(("{prose: 0.75, code: 0.25}", "{code: 0.25, prose: 0.75}"))).fingerprint == first
+    assert load_recipe(write(), ["seed=2"]).fingerprint != first
+
+
+def test_sub_trees(write: Write) -> None:
+    """A stage is stamped with what it reads: other changes leave it done."""
+    before, after = loaded(write()), loaded(write(), "train.phases.anneal.tokens=512Ki")
+    assert fingerprint(before, ["corpus", "tokenizer"]) == fingerprint(after, ["tokenizer", "corpus"])
+    assert fingerprint(before, ["train.phases"]) != fingerprint(after, ["train.phases"])
+    assert fingerprint(before, ["train.phases.general"]) == fingerprint(after, ["train.phases.general"])
+
+
+def test_changed_keys_are_named(write: Write) -> None:
+    old = loaded(write(), "threads=2")
+    new = loaded(
+        write(),
+        "threads=2",
+        "train.phases.general.tokens=3M",
+        "metrics.tensorboard=true",
+        "optimizer.learning_rate=0.01",
+        "optimizer.adam_learning_rate=0.01",
+    )
+    changes = {change.path: (change.old, change.new) for change in changed_keys(old, new)}
+    assert changes["train.phases.general.tokens"] == ("2000000 tokens", "3000000 tokens")
+    assert set(changes) == {"train.phases.general.tokens", "metrics.tensorboard", "optimizer.learning_rate", "optimizer.adam_learning_rate"}
+    assert changed_keys(old, old) == []
+
+
+def test_a_phase_that_was_put_in_between_is_named(write: Write) -> None:
+    """Items are told apart by name, so the phases after it do not all count as changed."""
+    old = loaded(write())
+    inserted = (
+        "    - name: anneal",
+        "    - {name: middle, tokens: 1M, mixture: {code: 1.0}, sequence_length: 512 tokens, batch: 8Ki}\n    - name: anneal",
+    )
+    paths = [
+        change.path
+        for change in changed_keys(
+            old, loaded(write(inserted), *(f"optimizer.{k}={getattr(old.optimizer, k)}" for k in ("learning_rate", "adam_learning_rate")))
+        )
+    ]
+    assert paths and all(path.startswith("train.phases.middle.") for path in paths)
+
+
+def test_a_resume_refuses_by_name(write: Write) -> None:
+    old, new = loaded(write()), loaded(write(), "train.phases.general.batch=16Ki", "checkpoints.keep_last=5", "train.micro_batch=1")
+    changes = changed_keys(old, new)
+    with pytest.raises(UserError) as caught:
+        require_allowed(changes, ["train.micro_batch"])
+    message = str(caught.value)
+    assert "train.phases.general.batch (8192 tokens -> 16384 tokens)" in message
+    assert message.endswith("go on with --allow train.phases.general.batch")
+    assert "keep_last" not in message and "micro_batch" not in message
+    allowed = require_allowed(changes, ["train.micro_batch", "train.phases"])
+    assert {change.path for change in allowed} == {"train.phases.general.batch", "train.micro_batch"}
+
+
+def test_harmless_changes_pass(write: Write) -> None:
+    old, new = (
+        loaded(write()),
+        loaded(write(), "run_dir=elsewhere", "train.save_every=7 steps", "tune.tokens=1M", "evaluate.tasks=[x]", "export.gguf=false"),
+    )
+    assert require_allowed(changed_keys(old, new)) == []
+    corpus = loaded(write(), "evaluate.benchmarks=[piqa]")
+    with pytest.raises(UserError, match=r"evaluate\.benchmarks"):
+        require_allowed(changed_keys(old, corpus))
+    for change in ("threads=1", "seed=9", "layout.tp=2", "train.compile=false"):
+        with pytest.raises(UserError):
+            require_allowed(changed_keys(loaded(write(), "threads=2"), loaded(write(), "threads=2", change)))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(tree=st.dictionaries(st.text(min_size=1, max_size=5), values, max_size=4))
+def test_order_of_keys_does_not_matter(tree: dict[str, object]) -> None:
+    assert fingerprint(tree) == fingerprint(dict(reversed(tree.items())))

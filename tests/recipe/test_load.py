@@ -1,0 +1,231 @@
+"""Loading: presets, overrides, origins, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmworks.errors import UserError
+from lmworks.recipe.fingerprint import fingerprint
+from lmworks.recipe.load import load_cluster, load_recipe, load_resolved, shipped
+from lmworks.recipe.shapes import count
+
+Write = Callable[..., Path]
+RECIPES = ("dense-125m", "glm-15b-a3b", "glm45-air-106b-a12b", "glm46-355b-a32b", "quickstart", "smollm3-3b")
+
+
+def refusal(path: Path, overrides: list[str] | None = None, size: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides or [], size)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_all_that_ships_is_known() -> None:
+    assert set(RECIPES) <= set(shipped())
+    assert {"2-cores", "1xh200", "64xh100", "8192xh800"} <= set(shipped("clusters"))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipe_is_complete(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    model = recipe.model
+    derived = (
+        model.vocab_size,
+        model.hidden_size,
+        model.layers,
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+        model.ffn_size,
+        model.max_length,
+    )
+    others = (recipe.run_dir, recipe.threads, recipe.optimizer.learning_rate, recipe.optimizer.adam_learning_rate, recipe.train.micro_batch)
+    assert None not in derived + others
+    assert model.max_length == max(phase.sequence_length for phase in recipe.train.phases)
+    assert model.vocab_size >= recipe.tokenizer.vocab_size
+
+
+def test_glm46_has_the_three_stages() -> None:
+    """SPEC TRN1: 15T at 2K, 7T at 4K, and 1T in quarters at 32K, 64K, 128K and 200K, with a raised base."""
+    recipe = load_recipe("glm46-355b-a32b").recipe
+    stages = [(int(phase.tokens), int(phase.sequence_length)) for phase in recipe.train.phases]
+    quarter = 250 * 10**9
+    long = [(quarter, length) for length in (32_768, 65_536, 131_072, 202_752)]
+    assert stages == [(15 * 10**12, 2048), (7 * 10**12, 4096), *long]
+    assert recipe.model.rope.theta == 10_000
+    change = recipe.train.phases[2].rope
+    assert change is not None
+    assert change.apply(recipe.model.rope).theta == 1_000_000
+
+
+def test_origins(write: Write) -> None:
+    resolved = load_recipe(write(), ["train.phases.anneal.batch=16Ki", "train.phases.0.tokens=3M", "optimizer.betas=[0.9, 0.99]"])
+    origins = {path: str(origin) for path, origin in resolved.origins.items()}
+    assert origins["name"].startswith("recipe") and origins["name"].endswith("small.yaml:1")
+    assert origins["train.phases.general.mixture.code"].endswith("small.yaml:12")
+    assert origins["model.moe.experts"] == "preset glm-tiny"
+    assert origins["train.phases.anneal.batch"] == "override --set train.phases.anneal.batch=16Ki"
+    assert origins["train.phases.general.tokens"] == "override --set train.phases.0.tokens=3M"
+    assert origins["run_dir"].startswith("derived: ") and "arXiv" in origins["optimizer.learning_rate"]
+    assert origins["seed"] == "default"
+    assert resolved.recipe.train.phases[1].batch == 16_384
+    assert resolved.recipe.optimizer.betas == (0.9, 0.99)
+
+
+def test_a_preset_gives_way_key_by_key(write: Write) -> None:
+    path = write(("preset: glm-tiny", "preset: glm-tiny\n  layers: 3\n  moe: {top_k: 4}"))
+    model = load_recipe(path).recipe.model
+    assert model.moe is not None
+    assert (model.layers, model.moe.top_k, model.moe.experts, model.hidden_size) == (3, 4, 16, 256)
+    dense = load_recipe(path, ["model.moe=null"])
+    assert dense.recipe.model.moe is None
+    assert str(dense.origins["model.moe"]) == "override --set model.moe=null"
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_resolved_json_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+    resolved = load_recipe(name)
+    resolved.save(tmp_path)
+    again = load_resolved(tmp_path / "resolved.json")
+    assert again == resolved.recipe
+    assert fingerprint(again) == resolved.fingerprint
+    assert load_recipe(tmp_path / "resolved.json").fingerprint == resolved.fingerprint
+    assert load_recipe(tmp_path / "recipe.yaml").fingerprint == resolved.fingerprint
+    assert json.loads((tmp_path / "resolved.json").read_text())["name"] == name
+
+
+def test_misspelt_key(write: Write) -> None:
+    path = write(("      tokens: 2M", "      token: 2M"))
+    assert refusal(path).endswith("small.yaml:11: train.phases.general has no key 'token'; did you mean 'tokens'?")
+
+
+def test_key_in_the_wrong_place(write: Write) -> None:
+    path = write(("model:\n", "learning_rate: 0.001\nmodel:\n"))
+    assert refusal(path).endswith("small.yaml:6: the top has no key 'learning_rate'; it belongs at optimizer.learning_rate")
+
+
+def test_unknown_override(write: Write) -> None:
+    message = refusal(write(), ["optimizer.lerning_rate=1"])
+    assert message == "--set optimizer.lerning_rate=1: optimizer has no key 'lerning_rate'; did you mean 'learning_rate'?"
+    assert "there is no item 'generl' here; there are: general, anneal" in refusal(write(), ["train.phases.generl.tokens=1M"])
+    assert refusal(write(), ["seed"]) == "--set 'seed' is not of the form a.b=c"
+    assert "nothing can be set below it" in refusal(write(), ["seed.x=1"])
+
+
+def test_weights_that_do_not_sum_to_one(write: Write) -> None:
+    message = refusal(write(("code: 0.25", "code: 0.35")))
+    assert message.endswith("small.yaml:10: train.phases.general: phase general: mixture weights sum to 1.1, not 1; scale them by 0.909091")
+
+
+def test_budget_smaller_than_a_step(write: Write) -> None:
+    message = refusal(write(("tokens: 2M", "tokens: 4Ki")))
+    assert "small.yaml:10: train.phases.general: phase general: the budget of 4096 tokens is smaller than one step of 8192" in message
+
+
+def test_units_are_asked_for(write: Write) -> None:
+    message = refusal(write(("tokens: 2M", "tokens: 2000")))
+    assert "small.yaml:11: train.phases.general.tokens: 2000 has no unit; write for example '2.5M tokens' or '15T'" in message
+    assert "'2 parsecs' is not a number of tokens" in refusal(write(("tokens: 2M", "tokens: 2 parsecs")))
+    assert "has no unit; write for example '2000 steps'" in refusal(write(), ["train.save_every=100"])
+
+
+def test_wrong_type(write: Write) -> None:
+    message = refusal(write(("name: small", "name: small\nseed: many")))
+    assert message.endswith("small.yaml:2: seed: input should be a valid integer, unable to parse string as an integer, not 'many'")
+    assert "model.rope.theta: input should be a finite number, not 'nan'" in refusal(write(), ["model.rope.theta=nan"])
+
+
+def test_unknown_source(write: Write) -> None:
+    message = refusal(write(("{prose: 0.75, code: 0.25}", "{pros: 0.75, code: 0.25}")))
+    assert message.endswith("small.yaml:12: train.phases.general.mixture.pros: no source is called 'pros'; did you mean 'prose'?")
+
+
+def test_names_must_differ(write: Write) -> None:
+    assert "two phases are called 'general'" in refusal(write(("name: anneal", "name: general")))
+    assert "two sources are called 'code'" in refusal(
+        write(("name: prose,", "name: code,"), ("{prose: 0.75, code: 0.25}", "{code: 1.0}"), ("{prose: 1.0}", "{code: 1.0}"))
+    )
+
+
+def test_vocabulary_that_does_not_match(write: Write) -> None:
+    assert "model.vocab_size: 1000 rows are too few for tokenizer.vocab_size 4096" in refusal(write(), ["model.vocab_size=1000"])
+
+
+def test_key_written_twice(write: Write) -> None:
+    message = refusal(write(("name: small", "name: small\nseed: 1\nseed: 2")))
+    assert message.endswith("small.yaml:3: 'seed' is written twice in this map (first on line 2); keep one")
+
+
+def test_broken_yaml(write: Write) -> None:
+    message = refusal(write(text="name: small\nmodel: {preset: glm-tiny\nseed: 1\n"))
+    assert "small.yaml:3: not readable as YAML: " in message
+    assert "must hold a map of keys, not list" in refusal(write(text="- 1\n"))
+
+
+def test_bad_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"name: caf\xe9\n")
+    assert refusal(path) == f"{path} is not UTF-8 text (byte 9); save it as UTF-8"
+
+
+def test_unfolding_aliases_end(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    path = tmp_path / "laughs.yaml"
+    path.write_text("\n".join(lines))
+    assert "unfolds to too many or too deep values" in refusal(path)
+
+
+def test_yaml_means_what_it_says(write: Write) -> None:
+    resolved = load_recipe(write(("    - {name: code, kind: code, path: src,", "    - {name: code, kind: code, path: no, language: on,")))
+    assert (resolved.recipe.corpus.sources[1].path, resolved.recipe.corpus.sources[1].language) == ("no", "on")
+    assert load_recipe(write(), ["optimizer.eps=1e-9"]).recipe.optimizer.eps == 1e-9
+
+
+def test_no_such_recipe() -> None:
+    assert "there is no recipe 'quikstart', as a file or by name; did you mean quickstart?" in refusal(Path("quikstart"))
+    with pytest.raises(UserError, match="there is no cluster '9xh100'"):
+        load_cluster("9xh100")
+    with pytest.raises(UserError, match="there is no model preset 'glm-tinny', as a file or by name; did you mean glm-tiny"):
+        load_recipe("quickstart", ["model.preset=glm-tinny"])
+
+
+def test_a_model_needs_a_shape(write: Write) -> None:
+    assert "the model has no hidden_size and no layers; write size: 125M, model.preset: NAME" in refusal(
+        write(("  preset: glm-tiny", "  qk_norm: true"))
+    )
+
+
+def test_existing_tokenizer_is_counted(write: Write, tmp_path: Path) -> None:
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 6, "content": "<|end|>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    resolved = load_recipe(write(), [f"tokenizer.path={tmp_path}"])
+    assert resolved.recipe.model.vocab_size == 7
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is not a tokenizer.json" in refusal(write(), [f"tokenizer.path={tmp_path}"])
+
+
+def test_cluster_files() -> None:
+    for name in shipped("clusters"):
+        cluster = load_cluster(name)
+        assert cluster.name == name and cluster.mfu_source
+
+
+def test_loading_is_light() -> None:
+    """`lmworks show` must not pay for torch."""
+    code = "import sys; from lmworks.recipe.load import load_recipe; load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_presets_count_what_they_are_called() -> None:
+    sizes = {"dense-1b": 1.2e9, "dense-350m": 0.35e9, "dense-125m": 0.125e9, "glm-15b-a3b": 15e9, "smollm3-3b": 3.08e9}
+    for name, size in {**sizes, "glm45-air-106b-a12b": 106.85e9, "glm46-355b-a32b": 352.8e9}.items():
+        model = load_recipe("dense-125m", [f"model.preset={name}", "tokenizer.vocab_size=49152"]).recipe.model
+        assert count(model) == pytest.approx(size, rel=0.1), name

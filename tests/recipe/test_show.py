@@ -1,0 +1,75 @@
+"""What `lmworks show` prints, and the reference made from the types."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lmworks.cli import recipe_commands
+from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.load import load_recipe
+from lmworks.recipe.paths import flat
+from lmworks.recipe.reference import reference
+from lmworks.recipe.show import tree
+
+Write = Callable[..., Path]
+ROOT = Path(__file__).resolve().parents[2]
+app = typer.Typer()
+recipe_commands.register(app)
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_every_value_is_shown_with_its_origin(write: Write) -> None:
+    resolved = load_recipe(write(), ["seed=7"])
+    out = io.StringIO()
+    Console(file=out, width=1000).print(tree(resolved))
+    text = out.getvalue()
+    assert text.count("default") + text.count("recipe ") + text.count("preset ") + text.count("derived: ") + text.count("override ") >= len(
+        resolved.origins
+    )
+    assert set(flat(as_tree(resolved.recipe))) == set(resolved.origins)
+    for line in (
+        "seed: 7  override --set seed=7",
+        "experts: 16  preset glm-tiny",
+        "run_dir: runs/small  derived: runs/ and the name",
+        "momentum: 0.95  default",
+    ):
+        assert line in text
+    assert "small.yaml:11" in next(line for line in text.splitlines() if "tokens: 2000000 tokens" in line)
+
+
+def test_show_as_json(write: Write) -> None:
+    path = str(write())
+    shown = json.loads(printed("show", path, "--json", "--set", "seed=7"))
+    assert shown["recipe"]["seed"] == 7
+    assert shown["origins"]["seed"] == "override --set seed=7"
+    assert shown["fingerprint"] == load_recipe(path, ["seed=7"]).fingerprint
+
+
+def test_show_without_defaults(write: Write) -> None:
+    text = printed("show", str(write()), "--changed")
+    assert "preset: glm-tiny" in text
+    assert not [line for line in text.splitlines() if line.endswith("  default")]
+
+
+def test_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8") == reference(), (
+        "run: python -m lmworks.recipe.reference > docs/recipe.md"
+    )
+
+
+def test_reference_says_what_every_key_means() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("| `") and line.count(" | ") >= 3]
+    assert len(rows) > 150
+    assert not [row for row in rows if row.endswith("|  |")]

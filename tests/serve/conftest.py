@@ -1,0 +1,158 @@
+"""A small real model with random weights, a tokenizer trained on the standard library's documentation, and a server on them."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lmworks import tokenizer as tokenizers
+from lmworks.checkpoint import Checkpoints
+from lmworks.files import write_json
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.recipe.after import Tune
+from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.recipe import Recipe
+from lmworks.serve.engine import Engine
+from lmworks.serve.guard import ServerOptions
+from lmworks.serve.vocabulary import Vocabulary
+from lmworks.tokenizer.train import train
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Tokenizer:
+    import argparse
+    import collections
+    import json
+    import logging
+    import statistics
+    import textwrap
+
+    root = tmp_path_factory.mktemp("tokenizer")
+    texts = [inspect.getsource(module) for module in (argparse, collections, json, logging, statistics, textwrap)]
+    for split, documents in (("train", texts), ("validation", texts[-1:])):
+        (root / split).mkdir()
+        columns = {
+            "id": [f"stdlib/{n}" for n in range(len(documents))], "text": documents, "origin": ["stdlib"] * len(documents),
+            **{name: [value] * len(documents) for name, value in {"source": "stdlib", "domain": "code", "language": "code"}.items()},
+        }  # fmt: skip
+        pq.write_table(pa.table(columns), root / split / "stdlib.parquet")
+    train(Recipe(name="serving", threads=1, tokenizer={"vocab_size": 512}), root, root / "tokenizer")
+    return tokenizers.load(root / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def model(vocabulary: Vocabulary) -> Transformer:
+    moe = Moe(experts=4, top_k=2, expert_size=32, dense_layers=1)
+    config = Model(
+        vocab_size=vocabulary.size, hidden_size=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn_size=128, qk_norm=True,
+        moe=moe, init_std=0.3, max_length=f"{CONTEXT} tokens",
+    )  # fmt: skip
+    return initialize(Transformer(config), seed=5).eval()
+
+
+@pytest.fixture
+def engine(model: Transformer, vocabulary: Vocabulary) -> Iterator[Engine]:
+    engine = Engine(model, vocabulary, "tiny", CONTEXT)
+    yield engine
+    engine.close()
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    engine: Engine
+
+
+Serving = Callable[..., Served]
+
+
+@contextmanager
+def running(model: Transformer, vocabulary: Vocabulary, options: ServerOptions, context: int) -> Iterator[Served]:
+    import uvicorn
+
+    from lmworks.serve.server import build_app
+
+    engine = Engine(model, vocabulary, "tiny", context)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        server = uvicorn.Server(uvicorn.Config(build_app(engine, options), log_level="warning", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
+        server.should_exit = True
+        thread.join()
+    assert not engine.alive  # the server closes its engine
+
+
+@pytest.fixture(scope="session")
+def server(model: Transformer, vocabulary: Vocabulary) -> Iterator[Served]:
+    with running(model, vocabulary, ServerOptions(), CONTEXT) as served:
+        yield served
+
+
+@pytest.fixture
+def start(model: Transformer, vocabulary: Vocabulary) -> Iterator[Serving]:
+    """Start more servers, with other options."""
+    with ExitStack() as stack:
+
+        def begin(context: int = CONTEXT, **options: object) -> Served:
+            return stack.enter_context(running(model, vocabulary, ServerOptions(**options), context))  # type: ignore[arg-type]
+
+        yield begin
+
+
+@pytest.fixture
+def waiting() -> Callable[[Callable[[], bool]], None]:
+    """Wait until something holds, for at most ten seconds."""
+
+    def wait(holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < end, "it never came to hold"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def run_dir(model: Transformer, tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory as training leaves it, with a base and a tuned model."""
+    run = tmp_path_factory.mktemp("runs") / "talker"
+    recipe = Recipe(name="talker", model=model.config, tune=Tune())
+    write_json(run / "resolved.json", as_tree(recipe))
+    shutil.copytree(tokenizer.directory, run / "tokenizer")
+    tuned = initialize(Transformer(model.config), seed=6)
+    for place, weights in ((run / "checkpoints", model), (run / "tune" / "checkpoints", tuned)):
+        with Checkpoints(place, recipe.checkpoints, {}) as checkpoints:
+            checkpoints.save(1, {"model": dict(weights.state_dict())}, {}, wait=True)
+    return run

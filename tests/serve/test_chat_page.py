@@ -1,0 +1,207 @@
+"""The chat page in a real browser, against a real server."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lmworks.serve import engine as engine_module
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+
+@pytest.fixture(autouse=True)
+def _no_chance_end(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights could end an answer at any token; here all go on to the limit."""
+    monkeypatch.setattr(server.engine.vocabulary, "stop_ids", ())
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 50 tokens a second, so that there is time to stop it."""
+    real = engine_module.stream
+
+    def paced(*arguments: Any) -> Iterator[Any]:
+        for row in real(*arguments):
+            time.sleep(0.02)
+            yield row
+
+    monkeypatch.setattr(engine_module, "stream", paced)
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page in which any script error or refused resource fails the test."""
+    context = browser.new_context(viewport={"width": 1000, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert [text for text in wrong if "the server responded with a status of 4" not in text] == []
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Your message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def finished(page: Page, answers: int = 1) -> None:
+    page.wait_for_function("n => document.querySelectorAll('.turn.assistant:not(.writing) .foot span').length === n", arg=answers)
+
+
+def test_a_message_gets_a_streamed_answer(page: Page, server: Any) -> None:
+    page.goto(server.url)
+    assert page.title() == "tiny · lmworks"
+    # Count how often the answer grows: a streamed answer grows many times, one that comes whole once.
+    page.evaluate("""() => {
+        window.lengths = new Set();
+        new MutationObserver(() => { const body = document.querySelector('.body'); if (body) lengths.add(body.textContent.length); })
+            .observe(document.getElementById('log'), { subtree: true, childList: true, characterData: true });
+    }""")
+    say(page, "Hello <b>there</b>")
+    finished(page)
+    assert page.evaluate("lengths.size") > 5
+    assert page.locator(".turn.user").inner_text().endswith("Hello <b>there</b>")
+    assert page.locator(".turn.assistant .body").inner_text().strip()
+    assert re.search(r"\d+ tokens · \d+ tokens/s", page.locator(".turn.assistant .foot").inner_text())
+    say(page, "And again")
+    finished(page, 2)
+    assert page.get_by_role("button", name="Try again").count() == 1
+    page.get_by_role("button", name="Try again").click()
+    finished(page, 2)
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".turn").count() == 0
+    assert page.get_by_role("heading", name="Talk to tiny").is_visible()
+
+
+def test_what_is_asked_is_what_is_shown(page: Page, server: Any) -> None:
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    page.goto(server.url)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Longest answer").fill("32")
+    say(page, "One")
+    finished(page)
+    say(page, "Two")
+    finished(page, 2)
+    first, second = asked
+    assert (first["temperature"], first["max_tokens"], first["model"]) == (0, 32, "tiny")
+    assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
+    assert second["messages"][0]["content"] == "Be brief."
+    page.reload()  # settings outlive the page
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+
+
+def test_stop_button_and_escape(page: Page, server: Any, slow: None, waiting: Any) -> None:
+    page.goto(server.url)
+    for answer, press in enumerate((lambda: page.get_by_role("button", name="Stop").click(), lambda: page.keyboard.press("Escape")), 1):
+        say(page, "Tell me a long story")
+        page.locator(".writing .body > *").first.wait_for()
+        press()
+        finished(page, answer)
+        assert "stopped" in page.locator(".turn.assistant .foot").last.inner_text()
+        waiting(lambda: server.engine.figures().running == 0)
+        assert page.get_by_role("button", name="Send").is_visible()
+
+
+def test_the_oldest_messages_make_room(page: Page, server: Any) -> None:
+    page.goto(server.url)
+    for number in range(1, 5):
+        say(page, f"{number} " + "word " * 20)
+        finished(page, number)
+    assert page.get_by_text("The oldest messages no longer fit").is_visible()
+
+
+def test_a_message_that_is_too_long_comes_back(page: Page, server: Any) -> None:
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    page.goto(server.url)
+    say(page, "First")
+    finished(page)
+    say(page, "word " * 400)
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert "this model's context is 256" in alert.inner_text()
+    assert page.get_by_label("Your message").input_value() == ("word " * 400).strip()
+    assert page.locator(".turn.user").count() == 1
+    say(page, "Short")
+    finished(page, 2)
+    assert alert.count() == 0
+    assert [message["content"] for message in asked[-1]["messages"] if message["role"] == "user"][-1] == "Short"
+    assert not any("word word" in message["content"] for message in asked[-1]["messages"])
+
+
+def test_the_key_is_asked_for(page: Page, start: Any) -> None:
+    page.goto(start(api_key="sesame").url)
+    say(page, "Hello")
+    page.get_by_label("API key").fill("sesame")
+    page.get_by_role("button", name="Try again").click()
+    finished(page)
+
+
+def test_markdown_is_shown_and_markup_is_not_obeyed(page: Page, server: Any) -> None:
+    image, script = "x = '<img src=x onerror=alert(1)>'", "<script>document.title='x'</script>"
+    answer = f"<think>hm</think>\n# Title\n\n1. one **bold**\n2. `two`\n\n```py\n{image}\n```\n{script}"
+    page.goto(server.url)
+    page.evaluate("text => render(document.getElementById('welcome'), text)", answer)
+    shown = page.locator("#welcome")
+    assert shown.locator("details summary").inner_text() == "Thinking"
+    assert shown.locator("h2").inner_text() == "Title"
+    assert shown.locator("ol li").count() == 2
+    assert shown.locator("strong").inner_text() == "bold"
+    assert shown.locator("pre").inner_text() == image
+    assert shown.locator("script, img").count() == 0
+    assert "<script>" in shown.inner_text()
+
+
+def test_nothing_is_loaded_from_elsewhere(page: Page, server: Any) -> None:
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.goto(server.url)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    assert all(url.startswith((server.url, "data:")) for url in seen)
+    policy = page.request.get(server.url).headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+
+
+@pytest.mark.parametrize("width", [320, 390, 1000])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_fits_and_can_be_read(browser: Browser, server: Any, width: int, theme: str) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 700}, color_scheme=theme)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(server.url)
+    assert page.locator("html").get_attribute("data-theme") == theme
+    page.get_by_role("button", name="Settings").click()
+    say(page, "x" * 200)
+    finished(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    box = page.get_by_label("Your message").bounding_box()
+    assert box
+    assert box["y"] + box["height"] <= 700
+    for selector in (".turn.user", ".body", ".foot span", ".hint", "h1"):
+        assert page.evaluate(CONTRAST, selector) >= 4.5, selector
+    context.close()
+
+
+# WCAG's contrast of an element's text with the first opaque ground behind it.
+CONTRAST = """selector => {
+    const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(value => value / 255)
+        .map(value => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, at) => sum + value * [0.2126, 0.7152, 0.0722][at], 0);
+    const element = document.querySelector(selector);
+    let ground = element;
+    while (/rgba\\(.*, 0\\)|transparent/.test(getComputedStyle(ground).backgroundColor)) ground = ground.parentElement;
+    const [a, b] = [light(getComputedStyle(element).color), light(getComputedStyle(ground).backgroundColor)].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+}"""

@@ -1,0 +1,183 @@
+"""The worker: turns, batches, seeds, cancellation, limits."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lmworks.model import Transformer
+from lmworks.model.generate import GenerateOptions, generate
+from lmworks.serve import engine as engine_module
+from lmworks.serve.engine import Delta, Engine, PromptTooLong, Request, Scores
+from lmworks.serve.scoring import score
+from lmworks.serve.vocabulary import Vocabulary
+
+CONTEXT = 256
+Wait = Callable[[Callable[[], bool]], None]
+
+
+def texts(engine: Engine, request: Request) -> list[str]:
+    out = [""] * len(request.prompts)
+    for event in engine.stream(request):
+        if isinstance(event, Delta):
+            out[event.index] += event.text
+    return out
+
+
+def ids(vocabulary: Vocabulary, *prompts: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(vocabulary.encode(prompt)) for prompt in prompts)
+
+
+def test_greedy_answers_equal_generate(engine: Engine, model: Transformer, vocabulary: Vocabulary) -> None:
+    prompts = ids(vocabulary, "def main(", "import", "class Reader(object):\n    def read(self")
+    options = GenerateOptions(max_new_tokens=24)
+    expected = []
+    for new in generate(model, [list(prompt) for prompt in prompts], options):
+        decoder = vocabulary.decoder()
+        expected.append("".join(map(decoder.push, new)) + decoder.finish())
+    assert texts(engine, Request(prompts, options)) == expected
+    assert len(set(expected)) == 3  # the prompts matter
+
+
+def test_many_clients_at_once_get_what_each_would_get_alone(engine: Engine, vocabulary: Vocabulary) -> None:
+    requests = [
+        Request(ids(vocabulary, f"value = {n} + "), GenerateOptions(max_new_tokens=8 + n % 5, temperature=n % 2, top_p=0.9), seed=n)
+        for n in range(24)
+    ]
+    alone = [texts(engine, request) for request in requests]
+    together: list[list[str] | None] = [None] * len(requests)
+
+    def ask(n: int) -> None:
+        together[n] = texts(engine, requests[n])
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_requests_alike_share_a_batch_and_others_do_not(engine: Engine, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real, hold = [], engine_module.stream, threading.Event()
+
+    def watched(model: Transformer, prompts: list[list[int]], options: GenerateOptions):  # type: ignore[no-untyped-def]
+        sizes.append(len(prompts))
+        hold.wait()
+        return real(model, prompts, options)
+
+    monkeypatch.setattr(engine_module, "stream", watched)
+    greedy, warm = GenerateOptions(max_new_tokens=2), GenerateOptions(max_new_tokens=2, temperature=1.0)
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+    prompt = ids(vocabulary, "x")
+    requests = [Request(prompt, greedy)] * 4 + [Request(prompt, warm)] * 2 + [Request(prompt, warm, seed=1), Request(prompt, warm, seed=1)]
+    for request in requests:
+        engine.submit(request, lambda event: ended.put(None) if event is None else None)
+    hold.set()
+    for _ in requests:
+        ended.get(timeout=10)
+    assert sum(sizes) == 8
+    # The worker may take the first request before the others are in; what is alike among the rest goes together.
+    assert sorted(sizes) in ([1, 1, 2, 4], [1, 1, 1, 2, 3])
+
+
+def test_a_seed_repeats_and_its_answers_differ_across_batches(engine: Engine, vocabulary: Vocabulary) -> None:
+    prompt = ids(vocabulary, "def ")[0]
+    request = Request((prompt,) * 20, GenerateOptions(max_new_tokens=12, temperature=1.0), seed=2**63 - 1)
+    first = texts(engine, request)
+    assert texts(engine, request) == first
+    assert len(set(first)) == 20
+    unseeded = Request((prompt,), GenerateOptions(max_new_tokens=12, temperature=1.0))
+    assert texts(engine, unseeded) != texts(engine, unseeded)
+
+
+def test_a_short_question_does_not_wait_for_a_long_answer(engine: Engine, vocabulary: Vocabulary) -> None:
+    order: list[str] = []
+    long = engine.submit(
+        Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=200)), lambda event: order.append("long") if event is None else None)
+    texts(engine, Request(ids(vocabulary, "b"), GenerateOptions(max_new_tokens=3)))
+    order.append("short")
+    assert order == ["short"]
+    long.cancel()
+
+
+def test_leaving_the_stream_frees_the_worker(engine: Engine, vocabulary: Vocabulary, waiting: Wait) -> None:
+    events = engine.stream(Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=200)))
+    next(events)
+    events.close()
+    waiting(lambda: engine.figures().running == 0)
+    assert engine.figures().generated_tokens < 100
+
+
+def test_stop_strings_and_tokens_end_an_answer(engine: Engine, vocabulary: Vocabulary) -> None:
+    prompts = ids(vocabulary, "def main(")
+    whole = texts(engine, Request(prompts, GenerateOptions(max_new_tokens=30)))[0]
+    middle = whole[len(whole) // 2 : len(whole) // 2 + 5]
+    events = list(engine.stream(Request(prompts, GenerateOptions(max_new_tokens=30), stop=(middle,))))
+    assert "".join(event.text for event in events) == whole[: whole.index(middle)]
+    assert events[-1].finish == "stop"
+    tokens = [event.tokens[0].token.id for event in engine.stream(Request(prompts, GenerateOptions(max_new_tokens=5))) if event.tokens]
+    ended = list(engine.stream(Request(prompts, GenerateOptions(max_new_tokens=5, stop_ids=(tokens[2],)))))
+    assert [event.finish for event in ended][-1] == "stop"
+    assert ended[-1].generated == tokens.index(tokens[2]) + 1
+
+
+def test_the_context_is_the_limit(engine: Engine, vocabulary: Vocabulary) -> None:
+    token = vocabulary.encode("a")[0]
+    full = Request(((token,) * (CONTEXT - 4),), GenerateOptions(max_new_tokens=50))
+    last = list(engine.stream(full))[-1]
+    assert (last.generated, last.finish) == (4, "length")
+    with pytest.raises(PromptTooLong, match="the prompt has 256 tokens and this model's context is 256: shorten it to at most 255 tokens"):
+        engine.submit(Request(((token,) * CONTEXT,), GenerateOptions()), print)
+
+
+def test_scores_equal_a_direct_forward(engine: Engine, model: Transformer, vocabulary: Vocabulary) -> None:
+    prompt = ids(vocabulary, "for name, value in sorted(items): print(name)")[0]
+    request = Request((prompt,), GenerateOptions(max_new_tokens=0, logprobs=3), score_prompts=True)
+    scores = next(event for event in engine.stream(request) if isinstance(event, Scores))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt]))[0].log_softmax(-1)
+    assert math.isnan(scores.tokens[0].logprob)
+    for at, token in enumerate(scores.tokens[1:]):
+        assert token.id == prompt[at + 1]
+        # the same sums over other shapes: fp32 rounding only
+        assert token.logprob == pytest.approx(logprobs[at, token.id].item(), abs=2e-5)
+        assert [number for number, _ in token.top] == logprobs[at].topk(3).indices.tolist()
+
+
+def test_long_prompts_are_scored_in_slices(model: Transformer, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.serve import scoring
+
+    prompt = vocabulary.encode("import os, sys\n" * 10)
+    whole = score(model, prompt, 2)
+    monkeypatch.setattr(scoring, "_ROWS", 7)
+    sliced = score(model, prompt, 2)
+    assert [token.id for token in sliced] == list(prompt)
+    assert [token.logprob for token in sliced[1:]] == pytest.approx([token.logprob for token in whole[1:]], abs=2e-5)
+
+
+def test_a_failure_is_told_and_the_worker_goes_on(engine: Engine, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    request = Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "stream", broken)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            texts(engine, request)
+    assert engine.alive
+    assert texts(engine, request)[0]
+
+
+def test_close_ends_what_is_under_way(model: Transformer, vocabulary: Vocabulary) -> None:
+    engine = Engine(model, vocabulary, "tiny", CONTEXT)
+    events = engine.stream(Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=200)))
+    next(events)
+    engine.close()
+    with pytest.raises(RuntimeError, match="stopping"):
+        list(events)

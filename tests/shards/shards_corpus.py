@@ -1,0 +1,26 @@
+"""Corpus files as the corpus stage writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_corpus(folder: Path, split: str, source: str, texts: Sequence[str], domain: str) -> Path:
+    """A corpus file as the corpus stage writes it."""
+    path = folder / split / f"{source}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = len(texts)
+    table = {
+        "id": [f"{source}/{number}" for number in range(count)],
+        "text": list(texts),
+        "source": [source] * count,
+        "domain": [domain] * count,
+        "language": ["en"] * count,
+        "origin": [f"{source}.txt:{number}" for number in range(count)],
+    }
+    pq.write_table(pa.table(table), path)
+    return path

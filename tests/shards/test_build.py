@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from shards_corpus import write_corpus
+
+from lmworks.errors import UserError
+from lmworks.files import sha256_file
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.build import build
+from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.manifest import Manifest, check_vocabulary, verify
+from lmworks.tokenizer import load
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_every_document_is_there_once_with_its_lineage(manifest: Manifest, shards_dir: Path, corpus: Path, tokenizer_dir: Path) -> None:
+    tokenizer = load(tokenizer_dir)
+    for source in manifest.sources:
+        for name, split in (("train", source.train), ("validation", source.validation)):
+            assert split is not None
+            rows = {row["id"]: row for row in pq.read_table(corpus / name / f"{source.name}.parquet").to_pylist()}
+            seen: Counter[str] = Counter()
+            for shard in split.shards:
+                file = IndexedFile(shards_dir / shard.prefix)
+                table = pq.read_table(f"{shards_dir / shard.prefix}.lineage.parquet").to_pylist()
+                assert file.documents == len(table) == shard.documents
+                for number, about in enumerate(table):
+                    text = rows[about["id"]]["text"]
+                    ids = file.document(number).tolist()
+                    assert ids == [*tokenizer.encode(text), tokenizer.eos_id]
+                    assert about["tokens"] == len(ids)
+                    assert about["bytes"] == len(text.encode())
+                    assert (about["origin"], about["domain"], about["language"]) == (rows[about["id"]]["origin"], source.domain, "en")
+                    seen[about["id"]] += 1
+            assert seen == Counter(rows.keys())
+            assert split.documents == len(rows)
+            assert split.tokens == sum(shard.tokens for shard in split.shards)
+            assert split.bytes == sum(len(row["text"].encode()) for row in rows.values())
+
+
+def test_documents_are_shuffled_and_shards_have_their_size(manifest: Manifest, shards_dir: Path) -> None:
+    split = manifest.source("words").train
+    tables = [pq.read_table(f"{shards_dir / shard.prefix}.lineage.parquet") for shard in split.shards]
+    order = [int(row["id"].split("/")[1]) for table in tables for row in table.to_pylist()]
+    assert abs(np.corrcoef(np.arange(len(order)), order)[0, 1]) < 5 / len(order) ** 0.5
+    for source in manifest.sources:
+        assert all(shard.tokens >= 9000 for shard in source.train.shards[:-1])
+    assert len(manifest.source("docs").train.shards) > 3
+
+
+def test_only_finished_files_are_left(manifest: Manifest, shards_dir: Path) -> None:
+    expected = {"manifest.json", "token_bytes.npy"}
+    for source in manifest.sources:
+        for split in (source.train, source.validation):
+            assert split is not None
+            expected |= {f"{shard.prefix}{ending}" for shard in split.shards for ending in (".bin", ".idx", ".lineage.parquet")}
+    assert set(contents(shards_dir)) == expected
+    verify(shards_dir)
+
+
+def test_building_again_elsewhere_gives_equal_files(
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    build(recipe, corpus, tokenizer_dir, tmp_path)
+    assert contents(tmp_path) == contents(shards_dir)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.build import build
+build(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
+"""
+
+
+def test_killed_and_started_again_gives_equal_files(
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "shards"
+    command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(corpus), str(tokenizer_dir), str(out)]
+    for files in (1, 3, 8, 20, 40):
+        with subprocess.Popen(command) as process:
+            while process.poll() is None and sum(path.is_file() for path in out.rglob("*")) < files:
+                time.sleep(0.001)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, "the kill must come while it works"
+    build(recipe, corpus, tokenizer_dir, out)
+    assert contents(out) == contents(shards_dir)
+
+
+def test_finished_sources_are_kept_and_damaged_ones_made_again(
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, copied_shards: Path
+) -> None:
+    (copied_shards / "manifest.json").rename(copied_shards / "unfinished.json")
+    damaged, kept = copied_shards / "train/docs-00001.bin", copied_shards / "train/code-00000.bin"
+    flip(damaged)
+    os.utime(kept, (1, 1))
+    (copied_shards / "train" / "gone-00000.bin").write_bytes(b"from a source that is no more")
+    build(recipe, corpus, tokenizer_dir, copied_shards)
+    assert contents(copied_shards) == contents(shards_dir)
+    assert kept.stat().st_mtime == 1
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+FILES = ["train/docs-00001.bin", "train/code-00000.idx", "validation/words-00000.lineage.parquet", "token_bytes.npy"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_verify_names_a_file_with_one_flipped_bit(copied_shards: Path, name: str) -> None:
+    verify(copied_shards)
+    flip(copied_shards / name)
+    with pytest.raises(UserError, match=rf"{name} is not what was written \(its hash differs\); delete the folder .* and run the same"):
+        verify(copied_shards)
+    (copied_shards / name).unlink()
+    with pytest.raises(UserError, match=rf"{name} is missing; delete the folder"):
+        verify(copied_shards)
+
+
+def test_a_vocabulary_that_does_not_match_is_refused(manifest: Manifest) -> None:
+    check_vocabulary(manifest, 700, manifest.tokenizer_sha256)
+    check_vocabulary(manifest, 768)
+    with pytest.raises(UserError, match=r"the model's vocab_size 640 is smaller than the shards' 700 entries; delete the shards folder"):
+        check_vocabulary(manifest, 640)
+    with pytest.raises(UserError, match=r"the shards were made with another tokenizer \(.*, now 000000000000\); delete the shards folder"):
+        check_vocabulary(manifest, 700, "0" * 64)
+
+
+def test_an_empty_or_missing_corpus_is_refused(recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train holds no \.parquet file; make the corpus first"):
+        build(recipe, tmp_path / "nothing", tokenizer_dir, tmp_path / "out")
+    copied = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    write_corpus(copied, "train", "empty", [], "docs")
+    with pytest.raises(UserError, match=r"empty\.parquet has no documents; take source empty out of the recipe"):
+        build(recipe, copied, tokenizer_dir, tmp_path / "out")
+    (copied / "train" / "empty.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(UserError, match=r"empty\.parquet is not readable parquet .*; delete the corpus folder"):
+        build(recipe, copied, tokenizer_dir, tmp_path / "out")
+
+
+def test_a_broken_or_missing_manifest_is_named(copied_shards: Path) -> None:
+    path = copied_shards / "manifest.json"
+    path.write_text('{"format": 1}')
+    with pytest.raises(UserError, match=r"manifest\.json: seed: Field required; delete the folder"):
+        Manifest.load(copied_shards)
+    path.unlink()
+    with pytest.raises(UserError, match=r"manifest\.json does not exist; make the shards first"):
+        Manifest.load(copied_shards)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from lmworks.shards.batch import Batch, Batches
+from lmworks.shards.prefetch import Prefetch
+
+
+def test_it_yields_the_same_batches_in_order(batches: Batches) -> None:
+    with Prefetch(batches.batch, 3, 9) as ready:
+        for step, batch in zip(range(3, 9), ready, strict=True):
+            assert batch.step == step
+            assert np.array_equal(batch.tokens, batches.batch(step).tokens)
+
+
+def slow(step: int) -> Batch:
+    time.sleep(0.05)
+    return Batch(np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), np.array([0, 1], np.int32), 0, step)
+
+
+def test_waiting_is_measured_and_vanishes_when_the_step_is_longer() -> None:
+    with Prefetch(slow, 0, 4) as ready:
+        next(ready)
+        assert ready.waited > 0.03
+        time.sleep(0.5)
+        next(ready)
+        assert ready.waited < 0.03
+
+
+def test_an_error_is_raised_where_the_batch_is_asked_for() -> None:
+    def broken(step: int) -> Batch:
+        if step == 1:
+            raise ValueError("no such shard")
+        return slow(step)
+
+    ready = Prefetch(broken, 0, 4)
+    assert next(ready).step == 0
+    with pytest.raises(ValueError, match="no such shard"):
+        next(ready)
+    with pytest.raises(StopIteration):
+        next(ready)
+
+
+def test_closing_early_stops_the_thread() -> None:
+    before = threading.active_count()
+    ready = Prefetch(slow, 0, 10**9)
+    next(ready)
+    ready.close()
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(ready)

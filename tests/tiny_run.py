@@ -1,0 +1,190 @@
+"""A whole run in seconds: some of the standard library's text, a mixture of experts of 60k parameters, two phases."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.checkpoint import listing
+from lmworks.checkpoint.storage import Reader, read_table
+from lmworks.metrics import system
+from lmworks.metrics.log import read
+from lmworks.model import Transformer
+from lmworks.optim.optimizer import Optimizer
+from lmworks.recipe.load import Resolved, load_recipe
+from lmworks.run.walk import walk
+from lmworks.shards.batch import Batch
+from lmworks.train import trainer
+from lmworks.train.pretrain import pretrain
+from lmworks.train.step import StepResult
+
+MODULES = ("bisect", "calendar", "cmd", "colorsys", "copy", "csv", "fnmatch", "glob", "graphlib", "heapq", "json.decoder", "keyword",
+           "linecache", "numbers", "queue", "reprlib", "sched", "shlex", "string", "textwrap", "timeit", "types")  # fmt: skip
+# Steps of the two phases below: 6 of a ramp from 4 to 8 sequences and 15 whole ones; 12 of 4 sequences.
+FIRST, SECOND = 21, 12
+STEPS = FIRST + SECOND
+
+RECIPE = """
+name: tiny
+seed: 5
+threads: 1
+corpus:
+  validation_bytes: 6KB
+  validation_fraction: 0.2
+  minhash: null
+  sources:
+    - {{name: code, kind: code, path: {texts}/code, include: "*.py", domain: code, language: code, licence: PSF-2.0}}
+    - {{name: docs, kind: jsonl, path: {texts}/docs.jsonl, domain: docs, licence: PSF-2.0}}
+tokenizer: {{vocab_size: 512, sample_bytes: 200kB}}
+model:
+  hidden_size: 32
+  layers: 3
+  heads: 2
+  kv_heads: 1
+  ffn_size: 64
+  qk_norm: true
+  z_loss: 0.0001
+  moe: {{experts: 4, top_k: 2, expert_size: 16, balance: {{rate: 0.01}}}}
+optimizer: {{learning_rate: 0.01, adam_learning_rate: 0.01}}
+train:
+  micro_batch: 2
+  precision: fp32
+  compile: false
+  validate_every: 8 steps
+  validate_bytes_per_domain: 2000
+  sample_every: 16 steps
+  save_every: 4 steps
+  phases:
+    - name: general
+      tokens: 5056 tokens
+      mixture: {{code: 0.7, docs: 0.3}}
+      sequence_length: 32 tokens
+      batch: 256 tokens
+      ramp: {{start: 128 tokens, over: 6 steps}}
+      schedule: {{warmup: 4 steps, decay: 4 steps}}
+    - name: long
+      tokens: 3072 tokens
+      mixture: {{docs: 1.0}}
+      sequence_length: 64 tokens
+      batch: 256 tokens
+      learning_rate_scale: 0.5
+      schedule: {{kind: linear, warmup: 2 steps, final: 0.1}}
+      rope: {{theta: 50000.0}}
+      balance_rate: 0.001
+tune:
+  data: [{{name: sums, kind: jsonl, path: {texts}/chats.jsonl, count: 300}}]
+  tokens: 2Ki
+  sequence_length: 64 tokens
+  batch: 256 tokens
+evaluate: {{references: false}}
+export: {{huggingface: false, gguf: false}}
+"""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A recipe file and the run directory that goes with it."""
+
+    recipe: Path
+    run_dir: Path
+
+    @property
+    def texts(self) -> Path:
+        """Where the raw text lies: code/*.py, docs.jsonl, chats.jsonl."""
+        return self.recipe.parent / "texts"
+
+    def resolve(self, *overrides: str) -> Resolved:
+        return load_recipe(self.recipe, [f"run_dir={self.run_dir}", *overrides])
+
+    def copy(self, to: Path) -> Tiny:
+        shutil.copytree(self.run_dir, to)
+        return replace(self, run_dir=to)
+
+    def walk(self, *overrides: str, last: str | None = None, allow: Sequence[str] = ()) -> list[tuple[str, str]]:
+        """Walk the stages; returns what was told, as (stage, what)."""
+        told: list[tuple[str, str]] = []
+        resolved = self.resolve(*overrides)
+        walk(resolved, last=last, allow=allow, tell=lambda one: told.append((one.stage, one.what)), resume_command="lmworks run")
+        return told
+
+    def pretrain(self, *overrides: str) -> None:
+        """The stage alone, without lock, stamp and comparison of recipes."""
+        pretrain(self.resolve(*overrides).recipe, self.run_dir, lambda length: 1e6, "lmworks run tiny.yaml")
+
+
+def write_texts(folder: Path) -> Path:
+    """Code, reference pages and conversations."""
+    from pydoc_data.topics import topics
+
+    (folder / "code").mkdir(parents=True)
+    for name in MODULES:
+        (folder / "code" / f"{name}.py").write_text(inspect.getsource(import_module(name)))
+    lines = [json.dumps({"text": topics[name]}) for name in sorted(topics)[:60]]
+    (folder / "docs.jsonl").write_text("\n".join(lines) + "\n")
+    chats = [
+        {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": f"{a} + {b} is {a + b}."}]}
+        for a in range(18) for b in range(18)
+    ]  # fmt: skip
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
+    return folder
+
+
+def prepare(folder: Path) -> Tiny:
+    """Texts, recipe, and a run directory up to its shards."""
+    know_the_peak()
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(RECIPE.format(texts=write_texts(folder / "texts")))
+    made = Tiny(recipe, folder / "run")
+    made.walk(last="shards")
+    return made
+
+
+def know_the_peak() -> None:
+    """Spare the second that measuring the matrix-multiply peak takes; only perf/mfu depends on it."""
+    system._peaks["cpu", 1] = 1e11
+
+
+def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Call `act` with the step's number whenever the trainer of this process begins one."""
+    honest = trainer.train_step
+
+    def observed(model: Transformer, optimizer: Optimizer, batch: Batch, **options: Any) -> StepResult:
+        act(batch.step)
+        return honest(model, optimizer, batch, **options)
+
+    patch.setattr(trainer, "train_step", observed)
+
+
+def checkpoint(run_dir: Path, step: int | None = None, folder: str = "checkpoints") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by path: model, optimizer, experts, random state."""
+    import torch.distributed.checkpoint as dcp
+
+    path = run_dir / folder / listing.name_of(step) if step is not None else listing.directories(run_dir / folder)[-1]
+    tensors = {name: torch.empty(row["shape"], dtype=getattr(torch, row["dtype"])) for name, row in read_table(path).items()}
+    dcp.load(tensors, storage_reader=Reader(path), planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+    return tensors
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that differ in any bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(_bits(one[name]), _bits(other[name]))]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def curve(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock or the machine decides."""
+    keep: Callable[[str], bool] = lambda name: name != "time" and not name.startswith(("perf/", "system/"))  # noqa: E731
+    return [{name: value for name, value in line.items() if keep(name)} for line in read(run_dir)]

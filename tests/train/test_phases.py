@@ -1,0 +1,131 @@
+"""Phase boundaries inside one run: what changes does so at the first step of the phase, and what has been learnt stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmworks.interrupt import Interrupted
+from lmworks.model import Transformer
+from lmworks.shards.batch import Batches
+from lmworks.watch.ledger import read_ledger
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """The undisturbed run with a checkpoint of every step."""
+    made = tiny.copy(tmp_path_factory.mktemp("phases") / "run")
+    made.pretrain(*EVERY)
+    return made
+
+
+def test_length_batch_and_phase_change_at_the_first_step(run: Tiny) -> None:
+    """Also that the ramp grows as the recipe says and the budget of each phase is kept."""
+    lines = curve(run.run_dir)
+    assert [line["train/phase"] for line in lines] == [0] * FIRST + [1] * (STEPS - FIRST)
+    assert [line["train/sequence_length"] for line in lines] == [32] * FIRST + [64] * (STEPS - FIRST)
+    assert [line["train/batch_tokens"] for line in lines] == [32 * rows for rows in (4, 4, 5, 6, 6, 7)] + [256] * (STEPS - 6)
+    assert lines[FIRST - 1]["train/tokens"] == 4864  # as many whole steps as 5,056 tokens pay for
+    assert lines[-1]["train/tokens"] == 4864 + 3072
+
+
+def test_the_mixture_changes_at_the_first_step(run: Tiny) -> None:
+    batches = Batches(run.resolve().recipe, run.run_dir / "shards")
+    sources = [[row.source for row in batches.documents(step)] for step in range(STEPS)]
+    assert {name for names in sources[FIRST:] for name in names} == {"docs"}
+    assert all("code" in names for names in sources[:FIRST])
+    drawn = [name for names in sources[:FIRST] for name in names]
+    assert abs(drawn.count("code") - 0.7 * len(drawn)) <= 1
+
+
+def test_the_rate_goes_on_from_where_the_phase_before_ended(run: Tiny) -> None:
+    """No cold restart: a warm-up of 2 steps from 10% of the peak to 50% of it, then down."""
+    rates = [line["optim/learning_rate"] / 0.01 for line in curve(run.run_dir)]
+    assert rates[FIRST - 1] == pytest.approx(0.1)
+    assert rates[FIRST : FIRST + 3] == pytest.approx([0.3, 0.5, 0.5 - 0.5 * 0.9 / 10])
+    assert rates[-1] == pytest.approx(0.05)
+    assert max(abs(after - before) for before, after in zip(rates[FIRST - 1 :], rates[FIRST:], strict=False)) < 0.21
+
+
+def test_the_optimizer_goes_on(run: Tiny) -> None:
+    """Its count, and a momentum that is 19 parts the old one."""
+    before, after = checkpoint(run.run_dir, FIRST), checkpoint(run.run_dir, FIRST + 1)
+    assert int(before["optimizer/count"]) == FIRST and int(after["optimizer/count"]) == FIRST + 1
+    for name in ("momentum.layers.0.attention.query.weight", "first.head.weight", "second.head.weight"):
+        old, new = before[f"optimizer/{name}"].flatten(), after[f"optimizer/{name}"].flatten()
+        assert float(old.norm()) > 0
+        assert float(torch.cosine_similarity(old, new, dim=0)) > 0.8
+
+
+def test_balancing_changes_its_rate_at_the_first_step(run: Tiny) -> None:
+    """The sign rule moves each bias by the rate of its phase: 0.01, then 0.001."""
+    name = "model/layers.1.ffn.router.bias"
+    for step, rate in ((FIRST - 1, 0.01), (FIRST, 0.001), (STEPS - 1, 0.001)):
+        moved = checkpoint(run.run_dir, step + 1)[name] - checkpoint(run.run_dir, step)[name]
+        assert moved.abs().max() == pytest.approx(rate, rel=1e-3)
+
+
+@pytest.mark.parametrize("stop", [None, FIRST - 1, FIRST, FIRST + 6])
+def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int | None) -> None:
+    """Also after a resume at the border exactly, behind it, and in the middle of the phase; and the weights are those of one go."""
+    seen: dict[int, tuple[float, float]] = {}
+    honest, now = Transformer.loss, {"step": 0}
+
+    def watched(self: Transformer, *inputs: torch.Tensor) -> object:
+        if self.training:
+            seen[now["step"]] = (self.rope.theta, float(self.inverse_frequencies[-1]))
+        return honest(self, *inputs)
+
+    monkeypatch.setattr(Transformer, "loss", watched)
+
+    def act(step: int) -> None:
+        now["step"] = step
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        before_each_step(patch, act)
+        if stop is not None:
+            with pytest.raises(Interrupted):
+                tiny_copy.pretrain()
+            stop = None
+        tiny_copy.pretrain()
+    bases = [10_000.0] * FIRST + [50_000.0] * (STEPS - FIRST)
+    assert [seen[step][0] for step in range(STEPS)] == bases
+    # the slowest frequency of a head of 16 dims
+    assert [seen[step][1] for step in range(STEPS)] == pytest.approx([theta ** (-14 / 16) for theta in bases])
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(run.run_dir)) == []
+
+
+def test_the_ledger_has_the_phases(run: Tiny) -> None:
+    phases = [event for event in read_ledger(run.run_dir / "ledger.jsonl") if event["event"] == "phase"]
+    assert [(event["phase"], event["step"], event["sequence_length"]) for event in phases] == [("general", 0, 32), ("long", FIRST, 64)]
+
+
+def test_experts_are_counted_once(run: Tiny, tiny: Tiny, tmp_path: Path) -> None:
+    """However often the run validates and samples, however the step is cut, and also where layers are computed again."""
+    tokens = 4864 + 3072
+    for number, overrides in enumerate((("train.micro_batch=1",), ("train.activation_checkpointing=full",))):
+        other = tiny.copy(tmp_path / str(number))
+        other.pretrain(*overrides)
+        assert checkpoint(other.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
+    assert checkpoint(run.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
+
+
+def test_looking_at_the_model_changes_nothing(run: Tiny, tiny_copy: Tiny) -> None:
+    """Validation and samples after every step against almost none, with dropout so that a random number too many would show."""
+    seldom, often = tiny_copy.copy(tiny_copy.run_dir.parent / "seldom"), tiny_copy
+    seldom.pretrain("train.validate_every=100%", "train.sample_every=100%", "model.dropout=0.1")
+    often.pretrain("train.validate_every=1 steps", "train.sample_every=1 steps", "model.dropout=0.1")
+    assert same_bits(checkpoint(often.run_dir), checkpoint(seldom.run_dir)) == []
+    assert sum("validation/bits_per_byte" in line for line in curve(often.run_dir)) == STEPS
+    assert sum("validation/bits_per_byte" in line for line in curve(seldom.run_dir)) == 1
+    assert same_bits(checkpoint(often.run_dir), checkpoint(run.run_dir)) != []  # the dropout was there

@@ -1,0 +1,207 @@
+"""One optimizer step: how a batch is cut, what is recomputed and in which precision must not matter to what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.model import Transformer
+from lmworks.optim.optimizer import Optimizer, build_optimizer
+from lmworks.optim.scaler import LossScaler
+from lmworks.shards.batch import Batch, Batches
+from lmworks.shards.packing import IGNORE
+from lmworks.train.pretrain import build_model
+from lmworks.train.step import StepResult, train_step
+from tiny_run import Tiny, same_bits
+
+
+@pytest.fixture(scope="module")
+def batch(tiny: Tiny) -> Batch:
+    """Eight sequences of 32 tokens of which 2, 32, 9, ... carry loss, as conversations and short documents do."""
+    whole = Batches(tiny.resolve().recipe, tiny.run_dir / "shards").batch(12)
+    assert whole.tokens.shape == (8, 32)
+    labels = whole.labels.copy()
+    for row, valid in enumerate((2, 32, 9, 1, 30, 4, 17, 3)):
+        labels[row, valid:] = IGNORE
+    return replace(whole, labels=labels)
+
+
+def make(tiny: Tiny, *overrides: str) -> tuple[Transformer, Optimizer]:
+    # A large eps: AdamW's first step is the sign of the gradient where eps is small, and rounding decides the sign of a zero.
+    recipe = tiny.resolve("optimizer.kind=adamw", "optimizer.eps=0.001", "optimizer.adam_learning_rate=null", *overrides).recipe
+    model = build_model(recipe).train()
+    return model, build_optimizer(model, recipe.optimizer)
+
+
+def step(model: Transformer, optimizer: Optimizer, batch: Batch, micro_batch: int, **options: Any) -> StepResult:
+    return train_step(model, optimizer, batch, **{"micro_batch": micro_batch, "rate": 1.0, "clip": 0.0, "balance_rate": 0.01} | options)
+
+
+def gradients(model: Transformer) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: Transformer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Largest difference over all tensors, relative to the largest element of its tensor."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp_min(1e-12)) for name in one)
+
+
+def parts(batch: Batch, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    for start in range(0, len(batch.tokens), rows):
+        part = batch.rows(start, start + rows)
+        yield tuple(torch.from_numpy(array) for array in (part.tokens, part.labels, part.cu_seqlens))
+
+
+def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
+    """Loss, gradients and weights after the update. fp32 sums in another order: 1e-5 of the largest element is some 100 roundings."""
+    model, optimizer = make(tiny)
+    start = weights(model)
+    whole = step(model, optimizer, batch, 8)
+    expected, moved = gradients(model), weights(model)
+    assert farthest(start, moved) > 1e-2  # the step is large against the tolerance below
+    for micro_batch in (1, 2, 3, 4):
+        model, optimizer = make(tiny)
+        result = step(model, optimizer, batch, micro_batch)
+        assert float(result.loss) == pytest.approx(float(whole.loss), rel=1e-6)
+        assert float(result.grad_norm) == pytest.approx(float(whole.grad_norm), rel=1e-5)
+        assert result.valid_tokens == 98
+        assert farthest(gradients(model), expected) < 1e-5
+        assert farthest(weights(model), moved) < 1e-5
+        assert result.counts_LE is not None and torch.equal(result.counts_LE, whole.counts_LE)
+
+
+def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of_means(tiny: Tiny, batch: Batch) -> None:
+    model, optimizer = make(tiny)
+    plain = make(tiny)[0].plain()
+    (inputs,) = parts(batch, 8)
+    loss = plain.loss(*inputs)
+    (loss.total / batch.valid_tokens).backward()
+    result = step(model, optimizer, batch, 2)
+    # the plain twin sums experts and heads in another order
+    assert farthest(gradients(model), gradients(plain)) < 1e-4
+    assert float(result.loss) == pytest.approx(float(loss.head.cross_entropy) / 98, rel=1e-6)
+
+    wrong = make(tiny)[0]
+    means = []
+    for inputs in parts(batch, 2):
+        valid = int((inputs[1] != IGNORE).sum())
+        loss = wrong.loss(*inputs)
+        (loss.total / valid / 4).backward()
+        means.append(float(loss.head.cross_entropy) / valid)
+    assert farthest(gradients(wrong), gradients(plain)) > 0.2
+    assert abs(np.mean(means) - float(result.loss)) > 1e-3
+
+
+def test_gradients_add_up_in_fp32_under_bf16(tiny: Tiny, batch: Batch) -> None:
+    """Bit for bit the fp32 sum of the micro-batches' gradients; a sum in bf16 is far from it."""
+    model, optimizer = make(tiny, "train.precision=bf16")
+    single = make(tiny, "train.precision=bf16")[0]
+    assert single.compute_dtype == torch.bfloat16
+    exact: dict[str, torch.Tensor] = {}
+    rounded: dict[str, torch.Tensor] = {}
+    for inputs in parts(batch, 1):
+        single.zero_grad(set_to_none=True)
+        (single.loss(*inputs).total * (1.0 / batch.valid_tokens)).backward()
+        for name, grad in gradients(single).items():
+            assert grad.dtype == torch.float32
+            exact[name] = exact[name] + grad if name in exact else grad
+            rounded[name] = rounded[name] + grad.bfloat16() if name in rounded else grad.bfloat16()
+    step(model, optimizer, batch, 1)
+    assert same_bits(gradients(model), exact) == []
+    assert farthest({name: grad.float() for name, grad in rounded.items()}, exact) > 1e-3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_changes_nothing(tiny: Tiny, batch: Batch, precision: str, dropout: float) -> None:
+    """Recomputed layers give the same bits, draw the same dropout, and count each token once."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model, optimizer = make(tiny, f"train.precision={precision}", f"train.activation_checkpointing={mode}", f"model.dropout={dropout}")
+        torch.manual_seed(3)
+        result = step(model, optimizer, batch, 4)
+        found[mode] = (weights(model), gradients(model), result, torch.get_rng_state())
+    for mode in ("selective", "full"):
+        assert same_bits(found[mode][0], found["none"][0]) == []
+        assert same_bits(found[mode][1], found["none"][1]) == []
+        assert torch.equal(found[mode][2].counts_LE, found["none"][2].counts_LE)
+        assert torch.equal(found[mode][3], found["none"][3])
+    assert found["none"][2].counts_LE.sum(-1).tolist() == [8 * 32 * 2] * 2  # tokens times experts per token
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_keeps_less(tiny: Tiny, batch: Batch, mode: Literal["selective", "full"]) -> None:
+    """The bytes that the forward keeps for the backward fall."""
+
+    def kept(mode: str) -> int:
+        model = make(tiny, f"train.activation_checkpointing={mode}")[0]
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        (inputs,) = parts(batch, 8)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.loss(*inputs)
+        return sum(sizes.values())
+
+    assert kept(mode) < 0.8 * kept("none")
+
+
+def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(tiny: Tiny, batch: Batch) -> None:
+    model, optimizer = make(tiny, "train.precision=fp16")
+    scaler = LossScaler(initial=2.0**40)
+    before, state = weights(model), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    result = step(model, optimizer, batch, 4, scaler=scaler)
+    assert torch.isfinite(result.loss) and not result.finite
+    assert same_bits(weights(model), before) == [] and same_bits(optimizer.state_dict(), state) == []
+    assert float(scaler.scale) == 2.0**39
+
+    scaler = LossScaler(initial=2.0**10)
+    result = step(model, optimizer, batch, 4, scaler=scaler)
+    assert result.finite and float(scaler.scale) == 2.0**10 and int(scaler.good_steps) == 1
+    exact, _ = make(tiny)
+    assert farthest(weights(model), weights(exact)) > 1e-2
+    reference, other = make(tiny)
+    step(reference, other, batch, 4)
+    # the scale has been taken out again: fp16 has 11 bits
+    assert farthest(gradients(model), gradients(reference)) < 0.05
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, state, bias; on the host by leaving the update out, and on a device by selecting."""
+    model, optimizer = make(tiny, "optimizer.kind=muon", "optimizer.ema=0.9")
+    step(model, optimizer, batch, 4)
+    before, state = weights(model), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
+    honest = Transformer.loss
+
+    def poisoned(self: Transformer, *inputs: torch.Tensor) -> Any:
+        loss = honest(self, *inputs)
+        return replace(loss, total=loss.total * float("inf"))
+
+    monkeypatch.setattr(Transformer, "loss", poisoned)
+    if device == "device":  # the path where the host does not know
+
+        def select(rate: float, finite: torch.Tensor) -> None:
+            optimizer.muon.step(rate, finite)
+            optimizer.adamw.step(rate, finite)
+            assert optimizer.ema is not None
+            optimizer.ema.step(finite)
+
+        monkeypatch.setattr(optimizer, "step", select)
+    result = step(model, optimizer, batch, 4)
+    assert torch.isfinite(result.loss) and not torch.isfinite(result.grad_norm) and not result.finite
+    assert same_bits(weights(model), before) == []
+    assert same_bits(optimizer.state_dict(), state) == []

@@ -1,0 +1,81 @@
+"""The first signal asks, the second one insists."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lmworks.watch import graceful_stop
+
+_RUN = """
+import time
+from lmworks.watch import graceful_stop
+with graceful_stop() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print(stop.message(12, "lmworks run r.yaml"), flush=True)
+    time.sleep({linger})
+"""
+
+
+def start(linger: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _RUN.format(linger=linger)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_lets_the_run_end_well(number):
+    process = start(0)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out == f"stopped by {number.name} and saved at step 12; go on with: lmworks run r.yaml\n"
+    assert err == "\nstopping after this step; once more to stop at once, without saving\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_it_at_once(number):
+    process = start(60)
+    process.send_signal(number)
+    assert process.stdout is not None
+    assert "stopped by" in process.stdout.readline()
+    begin = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == -number
+    assert time.monotonic() - begin < 5
+
+
+def test_the_meaning_of_signals_comes_back_after_the_block():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with graceful_stop() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert stop.signal is signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    with graceful_stop() as again:
+        assert not again.requested
+
+
+def test_outside_the_main_thread_it_does_nothing():
+    seen = []
+
+    def run() -> None:
+        with graceful_stop() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [False]
