@@ -22,7 +22,7 @@ from lmworks.corpus.pipeline import Report
 from lmworks.corpus.report import SAMPLES
 from lmworks.corpus.units import ngrams, units
 from lmworks.errors import UserError
-from lmworks.recipe.data import Corpus, Minhash, Source
+from lmworks.recipe.corpus import Corpus, Dedup, Minhash, Source
 from lmworks.recipe.recipe import Recipe
 
 DOCS = Source(name="docs", kind="stdlib", layout="docs", include="email/*.py", domain="docs", language="en", licence="PSF-2.0")
@@ -173,7 +173,7 @@ def test_duplicates_are_dropped_across_sources_and_the_first_is_kept(tmp_path: P
     rows = {row["reason"]: row for row in map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())}
     assert (rows["duplicate"]["id"], rows["duplicate"]["copy_of"]) == ("second/0", "first/0")
     assert (rows["near_duplicate"]["id"], rows["near_duplicate"]["copy_of"]) == ("second/1", "first/3")
-    without = prepare(recipe(first, second, exact_dedup=False, minhash=None, decontaminate_ngram=0), tmp_path / "without")
+    without = prepare(recipe(first, second, dedup=Dedup(exact=False, minhash=None), decontaminate=None), tmp_path / "without")
     assert without.sources[1].dropped == {}
 
 
@@ -297,6 +297,6 @@ def test_minhash_options_are_used(tmp_path: Path) -> None:
     texts = numbered(10, 100)
     edited = texts[0].replace("word50of0", "x")  # five of 96 shingles change: similarity 0.91
     path = write_rows(tmp_path / "a.jsonl", [*texts, edited])
-    strict = prepare(recipe(mine(path), minhash=Minhash(threshold=0.99), validation_fraction=0), tmp_path / "strict")
-    lax = prepare(recipe(mine(path), minhash=Minhash(threshold=0.7), validation_fraction=0), tmp_path / "lax")
+    strict = prepare(recipe(mine(path), dedup=Dedup(minhash=Minhash(threshold=0.99)), validation_fraction=0), tmp_path / "strict")
+    lax = prepare(recipe(mine(path), dedup=Dedup(minhash=Minhash(threshold=0.7)), validation_fraction=0), tmp_path / "lax")
     assert (strict.sources[0].train.documents, lax.sources[0].train.documents) == (11, 10)

@@ -18,7 +18,7 @@ from lmworks.corpus.items import Item, Unavailable
 from lmworks.corpus.opening import bounded_lines
 from lmworks.corpus.readers import reading
 from lmworks.errors import UserError
-from lmworks.recipe.data import Source
+from lmworks.recipe.corpus import Source
 
 LIMIT = 10_000
 GOOD = ["first document", "second: naïve 文書", "third"]
@@ -90,7 +90,7 @@ def test_bounded_lines() -> None:
 _PEAK = """
 import resource, sys
 from lmworks.corpus.readers import reading
-from lmworks.recipe.data import Source
+from lmworks.recipe.corpus import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], licence="test")
 start = peak()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.corpus.items import Item, Reading, Unavailable
 from lmworks.errors import UserError
-from lmworks.recipe.data import Source
+from lmworks.recipe.corpus import Source
 
 _BUFFER = 10_000
 

@@ -27,7 +27,7 @@ from lmworks.corpus.units import units
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, write_json
 from lmworks.progress import bar
-from lmworks.recipe.data import Corpus, Source
+from lmworks.recipe.corpus import Corpus, Source
 from lmworks.recipe.recipe import Recipe
 
 _MOST_PASSAGES = 1000
@@ -135,15 +135,15 @@ class _Plan:
         ids = [identity for one in staged for identity in one.ids]
         reasons: list[str | None] = [None] * len(ids)
         copies: list[str | None] = [None] * len(ids)
-        if corpus.exact_dedup:
+        if corpus.dedup.exact:
             digests = np.concatenate([one.digests for one in staged])
             _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
             for document in np.flatnonzero(first[inverse] != np.arange(len(ids))).tolist():
                 reasons[document], copies[document] = "duplicate", ids[first[inverse[document]]]
-        if corpus.minhash:
+        if corpus.dedup.minhash:
             alive = np.array([document for document, reason in enumerate(reasons) if reason is None])
             parts = [one.signatures for one in staged if one.signatures is not None]
-            originals = duplicates(np.concatenate(parts)[alive], corpus.minhash.bands, corpus.minhash.threshold)
+            originals = duplicates(np.concatenate(parts)[alive], corpus.dedup.minhash.bands, corpus.dedup.minhash.threshold)
             for place in np.flatnonzero(originals != np.arange(len(alive))).tolist():
                 reasons[alive[place]], copies[alive[place]] = "near_duplicate", ids[alive[originals[place]]]
         plan = cls([], [], [])
@@ -171,9 +171,9 @@ def _decontaminate(
     corpus: Corpus, staged: list[Staged], plan: _Plan, evaluation_texts: Iterable[str], report: Report
 ) -> list[dict[int, Match]]:
     """Per source the training documents to drop, by their number in it."""
-    if not corpus.decontaminate_ngram:
+    if not corpus.decontaminate:
         return [{} for _ in staged]
-    gate = Gate(corpus.decontaminate_ngram)
+    gate = Gate(corpus.decontaminate.ngram)
     for one, held in zip(staged, plan.held_out, strict=True):
         for start, texts in _texts(one):
             chosen = [place for place in range(len(texts)) if held[start + place]]

@@ -18,7 +18,7 @@ from lmworks.corpus.layouts import LAYOUTS, Member
 from lmworks.corpus.opening import bounded_lines, decompress, list_files, open_binary
 from lmworks.corpus.wheels import wheel
 from lmworks.errors import UserError
-from lmworks.recipe.data import Source
+from lmworks.recipe.corpus import Source
 
 CODE_SUFFIXES = (
     ".py",

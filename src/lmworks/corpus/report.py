@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.corpus.items import EXCERPT
 from lmworks.files import write_text
-from lmworks.recipe.data import Source
+from lmworks.recipe.corpus import Source
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,7 +24,7 @@ from lmworks.corpus.rules import Text, judge, rules_for
 from lmworks.corpus.units import units
 from lmworks.files import atomic_path
 from lmworks.progress import Bar
-from lmworks.recipe.data import Corpus, Source
+from lmworks.recipe.corpus import Corpus, Source
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "text", "source", "domain", "language", "origin")])
 BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
@@ -161,7 +161,7 @@ class Stager:
                 self._rejected.add(self._source.name, reason, self._id(number), item.origin, text)
         if not kept:
             return
-        if minhash := self._corpus.minhash:
+        if minhash := self._corpus.dedup.minhash:
             self._signatures.append(signatures(words, minhash.ngram, minhash.permutations, kept))
         chosen = [texts[index] for index in kept]
         self._ids += (ids := [self._id(batch[index][0]) for index in kept])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -13,44 +13,56 @@ from lmworks.recipe.document import Keys
 from lmworks.recipe.paths import display, nearest
 
 
-def node_of(annotation: Any) -> type[BaseModel] | None:
-    """The node type inside an annotation such as `Moe | None` or `list[Phase]`, if there is one."""
+def nodes_of(annotation: Any) -> list[type[BaseModel]]:
+    """The node types inside an annotation such as `Moe | None` or `list[Phase]`; several where one key tells them apart."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, list):
-        for part in get_args(annotation):
-            node = node_of(part)
-            if node:
-                return node
-    return None
+        return [annotation]
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, list, tuple):
+        return [node for part in get_args(annotation) for node in nodes_of(part)]
+    return []
+
+
+def tag_of(node: type[BaseModel]) -> str | None:
+    """The value of `step` that stands for this node, if it is one of several."""
+    field = node.model_fields.get("step")
+    return get_args(field.annotation)[0] if field is not None and get_origin(field.annotation) is Literal else None
+
+
+def node_for(annotation: Any, value: Any) -> type[BaseModel] | None:
+    """The node type that `value` is meant to be; None if there is none, or its `step` is unknown (which validation then says)."""
+    nodes = nodes_of(annotation)
+    if len(nodes) < 2:
+        return nodes[0] if nodes else None
+    tag = value.get("step") if isinstance(value, dict) else None
+    return next((node for node in nodes if tag_of(node) == tag), None)
 
 
 def known_paths(node: type[BaseModel], above: str = "") -> Iterator[str]:
     """Every dotted path below `node`; list items appear as NAME."""
     for key, info in node.model_fields.items():
         yield above + key
-        below = node_of(info.annotation)
-        if below:
-            many = "NAME." if get_origin(info.annotation) is list else ""
+        for below in nodes_of(info.annotation):
+            many = f"{tag_of(below) or 'NAME'}." if get_origin(info.annotation) is list else ""
             yield from known_paths(below, f"{above}{key}.{many}")
 
 
 def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]) -> None:
     """Raise `UserError` for the first key in `tree` that the types below `root` do not know."""
 
-    def walk(value: Any, node: type[BaseModel], keys: Keys) -> None:
+    def walk(value: Any, annotation: Any, keys: Keys) -> None:
         if isinstance(value, list):
             for index, item in enumerate(value):
-                walk(item, node, (*keys, index))
-        if not isinstance(value, dict):
+                walk(item, annotation, (*keys, index))
+        node = node_for(annotation, value)
+        if not isinstance(value, dict) or node is None:
             return
         for key, item in value.items():
             if key not in node.model_fields:
                 raise UserError(f"{place((*keys, key))}: {_message(tree, root, node, keys, key)}")
-            below = node_of(node.model_fields[key].annotation)
-            if below:
+            below = node.model_fields[key].annotation
+            if nodes_of(below):
                 walk(item, below, (*keys, key))
-            elif isinstance(item, dict) and get_origin(node.model_fields[key].annotation) is not dict:
+            elif isinstance(item, dict) and get_origin(below) is not dict:
                 inner = (*keys, key, *list(item)[:1])
                 raise UserError(f"{place(inner)}: {display(tree, (*keys, key))} is a single value; nothing can be set below it")
 

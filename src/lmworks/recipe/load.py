@@ -224,7 +224,7 @@ def _explain(error: ValidationError, tree: dict[str, Any], places: _Places) -> s
 
 def _faults(error: ValidationError, tree: dict[str, Any], places: _Places) -> Iterator[str]:
     for item in error.errors():
-        keys: Keys = tuple(item["loc"])
+        keys = _written(tree, item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         value = item.get("input")
         if item["type"] not in ("missing", "value_error") and isinstance(value, (str, int, float, bool, type(None))):
@@ -233,3 +233,14 @@ def _faults(error: ValidationError, tree: dict[str, Any], places: _Places) -> It
             message = "is missing and has no default"
         path = display(tree, keys)
         yield f"{places.place(keys)}: {path + ': ' if path else ''}{message}"
+
+
+def _written(tree: Any, keys: Keys) -> Keys:
+    """`keys` as they stand in the file: pydantic puts the value of `step` among them where it chose a node by it."""
+    found: list[str | int] = []
+    for key in keys:
+        if isinstance(tree, dict) and key not in tree and tree.get("step") == key:
+            continue
+        found.append(key)
+        tree = get(tree, (key,))
+    return tuple(found)

@@ -1,4 +1,7 @@
-"""Dotted paths through the recipe tree: `train.phases.general.tokens`. Items of a list are named by their `name`, else by index."""
+"""Dotted paths through the recipe tree: `train.phases.general.tokens`.
+
+Items of a list are named by their `name` or `step`, else by index.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ def nearest(word: str, known: list[str]) -> str | None:
 
 
 def item_names(items: list[Any]) -> list[str]:
-    """What the items of a list are called in a path: their unique `name`, else their index."""
-    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    """What the items of a list are called in a path: their unique `name` (or `step`), else their index."""
+    names = [(item.get("name") or item.get("step")) if isinstance(item, dict) else None for item in items]
     return [name if isinstance(name, str) and names.count(name) == 1 else str(index) for index, name in enumerate(names)]
 
 

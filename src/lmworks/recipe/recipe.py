@@ -6,7 +6,8 @@ from pydantic import Field
 
 from lmworks.recipe.after import Evaluate, Export, Layout, Tune
 from lmworks.recipe.base import Node
-from lmworks.recipe.data import Corpus, Shards, Tokenizer
+from lmworks.recipe.corpus import Corpus
+from lmworks.recipe.data import Shards, Tokenizer
 from lmworks.recipe.model import Model
 from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Stability, Train
 

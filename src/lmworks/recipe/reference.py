@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from lmworks.recipe.after import Cluster
 from lmworks.recipe.fingerprint import harmless
-from lmworks.recipe.keys import node_of
+from lmworks.recipe.keys import nodes_of, tag_of
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Bytes, Duration, Seconds, Tokens
 
@@ -43,6 +43,8 @@ def type_text(annotation: Any) -> str:
     if annotation in _UNITS:
         return _UNITS[annotation]
     origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(parts[0])
     if origin is Literal:
         return " \\| ".join(f"`{part}`" for part in parts)
     if origin in (Union, types.UnionType):
@@ -55,7 +57,7 @@ def type_text(annotation: Any) -> str:
         return f"map of {type_text(parts[1])} by name"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    return {str: "text", bool: "true or false", int: "whole number", float: "number"}.get(annotation, str(annotation))
+    return {str: "text", bool: "true or false", int: "whole number", float: "number", Any: "any"}.get(annotation, str(annotation))
 
 
 def _value_text(value: Any) -> str:
@@ -65,13 +67,15 @@ def _value_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (Tokens, Bytes, Seconds, Duration)):
         return value.text()
+    if isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        return ", ".join(tag_of(type(item)) or type(item).__name__ for item in value)
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
 def default_text(field: FieldInfo) -> str:
     """The default of a field; a node's own table states its defaults."""
     if field.default_factory is not None:
-        return "`[]`"
+        return "`{}`" if get_origin(field.annotation) is dict else "`[]`"
     if field.default is PydanticUndefined:
         return "required"
     return "see there" if isinstance(field.default, BaseModel) else f"`{_value_text(field.default)}`"
@@ -80,9 +84,8 @@ def default_text(field: FieldInfo) -> str:
 def _nodes(root: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
     yield root, path
     for key, field in root.model_fields.items():
-        below = node_of(field.annotation)
-        if below:
-            many = ".NAME" if get_origin(field.annotation) is list else ""
+        for below in nodes_of(field.annotation):
+            many = f".{tag_of(below) or 'NAME'}" if get_origin(field.annotation) is list else ""
             yield from _nodes(below, f"{path}.{key}{many}".lstrip("."))
 
 
@@ -100,8 +103,8 @@ def reference() -> str:
         for key, field in node.model_fields.items():
             path = f"{paths[0]}.{key}".lstrip(".")
             mark = "*" if harmless(path) else ""
-            below = node_of(field.annotation)
-            meaning = field.description or ((below.__doc__ or "").strip() if below else "")
+            below = nodes_of(field.annotation)
+            meaning = field.description or ((below[0].__doc__ or "").strip() if below else "")
             rows.append(f"| `{key}`{mark} | {type_text(field.annotation)} | {default_text(field)} | {_first_line(meaning)} |")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)

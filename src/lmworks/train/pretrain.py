@@ -129,7 +129,6 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
     optimizer: Optimizer = build_optimizer(model, recipe.optimizer)
     length = course.stages[0].sequence_length
     rows = max(1, (recipe.train.micro_batch or 1) * max(stage.sequence_length for stage in course.stages) // length)
-    pieces = held_out(batches, recipe, length, rows)
     data = batches.manifest.fingerprint()
     with (
         Ledger(run_dir / "ledger.jsonl") as ledger,
@@ -154,5 +153,6 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
             ledger.write("data_changed", step=first, shards=data)
         if first == 0 or _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
+        pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
         with MetricLog(run_dir, recipe.metrics, resume_step=first + 1) as metrics:
             trainer.run(metrics)

@@ -1,0 +1,111 @@
+"""What steps work on: documents, some at a time, and what may become of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from lmworks.corpus.units import Units, units
+
+Fact = str | int | float | bool
+
+
+@dataclass(slots=True)
+class Document:
+    """A text with its identity, where it came from, and what readers and steps have learnt about it. Never changed in place.
+
+    `id` is SOURCE/PART/NUMBER and `origin` the file (or member) and row. `facts` are by name: what a reader gives (`url`, `path`,
+    `repository`, `date`) and what steps measure (`language_score`, `quality`).
+    """
+
+    id: str
+    text: str
+    origin: str
+    source: str
+    domain: str
+    language: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+    def with_text(self, text: str) -> Document:
+        """The same document saying something else (itself, if it is the same text)."""
+        same = text == self.text
+        return self if same else Document(self.id, text, self.origin, self.source, self.domain, self.language, self.facts)
+
+    def with_facts(self, language: str | None = None, **facts: Fact) -> Document:
+        """The same text, about which more is known."""
+        return Document(
+            self.id, self.text, self.origin, self.source, self.domain, language or self.language, {**self.facts, **facts}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The document goes no further. `reason` is a short name that is counted; `detail` is shown beside a sample."""
+
+    reason: str
+    detail: str = ""
+
+
+Outcome = Document | Drop
+
+
+class Batch:
+    """Documents of one source that go through a step together; what several steps need of their texts is computed once."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = documents
+
+    @cached_property
+    def units(self) -> Units:
+        """The words of all texts, hashed."""
+        return units([document.text for document in self.documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+
+class Step(Protocol):
+    """A pure function on documents: the same batch in, the same outcomes out, in the same order, on any machine.
+
+    `needs` names facts that must be there before it (the recipe is refused where no reader or earlier step makes them), `makes` those it
+    adds, `statistics` the numeric facts whose distribution belongs in the report.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> tuple[str, ...]: ...
+    @property
+    def makes(self) -> tuple[str, ...]: ...
+    @property
+    def statistics(self) -> tuple[str, ...]: ...
+
+    def __call__(self, batch: Batch) -> Sequence[Outcome]: ...
+
+
+@dataclass(frozen=True)
+class PerDocument:
+    """A step from a function of one document."""
+
+    name: str
+    function: Callable[[Document], Outcome]
+    needs: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+
+    def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        return [self.function(document) for document in batch.documents]
+
+
+def step(
+    *, needs: Sequence[str] = (), makes: Sequence[str] = (), statistics: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a function of one document as a step: what facts it needs and makes, and which belong in the report."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.declared = {"needs": tuple(needs), "makes": tuple(makes), "statistics": tuple(statistics)}  # type: ignore[attr-defined]
+        return function
+
+    return declare

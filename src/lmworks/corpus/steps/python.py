@@ -1,0 +1,53 @@
+"""The step `python`: a function of the user's own, in a file named in the recipe.
+
+    from lmworks.corpus.document import Document, Drop, step
+
+    @step(makes=["digits"], statistics=["digits"])
+    def few_digits(document: Document, most: float = 0.3) -> Document | Drop:
+        share = sum(map(str.isdigit, document.text)) / max(len(document.text), 1)
+        return Drop("digits", f"{share:.0%}") if share > most else document.with_facts(digits=share)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.steps import Context
+from lmworks.errors import UserError
+from lmworks.recipe.steps import Python
+
+
+def make(node: Python, context: Context) -> Step:
+    """Import the file and bind the options. Raises `UserError` for a missing file or function and for options it does not take."""
+    path = context.folder / node.file
+    function = _function(path, node.function)
+    try:
+        inspect.signature(function).bind(None, **node.options)
+    except TypeError as error:
+        raise UserError(f"step {node.function} of {path}: {error}; see its arguments after the first") from None
+    bound = functools.partial(function, **node.options)
+    declared = getattr(function, "declared", {})
+
+    def checked(document: Document) -> Outcome:
+        outcome = bound(document)
+        if not isinstance(outcome, (Document, Drop)):
+            raise UserError(f"step {node.function} of {path} returned {type(outcome).__name__}; it must return a Document or Drop(reason)")
+        return outcome
+
+    return PerDocument(node.name or node.function, checked, **declared)
+
+
+def _function(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"lmworks_user_step_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"{path} is not a Python file; corpus.steps names it as the file of the step {name!r}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} has no function {name!r}")
+    return getattr(module, name)
