@@ -40,7 +40,7 @@ threads: 1
 corpus:
   validation_bytes: 6KB
   validation_fraction: 0.2
-  dedup: {minhash: null}
+  dedup: {{minhash: null}}
   sources:
     - {{name: code, kind: code, path: {texts}/code, include: "*.py", domain: code, language: code, licence: PSF-2.0}}
     - {{name: docs, kind: jsonl, path: {texts}/docs.jsonl, domain: docs, licence: PSF-2.0}}
