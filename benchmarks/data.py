@@ -42,10 +42,10 @@ def library_texts(megabytes: float) -> list[str]:
 
 def write_corpus(folder: Path, texts: list[str]) -> None:
     for split, part in (("train", texts), ("validation", texts[:20])):
-        (folder / split).mkdir(parents=True)
+        (folder / split / "code").mkdir(parents=True)
         names = [f"code/{number}" for number in range(len(part))]
         table = {"id": names, "text": part, "origin": names} | {key: [key] * len(part) for key in ("source", "domain", "language")}
-        pq.write_table(pa.table(table), folder / split / "code.parquet")
+        pq.write_table(pa.table(table), folder / split / "code" / "00000.parquet")
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:

@@ -21,6 +21,7 @@ from lmworks.corpus import prepare, table
 from lmworks.corpus.pipeline import Report
 from lmworks.corpus.report import SAMPLES
 from lmworks.corpus.units import ngrams, units
+from lmworks.documents import COLUMNS, corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Corpus, Dedup, Minhash, Source
 from lmworks.recipe.recipe import Recipe
@@ -43,9 +44,12 @@ def write_rows(path: Path, documents: list[str]) -> Path:
 
 
 def documents(out: Path, split: str, name: str) -> dict[str, str]:
-    found = pq.read_table(out / split / f"{name}.parquet")
-    assert found.column_names == ["id", "text", "source", "domain", "language", "origin"]
-    return dict(zip(found["id"].to_pylist(), found["text"].to_pylist(), strict=True))
+    found: dict[str, str] = {}
+    for path in corpus_files(out, split).get(name, []):
+        rows = pq.read_table(path)
+        assert rows.column_names == list(COLUMNS)
+        found |= zip(rows["id"].to_pylist(), rows["text"].to_pylist(), strict=True)
+    return found
 
 
 def fingerprint(out: Path) -> str:
@@ -152,9 +156,10 @@ def test_killed_at_any_moment_and_typed_again_gives_the_same(stdlib: tuple[Path,
 def test_nothing_of_an_earlier_recipe_is_left(tmp_path: Path) -> None:
     old = mine(write_rows(tmp_path / "a.jsonl", numbered(20)), name="old")
     prepare(recipe(old), tmp_path / "out")
-    (tmp_path / "out" / "train" / ".old.parquet.1.part").write_bytes(b"left by a killed process")
+    (tmp_path / "out" / "train" / "old" / ".00000.parquet.1.part").write_bytes(b"left by a killed process")
     prepare(recipe(old.model_copy(update={"name": "new"})), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").rglob("*.p*")) == ["new.parquet", "new.parquet"]
+    left = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.p*")}
+    assert left == {"train/new/00000.parquet", "validation/new/00000.parquet"}
 
 
 def test_another_seed_holds_out_other_documents(stdlib: tuple[Path, Report], tmp_path: Path) -> None:
@@ -171,8 +176,8 @@ def test_duplicates_are_dropped_across_sources_and_the_first_is_kept(tmp_path: P
     assert report.sources[0].dropped == {}
     assert {reason: count.documents for reason, count in report.sources[1].dropped.items()} == {"duplicate": 1, "near_duplicate": 1}
     rows = {row["reason"]: row for row in map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())}
-    assert (rows["duplicate"]["id"], rows["duplicate"]["copy_of"]) == ("second/0", "first/0")
-    assert (rows["near_duplicate"]["id"], rows["near_duplicate"]["copy_of"]) == ("second/1", "first/3")
+    assert (rows["duplicate"]["id"], rows["duplicate"]["copy_of"]) == ("second/0/0", "first/0/0")
+    assert (rows["near_duplicate"]["id"], rows["near_duplicate"]["copy_of"]) == ("second/0/1", "first/0/3")
     without = prepare(recipe(first, second, dedup=Dedup(exact=False, minhash=None), decontaminate=None), tmp_path / "without")
     assert without.sources[1].dropped == {}
 
@@ -181,7 +186,7 @@ def test_held_out_documents_have_no_near_duplicate_in_train(tmp_path: Path) -> N
     texts = numbered(30, 200)
     copies = [text.replace(f"word7of{number}", "x") for number, text in enumerate(texts)]
     prepare(recipe(mine(write_rows(tmp_path / "a.jsonl", texts + copies)), validation_fraction=0.3), tmp_path / "out")
-    both = [int(name.split("/")[1]) % 30 for split in ("train", "validation") for name in documents(tmp_path / "out", split, "mine")]
+    both = [int(name.split("/")[2]) % 30 for split in ("train", "validation") for name in documents(tmp_path / "out", split, "mine")]
     assert sorted(both) == list(range(30))
 
 
@@ -192,9 +197,9 @@ def test_evaluation_texts_are_kept_out(tmp_path: Path) -> None:
     report = prepare(
         recipe(mine(write_rows(tmp_path / "a.jsonl", texts)), validation_fraction=0), tmp_path / "out", iter([question, "Yes."])
     )
-    assert report.contamination == [{"id": "mine/4", "against": "evaluation/0", "passage": question.rstrip("?")}]
+    assert report.contamination == [{"id": "mine/0/4", "against": "evaluation/0", "passage": question.rstrip("?")}]
     assert report.trivial_evaluation_texts == 1
-    assert "mine/4" not in documents(tmp_path / "out", "train", "mine")
+    assert "mine/0/4" not in documents(tmp_path / "out", "train", "mine")
 
 
 def test_max_bytes_draws_evenly_and_says_so(tmp_path: Path) -> None:
@@ -203,7 +208,7 @@ def test_max_bytes_draws_evenly_and_says_so(tmp_path: Path) -> None:
     size = len(texts[0].encode())
     report = prepare(recipe(mine(path, max_bytes="50KB")), tmp_path / "out")
     (source,) = report.sources
-    drawn = [int(name.split("/")[1]) for split in ("train", "validation") for name in documents(tmp_path / "out", split, "mine")]
+    drawn = [int(name.split("/")[2]) for split in ("train", "validation") for name in documents(tmp_path / "out", split, "mine")]
     assert 50_000 - 2 * size < source.train.bytes + source.validation.bytes <= 50_000
     assert source.not_drawn.documents == 1000 - len(drawn)
     quarters = [sum(low <= number < low + 250 for number in drawn) for low in range(0, 1000, 250)]

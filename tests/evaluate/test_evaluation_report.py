@@ -33,10 +33,10 @@ def toy_set(name: str, count: int) -> tuple[benchmarks.Item, ...]:
 def corpus(tmp_path: Path) -> Path:
     rows = {"prose": ["It was the best of times. " * 12, "It was the worst of times."], "code": ["def f():\n    return 1\n"]}
     for split in ("train", "validation"):
-        (tmp_path / "corpus" / split).mkdir(parents=True)
         for domain, texts in rows.items():
+            (tmp_path / "corpus" / split / f"{domain}-source").mkdir(parents=True)
             table = pa.table({"text": texts, "domain": [domain] * len(texts)})
-            pq.write_table(table, tmp_path / "corpus" / split / f"{domain}-source.parquet")
+            pq.write_table(table, tmp_path / "corpus" / split / f"{domain}-source" / "00000.parquet")
     return tmp_path / "corpus"
 
 

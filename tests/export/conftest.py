@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = {"code": code, "docs": [topics[name] for name in sorted(topics)][:40]}
     for source, documents in texts.items():
         for split, part in (("train", documents[:-4]), ("validation", documents[-4:])):
-            path = directory / "corpus" / split / f"{source}.parquet"
+            path = directory / "corpus" / split / source / "00000.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [
                 {"id": f"{source}/{n}", "text": text, "source": source, "domain": source, "language": "en", "origin": f"{source}:{n}"}

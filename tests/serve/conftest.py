@@ -51,12 +51,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tokenizers.Tokenizer:
     root = tmp_path_factory.mktemp("tokenizer")
     texts = [inspect.getsource(module) for module in (argparse, collections, json, logging, statistics, textwrap)]
     for split, documents in (("train", texts), ("validation", texts[-1:])):
-        (root / split).mkdir()
+        (root / split / "stdlib").mkdir(parents=True)
         columns = {
             "id": [f"stdlib/{n}" for n in range(len(documents))], "text": documents, "origin": ["stdlib"] * len(documents),
             **{name: [value] * len(documents) for name, value in {"source": "stdlib", "domain": "code", "language": "code"}.items()},
         }  # fmt: skip
-        pq.write_table(pa.table(columns), root / split / "stdlib.parquet")
+        pq.write_table(pa.table(columns), root / split / "stdlib" / "00000.parquet")
     train(Recipe(name="serving", threads=1, tokenizer={"vocab_size": 512}), root, root / "tokenizer")
     return tokenizers.load(root / "tokenizer")
 

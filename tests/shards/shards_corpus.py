@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 
 
 def write_corpus(folder: Path, split: str, source: str, texts: Sequence[str], domain: str) -> Path:
-    """A corpus file as the corpus stage writes it."""
-    path = folder / split / f"{source}.parquet"
+    """The only part of a source, as the corpus stage writes it."""
+    path = folder / split / source / "00000.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     count = len(texts)
     table = {
-        "id": [f"{source}/{number}" for number in range(count)],
+        "id": [f"{source}/0/{number}" for number in range(count)],
         "text": list(texts),
         "source": [source] * count,
         "domain": [domain] * count,

@@ -139,7 +139,7 @@ def test_documents_of_a_step_are_found_in_the_corpus(batches: Batches, corpus: P
 
     tokenizer = load(tokenizer_dir)
     texts = {}
-    for path in (corpus / "train").glob("*.parquet"):
+    for path in (corpus / "train").glob("*/*.parquet"):
         for row in pq.read_table(path).to_pylist():
             texts[row["id"]] = (row["text"], row["origin"])
     for step in (0, 12, batches.steps - 1):

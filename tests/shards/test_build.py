@@ -32,7 +32,7 @@ def test_every_document_is_there_once_with_its_lineage(manifest: Manifest, shard
     for source in manifest.sources:
         for name, split in (("train", source.train), ("validation", source.validation)):
             assert split is not None
-            rows = {row["id"]: row for row in pq.read_table(corpus / name / f"{source.name}.parquet").to_pylist()}
+            rows = {row["id"]: row for row in pq.read_table(corpus / name / source.name / "00000.parquet").to_pylist()}
             seen: Counter[str] = Counter()
             for shard in split.shards:
                 file = IndexedFile(shards_dir / shard.prefix)
@@ -55,7 +55,7 @@ def test_every_document_is_there_once_with_its_lineage(manifest: Manifest, shard
 def test_documents_are_shuffled_and_shards_have_their_size(manifest: Manifest, shards_dir: Path) -> None:
     split = manifest.source("words").train
     tables = [pq.read_table(f"{shards_dir / shard.prefix}.lineage.parquet") for shard in split.shards]
-    order = [int(row["id"].split("/")[1]) for table in tables for row in table.to_pylist()]
+    order = [int(row["id"].split("/")[2]) for table in tables for row in table.to_pylist()]
     assert abs(np.corrcoef(np.arange(len(order)), order)[0, 1]) < 5 / len(order) ** 0.5
     for source in manifest.sources:
         assert all(shard.tokens >= 9000 for shard in source.train.shards[:-1])
@@ -150,10 +150,10 @@ def test_an_empty_or_missing_corpus_is_refused(recipe: Recipe, corpus: Path, tok
         build(recipe, tmp_path / "nothing", tokenizer_dir, tmp_path / "out")
     copied = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     write_corpus(copied, "train", "empty", [], "docs")
-    with pytest.raises(UserError, match=r"empty\.parquet has no documents; take source empty out of the recipe"):
+    with pytest.raises(UserError, match=r"train/empty has no documents; take source empty out of the recipe"):
         build(recipe, copied, tokenizer_dir, tmp_path / "out")
-    (copied / "train" / "empty.parquet").write_bytes(b"PAR1 but no more")
-    with pytest.raises(UserError, match=r"empty\.parquet is not readable parquet .*; delete the corpus folder"):
+    (copied / "train" / "empty" / "00000.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(UserError, match=r"empty/00000\.parquet is not readable parquet .*; delete the corpus folder"):
         build(recipe, copied, tokenizer_dir, tmp_path / "out")
 
 

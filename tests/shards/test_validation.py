@@ -20,7 +20,7 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 
 
 def held_out(corpus: Path, *sources: str) -> dict[str, str]:
-    rows = [row for source in sources for row in pq.read_table(corpus / "validation" / f"{source}.parquet").to_pylist()]
+    rows = [row for source in sources for row in pq.read_table(corpus / "validation" / source / "00000.parquet").to_pylist()]
     return {row["id"]: row["text"] for row in rows}
 
 

@@ -23,11 +23,11 @@ ARTICLE = {
 
 
 def write_source(corpus: Path, name: str, texts: list[str], split: str = "train", language: str = "en") -> None:
-    table = {"id": [f"{name}/{n}" for n in range(len(texts))], "text": texts, "source": [name] * len(texts),
+    table = {"id": [f"{name}/0/{n}" for n in range(len(texts))], "text": texts, "source": [name] * len(texts),
              "domain": ["other"] * len(texts), "language": [language] * len(texts),
              "origin": [f"{name}.txt:{n}" for n in range(len(texts))]}
-    (corpus / split).mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(table), corpus / split / f"{name}.parquet", row_group_size=7)
+    (corpus / split / name).mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(table), corpus / split / name / "00000.parquet", row_group_size=7)
 
 
 def library(*names: str) -> list[str]:

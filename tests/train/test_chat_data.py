@@ -29,8 +29,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     from pydoc_data.topics import topics
 
     folder = tmp_path_factory.mktemp("tune")
-    (folder / "corpus" / "train").mkdir(parents=True)
-    pq.write_table(pa.table({"text": sorted(topics.values())}), folder / "corpus" / "train" / "docs.parquet")
+    (folder / "corpus" / "train" / "docs").mkdir(parents=True)
+    pq.write_table(pa.table({"text": sorted(topics.values())}), folder / "corpus" / "train" / "docs" / "00000.parquet")
     recipe = Recipe.model_validate({"name": "t", "tokenizer": {"vocab_size": 512, "sample_bytes": "200kB"}})
     train(recipe, folder / "corpus", folder / "tokenizer")
     return load(folder / "tokenizer")
@@ -205,9 +205,9 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_chats_held_out_of_the_corpus_are_not_tuned_on(tokenizer: Tokenizer, tmp_path: Path, wheel: dict[str, Any]) -> None:
-    (tmp_path / "corpus" / "validation").mkdir(parents=True)
+    (tmp_path / "corpus" / "validation" / "chats").mkdir(parents=True)
     held = [f"chitchat_dataset/dataset.json:chat-{n}" for n in (3, 7)]
-    pq.write_table(pa.table({"origin": held}), tmp_path / "corpus" / "validation" / "chats.parquet")
+    pq.write_table(pa.table({"origin": held}), tmp_path / "corpus" / "validation" / "chats" / "00000.parquet")
     recipe = recipe_of({"name": "talk", "kind": "chitchat"}, corpus={"sources": [wheel]})
     manifest = build_chat_data(recipe, tokenizer, tmp_path / "out", corpus_dir=tmp_path / "corpus")
     assert manifest["data"]["talk"]["left_out"] == {"held out of the corpus": 2}

@@ -23,7 +23,9 @@ from lmworks.corpus.minhash import duplicates
 from lmworks.corpus.readers import reading
 from lmworks.corpus.report import Report, Samples, SourceReport
 from lmworks.corpus.staging import SCHEMA, Staged, Stager, writing
+from lmworks.corpus.steps import Context, make
 from lmworks.corpus.units import units
+from lmworks.documents import part_path
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, write_json
 from lmworks.progress import bar
@@ -34,8 +36,10 @@ _MOST_PASSAGES = 1000
 _MOST_BOILERPLATE = 50
 
 
-def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = ()) -> Report:
+def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = (), folder: Path = Path()) -> Report:
     """Make the corpus of `recipe` in the directory `out` (train/, validation/, report.json, rejected.jsonl, quarantine.jsonl).
+
+    `folder` is where the recipe lies; files that its steps name are relative to it.
 
     Starts clean whatever is there, and gives the same bytes each time. Raises UserError for a source that is missing or empty and not
     `optional`.
@@ -50,12 +54,12 @@ def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = ()) -> 
         )
     report, quarantine, rejected = Report(), Samples(), Samples()
     with explain_os_errors(out):
-        for folder in ("train", "validation", "staging"):
-            shutil.rmtree(out / folder, ignore_errors=True)
+        for old in ("train", "validation", "staging"):
+            shutil.rmtree(out / old, ignore_errors=True)
         out.mkdir(parents=True, exist_ok=True)
         try:
             readings = _find(corpus, report)
-            staged = _stage(recipe, readings, out / "staging", report, quarantine, rejected)
+            staged = _stage(recipe, readings, folder, out / "staging", report, quarantine, rejected)
             plan = _Plan.make(recipe, staged)
             matches = _decontaminate(corpus, staged, plan, evaluation_texts, report)
             _write(staged, plan, matches, out, report, rejected)
@@ -85,7 +89,13 @@ def _find(corpus: Corpus, report: Report) -> list[tuple[Source, Reading]]:
 
 
 def _stage(
-    recipe: Recipe, readings: list[tuple[Source, Reading]], folder: Path, report: Report, quarantine: Samples, rejected: Samples
+    recipe: Recipe,
+    readings: list[tuple[Source, Reading]],
+    folder: Path,
+    staging: Path,
+    report: Report,
+    quarantine: Samples,
+    rejected: Samples,
 ) -> list[Staged]:
     totals = [one.total for _, one in readings]
     whole = None if None in totals else sum(total for total in totals if total is not None)
@@ -94,9 +104,9 @@ def _stage(
         for source, one in readings:
             progress.note(source.name)
             counts = SourceReport.of(source)
-            result = Stager(source, recipe.corpus, recipe.seed, folder / f"{source.name}.parquet", counts, quarantine, rejected).run(
-                one, progress
-            )
+            steps = [make(node, Context(source, recipe.seed, folder)) for node in recipe.corpus.steps]
+            path = staging / f"{source.name}.parquet"
+            result = Stager(source, steps, recipe.corpus, recipe.seed, path, counts, quarantine, rejected).run(one, progress)
             if result.ids:
                 report.sources.append(counts)
                 staged.append(result)
@@ -224,14 +234,16 @@ def _write(staged: list[Staged], plan: _Plan, matches: list[dict[int, Match]], o
     with bar("write corpus", sum(int(one.sizes.sum()) for one in staged)) as progress:
         for index, one in enumerate(staged):
             progress.note(one.source.name)
-            name = f"{one.source.name}.parquet"
-            with writing(out / "train" / name) as train, writing(out / "validation" / name) as validation:
+            paths = [part_path(out, split, one.source.name, 0) for split in ("train", "validation")]
+            with writing(paths[0]) as train, writing(paths[1]) as validation:
                 for start, rows in _row_groups(one):
                     learnt, held = _sort_out(index, start, rows, plan, matches[index], report, rejected)
                     _append(train, rows, learnt)
                     _append(validation, rows, held)
                     progress.advance(int(one.sizes[start : start + rows.num_rows].sum()))
             counts = report.sources[index]
+            if not counts.validation.documents:
+                paths[1].unlink()
             if not counts.train.documents:
                 raise UserError(
                     f"source {one.source.name}: nothing is left to train on of its {counts.came.documents} documents; see rejected.jsonl"

@@ -6,7 +6,8 @@ Survivors go to a parquet file on disk, and of each only its hashes stay in memo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lmworks.corpus.cleaning import clean, encodable, fingerprint_form
+from lmworks.corpus.cleaning import encodable, fingerprint_form
+from lmworks.corpus.document import Batch, Document, Drop, Step
 from lmworks.corpus.drawing import draw
 from lmworks.corpus.items import Item, Reading
 from lmworks.corpus.minhash import signatures
 from lmworks.corpus.report import Samples, SourceReport
-from lmworks.corpus.rules import Text, judge, rules_for
-from lmworks.corpus.units import units
+from lmworks.documents import COLUMNS
 from lmworks.files import atomic_path
 from lmworks.progress import Bar
 from lmworks.recipe.corpus import Corpus, Source
 
-SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "text", "source", "domain", "language", "origin")])
+SCHEMA = pa.schema([(name, pa.string()) for name in COLUMNS])
 BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
 _IN_MEMORY = 64_000_000
 
@@ -73,18 +74,25 @@ class Stager:
     """Takes one source through the first pass."""
 
     def __init__(
-        self, source: Source, corpus: Corpus, seed: int, path: Path, report: SourceReport, quarantine: Samples, rejected: Samples
+        self,
+        source: Source,
+        steps: Sequence[Step],
+        corpus: Corpus,
+        seed: int,
+        path: Path,
+        report: SourceReport,
+        quarantine: Samples,
+        rejected: Samples,
     ) -> None:
-        self._source, self._corpus, self._seed, self._path = source, corpus, seed, path
+        self._source, self._steps, self._corpus, self._seed, self._path = source, steps, corpus, seed, path
         self._report, self._quarantine, self._rejected = report, quarantine, rejected
-        self._rules = rules_for(source.rules, source.domain, source.language)
         self._ids: list[str] = []
         self._sizes: list[int] = []
         self._digests: list[bytes] = []
         self._signatures: list[np.ndarray] = []
 
     def _id(self, number: int) -> str:
-        return f"{self._source.name}/{number}"
+        return f"{self._source.name}/0/{number}"
 
     def _set_aside(self, number: int, reason: str, item: Item) -> None:
         size = max(item.consumed, _size(item.text))
@@ -145,33 +153,34 @@ class Stager:
         found = np.concatenate(self._signatures) if self._signatures else None
         return Staged(self._source, self._path, self._ids, np.array(self._sizes, dtype=np.int64), digests, found)
 
-    def _process(self, batch: list[tuple[int, Item]], out: pq.ParquetWriter) -> None:
-        if not batch:
-            return
-        texts = [clean(item.text) for _, item in batch]
-        words = units(texts)
-        kept = []
-        for index, ((number, item), text) in enumerate(zip(batch, texts, strict=True)):
-            python = item.origin.endswith((".py", ".pyi"))
-            reason = judge(Text.of(words, index, text, python), self._rules)
-            if reason is None:
-                kept.append(index)
-            else:
-                self._report.drop(reason, _size(text))
-                self._rejected.add(self._source.name, reason, self._id(number), item.origin, text)
-        if not kept:
+    def _process(self, rows: list[tuple[int, Item]], out: pq.ParquetWriter) -> None:
+        source = self._source
+        batch = Batch([
+            Document(self._id(number), item.text, item.origin, source.name, source.domain, source.language) for number, item in rows
+        ])
+        for step in self._steps:
+            batch = self._through(step, batch)
+        if not len(batch):
             return
         if minhash := self._corpus.dedup.minhash:
-            self._signatures.append(signatures(words, minhash.ngram, minhash.permutations, kept))
-        chosen = [texts[index] for index in kept]
-        self._ids += (ids := [self._id(batch[index][0]) for index in kept])
-        self._sizes += map(_size, chosen)
-        self._digests += [hashlib.blake2b(fingerprint_form(text).encode(), digest_size=16).digest() for text in chosen]
-        source = self._source
-        columns = [
-            ids,
-            chosen,
-            *([value] * len(kept) for value in (source.name, source.domain, source.language)),
-            [batch[index][1].origin for index in kept],
-        ]
-        out.write_batch(pa.record_batch([pa.array(column, pa.string()) for column in columns], schema=SCHEMA))
+            self._signatures.append(signatures(batch.units, minhash.ngram, minhash.permutations))
+        kept = batch.documents
+        self._ids += [document.id for document in kept]
+        self._sizes += [_size(document.text) for document in kept]
+        self._digests += [hashlib.blake2b(fingerprint_form(document.text).encode(), digest_size=16).digest() for document in kept]
+        columns = [[getattr(document, name) for document in kept] for name in COLUMNS[:-1]]
+        facts = [json.dumps(dict(document.facts), ensure_ascii=False, sort_keys=True) for document in kept]
+        out.write_batch(pa.record_batch([pa.array(column, pa.string()) for column in (*columns, facts)], schema=SCHEMA))
+
+    def _through(self, step: Step, batch: Batch) -> Batch:
+        """What a step leaves of a batch; what it drops is counted."""
+        kept = []
+        changed = False
+        for document, outcome in zip(batch.documents, step(batch) if len(batch) else (), strict=True):
+            if isinstance(outcome, Drop):
+                self._report.drop(outcome.reason, _size(document.text))
+                self._rejected.add(self._source.name, outcome.reason, document.id, document.origin, document.text)
+            else:
+                kept.append(outcome)
+            changed |= outcome is not document
+        return Batch(kept) if changed else batch

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 
 
 def _files(corpus_dir: Path, split: str) -> list[Path]:
-    files = sorted((corpus_dir / split).glob("*.parquet"))
+    files = [path for parts in corpus_files(corpus_dir, split).values() for path in parts]
     if not files:
         raise UserError(f"{corpus_dir / split} holds no .parquet file: run the corpus stage first (lmworks run RECIPE)")
     return files

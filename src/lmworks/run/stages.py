@@ -139,8 +139,10 @@ _TOKENIZER = ("seed", "tokenizer", "model.max_length", "train.phases.*.mixture.*
 _TRAINING = ("seed", "threads", "model", "optimizer", "train", "layout")
 _TUNING = ("seed", "tune", "optimizer", "train.precision", "train.micro_batch", "train.compile", "evaluate.tasks", "evaluate.task_items")
 
+_DOCUMENTS = ("train/*/*.parquet", "validation/*/*.parquet")
+
 STAGES = (
-    Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, makes=("train/*.parquet", "validation/*.parquet")),
+    Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, makes=_DOCUMENTS),
     Stage("tokenizer", "tokenizer", _TOKENIZER, ("corpus",), _tokenizer, makes=("tokenizer.json", "chat_template.jinja")),
     Stage("shards", "shards", ("seed", "shards"), ("corpus", "tokenizer"), _shards, keeps=True, makes=("manifest.json",)),
     Stage("pretrain", "checkpoints", _TRAINING, ("shards",), _pretrain, keeps=True),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, sha256_file
 from lmworks.progress import Bar, bar
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _ENCODE_BYTES = 8 << 20  # text handed to the tokenizer at one time
 _UNFINISHED = "unfinished.json"
 _FILES = (".bin", ".idx", lineage.ENDING)
+_SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 
 def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) -> Manifest:
@@ -45,10 +47,11 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     tokenizer = load(Path(tokenizer_dir))
     tokenizer_sha256 = sha256_file(Path(tokenizer_dir) / "tokenizer.json")
-    train = sorted((corpus_dir / "train").glob("*.parquet"))
-    if not train:
+    splits = {split: corpus_files(corpus_dir, split) for split in _SPLITS}
+    if not splits["train"]:
         raise UserError(f"{corpus_dir}/train holds no .parquet file; make the corpus first with: lmworks run RECIPE")
-    files = [path for path in (*train, *sorted((corpus_dir / "validation").glob("*.parquet"))) if _rows(path)]
+    found = {(split, name): list(filter(_rows, paths)) for split in _SPLITS for name, paths in splits[split].items()}
+    filled = {key: paths for key, paths in found.items() if paths}
     with explain_os_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
@@ -62,18 +65,16 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
         sources=(),
     )
     finished = _finished(out_dir)
-    with bar("shards", sum(path.stat().st_size for path in files)) as progress:
-        for path in train:
-            if path not in files:
-                raise UserError(f"{path} has no documents; take source {path.stem} out of the recipe, or loosen its rules")
-            splits: dict[str, Split] = {}
-            for held_out in (path, corpus_dir / "validation" / path.name):
-                if held_out not in files:
-                    continue
-                split: SplitName = "train" if held_out is path else "validation"
-                job = _Job(recipe, tokenizer, held_out, out_dir, split, tokenizer_sha256)
-                splits[split] = finished.get(job.inputs) or job.run(progress)
-            source = SourceShards(name=path.stem, domain=_first(path, "domain"), **splits)
+    with bar("shards", sum(path.stat().st_size for paths in filled.values() for path in paths)) as progress:
+        for name in splits["train"]:
+            if ("train", name) not in filled:
+                raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
+            made: dict[str, Split] = {}
+            for split in _SPLITS:
+                if paths := filled.get((split, name)):
+                    job = _Job(recipe, tokenizer, name, paths, out_dir, split, tokenizer_sha256)
+                    made[split] = finished.get(job.inputs) or job.run(progress)
+            source = SourceShards(name=name, domain=_first(filled["train", name][0], "domain"), **made)
             manifest = manifest.model_copy(update={"sources": (*manifest.sources, source)})
             manifest.save(out_dir / _UNFINISHED)
     _remove_strangers(out_dir, manifest)
@@ -83,13 +84,15 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
 
 
 class _Job:
-    """One split of one source."""
+    """One split of one source, from its parts of the corpus."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, path: Path, out_dir: Path, split: SplitName, tokenizer_sha256: str) -> None:
-        self.path, self.out_dir, self.split, self.tokenizer = path, out_dir, split, tokenizer
+    def __init__(
+        self, recipe: Recipe, tokenizer: Tokenizer, name: str, paths: list[Path], out_dir: Path, split: SplitName, tokenizer_sha256: str
+    ) -> None:
+        self.name, self.paths, self.out_dir, self.split, self.tokenizer = name, paths, out_dir, split, tokenizer
         self.threads, self.shard_tokens = recipe.threads, int(recipe.shards.shard_tokens)
-        self.key = derive_key(recipe.seed, "documents", path.stem)
-        facts = [sha256_file(path), tokenizer_sha256, recipe.seed, self.shard_tokens, split, path.stem]
+        self.key = derive_key(recipe.seed, "documents", name)
+        facts = [[sha256_file(path) for path in paths], tokenizer_sha256, recipe.seed, self.shard_tokens, split, name]
         self.inputs = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def run(self, progress: Bar) -> Split:
@@ -99,12 +102,12 @@ class _Job:
         """
         import pyarrow as pa
 
-        aside = self.out_dir / self.split / f".{self.path.stem}.encoded"
+        aside = self.out_dir / self.split / f".{self.name}.encoded"
         document_bytes = self._encode(aside, progress)
         encoded = IndexedFile(aside)
         order = permute(np.arange(encoded.documents), encoded.documents, self.key)
         tokens = encoded.document_start(order + 1) - encoded.document_start(order)
-        known = _columns(self.path, ("id", "origin", "domain", "language"))
+        known = _columns(self.paths, ("id", "origin", "domain", "language"))
         known = known.append_column("bytes", pa.array(document_bytes))
         shards: list[Shard] = []
         for start, stop in pairwise(_cuts(tokens, self.shard_tokens)):
@@ -118,28 +121,28 @@ class _Job:
 
     def _encode(self, aside: Path, progress: Bar) -> np.ndarray:
         """Write the tokens of all documents; returns the bytes of text of each, (documents,) int64."""
-        file = _open(self.path)
-        share = self.path.stat().st_size / file.metadata.num_rows
+        files = [_open(path) for path in self.paths]
+        share = sum(path.stat().st_size for path in self.paths) / sum(file.metadata.num_rows for file in files)
         document_bytes: list[int] = []
         with IndexedWriter(aside, token_dtype(self.tokenizer.vocab_size)) as writer:
-            for texts in _texts(file):
+            for texts in (texts for file in files for texts in _texts(file)):
                 for text, ids in zip(texts, self.tokenizer.encode_batch(texts, threads=self.threads), strict=True):
                     size = len(text.encode())
                     if int(self.tokenizer.byte_lengths[ids].sum()) != size:
                         raise UserError(
-                            f"the tokenizer does not give back document {len(document_bytes)} of {self.path} byte for byte; "
+                            f"the tokenizer does not give back document {len(document_bytes)} of {self.split}/{self.name} byte for byte; "
                             "use a byte-level tokenizer without normalisation"
                         )
                     writer.add(np.append(ids, self.tokenizer.eos_id))
                     document_bytes.append(size)
                 progress.advance(share * len(texts))
-                progress.note(f"{self.path.stem} {writer.tokens / 1e6:.1f}M tokens")
+                progress.note(f"{self.name} {writer.tokens / 1e6:.1f}M tokens")
         return np.array(document_bytes, np.int64)
 
     def _write_shard(self, number: int, encoded: IndexedFile, documents: np.ndarray, about: pa.Table) -> Shard:
         import pyarrow.parquet as pq
 
-        name = f"{self.split}/{self.path.stem}-{number:05d}"
+        name = f"{self.split}/{self.name}-{number:05d}"
         prefix = self.out_dir / name
         with IndexedWriter(prefix, encoded.dtype) as writer:
             for document in documents.tolist():
@@ -213,12 +216,12 @@ def _first(path: Path, column: str) -> str:
     return str(next(_open(path).iter_batches(batch_size=1, columns=[column])).column(0)[0].as_py())
 
 
-def _columns(path: Path, names: tuple[str, ...]) -> pa.Table:
+def _columns(paths: list[Path], names: tuple[str, ...]) -> pa.Table:
     """The columns as large strings: taking rows from more than 2 GiB of plain ones overflows."""
     import pyarrow as pa
 
-    table = _open(path).read(columns=list(names))
-    return table.cast(pa.schema([(name, pa.large_string()) for name in names]))
+    wide = pa.schema([(name, pa.large_string()) for name in names])
+    return pa.concat_tables([_open(path).read(columns=list(names)).cast(wide) for path in paths]).combine_chunks()
 
 
 def _texts(file: pq.ParquetFile) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import pyarrow.parquet as pq
 
+from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.tokenizer.tokenizer import Tokenizer
 
@@ -50,15 +51,15 @@ class _Foreign:
 
 def evaluate(tokenizers: Mapping[str, Tokenizer | Path], documents: Path, max_bytes: int = 1_000_000,
              threads: int | None = None) -> list[dict[str, Any]]:
-    """Measure each tokenizer on up to `max_bytes` of each source in `documents`/*.parquet.
+    """Measure each tokenizer on up to `max_bytes` of each source in `documents`, the split of a corpus.
 
     One row per tokenizer, source and language: `bytes`, `tokens`, `bytes_per_token`, `fertility` (tokens of the whole text per
     word), `continued_words` (share of words cut into two or more tokens), `documents`, `round_trip_failures`.
     """
     codecs: dict[str, _Codec] = {name: one if isinstance(one, Tokenizer) else _Foreign(Path(one)) for name, one in tokenizers.items()}
     rows = []
-    for path in sorted(Path(documents).glob("*.parquet")):
-        for (source, domain, language), texts in sorted(_texts(path, max_bytes).items()):
+    for paths in corpus_files(documents.parent, documents.name).values():
+        for (source, domain, language), texts in sorted(_texts(paths, max_bytes).items()):
             words = Counter(word for text in texts for word in _WORD.findall(text))
             for name, codec in codecs.items():
                 measured = _measure(codec, texts, words, threads)
@@ -76,10 +77,10 @@ def _measure(codec: _Codec, texts: list[str], words: Counter[str], threads: int 
             "round_trip_failures": sum(codec.decode(ids) != text for ids, text in zip(encoded, texts, strict=True))}
 
 
-def _texts(path: Path, max_bytes: int) -> dict[tuple[str, str, str], list[str]]:
+def _texts(paths: list[Path], max_bytes: int) -> dict[tuple[str, str, str], list[str]]:
     found: dict[tuple[str, str, str], list[str]] = {}
     left: dict[tuple[str, str, str], int] = {}
-    for row in _rows(path):
+    for row in (row for path in paths for row in _rows(path)):
         key = (row["source"], row["domain"], row["language"])
         if left.setdefault(key, max_bytes) > 0 and row["text"]:
             found.setdefault(key, []).append(row["text"])

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 
 
 def source_weights(recipe: Recipe, corpus_dir: Path) -> dict[str, float]:
     """The share of each source that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases."""
-    available = {path.stem for path in sorted((Path(corpus_dir) / "train").glob("*.parquet"))}
+    available = corpus_files(corpus_dir, "train")
     if not available:
         raise UserError(f"{Path(corpus_dir) / 'train'} has no .parquet files; run `lmworks corpus build RECIPE` first")
     weights: dict[str, float] = {}
@@ -32,7 +33,8 @@ def draw(corpus_dir: Path, weights: dict[str, float], size: int, seed: int) -> I
 
     The same documents in the same order for the same arguments. Memory holds one row group of each source.
     """
-    streams = {source: _documents(Path(corpus_dir) / "train" / f"{source}.parquet", source, seed) for source in weights}
+    files = corpus_files(corpus_dir, "train")
+    streams = {source: _documents(files[source], source, seed) for source in weights}
     left = size
     while streams and left > 0:
         total = sum(weights[source] for source in streams)
@@ -49,13 +51,15 @@ def draw(corpus_dir: Path, weights: dict[str, float], size: int, seed: int) -> I
                 yield source, data.decode("utf-8", errors="ignore")
 
 
-def _documents(path: Path, source: str, seed: int) -> Iterator[str]:
-    """All texts of a file, row groups and rows in an order keyed by the seed (hashes, so that it never changes with a library)."""
-    with pq.ParquetFile(path) as file:
-        for group in _shuffled(file.num_row_groups, f"{seed}/{source}"):
+def _documents(paths: list[Path], source: str, seed: int) -> Iterator[str]:
+    """All texts of a source, row groups and rows in an order keyed by the seed (hashes, so that it never changes with a library)."""
+    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
+    for number in _shuffled(len(groups), f"{seed}/{source}"):
+        path, group = groups[number]
+        with pq.ParquetFile(path) as file:
             texts = file.read_row_group(group, columns=["text"]).column("text")
-            for row in _shuffled(len(texts), f"{seed}/{source}/{group}"):
-                yield texts[row].as_py()
+        for row in _shuffled(len(texts), f"{seed}/{source}/{number}"):
+            yield texts[row].as_py()
 
 
 def _shuffled(count: int, key: str) -> list[int]:

@@ -23,7 +23,7 @@ _BATCH = 256  # documents handed over at a time
 
 
 def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
-    """Make the tokenizer of `recipe` from `corpus_dir`/train/*.parquet and write it into `out_dir`.
+    """Make the tokenizer of `recipe` from `corpus_dir`/train and write it into `out_dir`.
 
     Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and report.json (returned), the last with an evaluation on
     `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries; a corpus too small for that many

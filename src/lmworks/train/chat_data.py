@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.progress import Bar, bar
@@ -297,7 +298,8 @@ def _held_out_origins(corpus_dir: Path | None) -> set[str]:
     import pyarrow.parquet as pq
 
     found: set[str] = set()
-    for path in sorted((Path(corpus_dir) / "validation").glob("*.parquet")) if corpus_dir else ():
+    parts = corpus_files(corpus_dir, "validation").values() if corpus_dir else ()
+    for path in (path for files in parts for path in files):
         for origin in pq.read_table(path, columns=["origin"]).column("origin").to_pylist():
             found |= {origin, origin.rpartition(":")[2]}
     return found
