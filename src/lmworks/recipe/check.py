@@ -15,16 +15,23 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     for index, name in enumerate(sources):
         if name in sources[:index]:
             yield ("corpus", "sources", index, "name"), f"two sources are called {name!r}; give each its own name"
+    for index, source in enumerate(recipe.corpus.sources):
+        if source.buckets and source.bucket_by == "quality" and not any(step.step in ("quality", "python") for step in recipe.corpus.steps):
+            message = "buckets need the documents' quality; add {step: quality, model: FILE} to corpus.steps, or name another bucket_by"
+            yield ("corpus", "sources", index, "buckets"), message
+    for index, step in enumerate(recipe.corpus.steps):
+        for name in getattr(step, "sources", ()):
+            if name not in sources:
+                yield ("corpus", "steps", index, "sources"), _unknown(name, sources)
+    known = [*sources, *(name for source in recipe.corpus.sources for name in source.outputs if name not in sources)]
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):
         at: Keys = ("train", "phases", index)
         if phase.name in phases[:index]:
             yield (*at, "name"), f"two phases are called {phase.name!r}; give each its own name"
         for name in phase.mixture:
-            if name not in sources:
-                close = nearest(name, sources)
-                hint = f"did you mean {close!r}?" if close else f"the sources are: {', '.join(sources) or 'none'}"
-                yield (*at, "mixture", name), f"no source is called {name!r}; {hint}"
+            if name not in known:
+                yield (*at, "mixture", name), _unknown(name, known)
     model = recipe.model
     assert model.vocab_size and model.layers
     if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:
@@ -34,3 +41,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         )
     if model.moe and model.moe.dense_layers >= model.layers:
         yield ("model", "moe", "dense_layers"), f"all {model.layers} layers would be dense; lower dense_layers or set model.moe to null"
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = nearest(name, known)
+    hint = f"did you mean {close!r}?" if close else f"the sources are: {', '.join(known) or 'none'}"
+    return f"no source is called {name!r}; {hint}"

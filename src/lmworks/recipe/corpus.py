@@ -13,6 +13,21 @@ from lmworks.recipe.units import Bytes
 Domain = Literal["prose", "facts", "chat", "dialogue", "code", "docs", "web", "math", "other"]
 
 
+class Bucket(Node):
+    """Documents of a source within a span of quality: an output of its own, `SOURCE.BUCKET`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="after the source's name and a dot, what mixtures may call it")
+    minimum: float = Field(description="it holds the documents from here up to the next bucket's minimum")
+    weight: float = Field(1.0, ge=0, description="how often its tokens are drawn, relative to the source's other buckets; 0 is never")
+
+
+class Infill(Node):
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut in three, and the middle comes last."""
+
+    rate: float = Field(0.5, ge=0, le=1, description="share of the training documents that are cut")
+    spm: float = Field(0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first")
+
+
 class Source(Node):
     """One body of text with its licence. A mixture names it by `name`."""
 
@@ -32,6 +47,10 @@ class Source(Node):
     rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when left out")
     max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
     optional: bool = Field(False, description="go on without it, and say so, when it cannot be had")
+    quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
+    buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by their weights")
+    bucket_by: str = Field("quality", description="the fact that decides the bucket")
+    infill: Infill | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
 
     @model_validator(mode="after")
     def _locatable(self) -> Source:
@@ -40,6 +59,22 @@ class Source(Node):
         if self.kind in ("jsonl", "parquet", "text", "code", "huggingface") and not self.path:
             raise ValueError(f"source {self.name}: kind {self.kind} needs path")
         return self
+
+    @model_validator(mode="after")
+    def _sorted_out(self) -> Source:
+        names, minima = [bucket.name for bucket in self.buckets], [bucket.minimum for bucket in self.buckets]
+        if len(set(names)) < len(names) or len(set(minima)) < len(minima):
+            raise ValueError(f"source {self.name}: two buckets share a name or a minimum; give each its own")
+        if self.buckets and min(minima) > 0:
+            raise ValueError(f"source {self.name}: no bucket holds what is below {min(minima):g}; give one of them minimum: 0")
+        if self.buckets and not any(bucket.weight for bucket in self.buckets):
+            raise ValueError(f"source {self.name}: all buckets have weight 0, so nothing of it could be drawn; raise one of them")
+        return self
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What it is called in the corpus and in mixtures: `SOURCE`, or `SOURCE.BUCKET` for each bucket."""
+        return tuple(f"{self.name}.{bucket.name}" for bucket in self.buckets) or (self.name,)
 
 
 class Minhash(Node):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
+from lmworks.recipe.units import Seconds
 
 
 class Clean(Node):
@@ -24,6 +25,39 @@ class Rules(Node):
     step: Literal["rules"] = Field("rules", description="which step this is")
 
 
+class Quality(Node):
+    """Score each document with a trained classifier (`lmworks corpus classifier`) and drop what scores too low."""
+
+    step: Literal["quality"] = Field("quality", description="which step this is")
+    model: str = Field(description="the classifier's file, relative to the recipe")
+    threshold: float = Field(0.0, ge=0, le=1, description="documents below it are dropped; a source's quality_threshold goes before it")
+    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="what the score is called, for buckets, reports and later steps")
+    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+
+
+class Rewrite(Node):
+    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are kept on disk."""
+
+    step: Literal["rewrite"] = Field("rewrite", description="which step this is")
+    endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
+    model: str = Field(description="which of the endpoint's models")
+    prompt: str = Field(description="what it is asked; {text} stands for the document")
+    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
+    key_from: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
+    temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
+    max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
+    concurrency: int = Field(16, gt=0, description="requests under way at one time, per process")
+    retries: int = Field(6, ge=0, description="of a request that fails for now (429, 5xx, no connection), each after a longer pause")
+    timeout: Seconds = Field(Seconds.parse("10 min"), description="for one request")
+    cache: str | None = Field(None, description="folder of the answers, relative to the recipe; $LMWORKS_CACHE/rewrites when left out")
+
+    @model_validator(mode="after")
+    def _asks_about_the_text(self) -> Rewrite:
+        if "{text}" not in self.prompt:
+            raise ValueError("the prompt of the step rewrite does not say where the document goes: write {text} in it")
+        return self
+
+
 class Python(Node):
     """A step of your own: a function in a Python file."""
 
@@ -34,4 +68,4 @@ class Python(Node):
     options: dict[str, Any] = Field(default_factory=dict, description="handed to the function by name")
 
 
-Step = Annotated[Clean | Rules | Python, Field(discriminator="step")]
+Step = Annotated[Clean | Rules | Quality | Rewrite | Python, Field(discriminator="step")]
