@@ -48,7 +48,7 @@ class Source(Node):
     max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
     optional: bool = Field(False, description="go on without it, and say so, when it cannot be had")
     quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
-    buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by their weights")
+    buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by weight")
     bucket_by: str = Field("quality", description="the fact that decides the bucket")
     infill: Infill | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
 
