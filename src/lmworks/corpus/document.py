@@ -42,10 +42,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The document goes no further. `reason` is a short name that is counted; `detail` is shown beside a sample."""
+    """The document goes no further. `reason` is a short name that is counted; `detail` is shown beside a sample.
+
+    `facts` are what the step has measured of it: the distribution of a statistic then covers what was dropped by it, too.
+    """
 
     reason: str
     detail: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
 Outcome = Document | Drop
