@@ -23,7 +23,8 @@ from lmworks.corpus.report import SAMPLES
 from lmworks.corpus.units import ngrams, units
 from lmworks.documents import COLUMNS, corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Dedup, Minhash, Source
+from lmworks.recipe.corpus import Corpus, Source
+from lmworks.recipe.dedup import Dedup, Minhash
 from lmworks.recipe.recipe import Recipe
 
 DOCS = Source(name="docs", kind="stdlib", layout="docs", include="email/*.py", domain="docs", language="en", licence="PSF-2.0")

