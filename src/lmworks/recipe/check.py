@@ -32,6 +32,10 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)
+        for number, change in enumerate(phase.mixture_changes):
+            for name in change.mixture:
+                if name not in known:
+                    yield (*at, "mixture_changes", number, "mixture", name), _unknown(name, known)
     model = recipe.model
     assert model.vocab_size and model.layers
     if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:

@@ -11,21 +11,38 @@ from lmworks.recipe.units import Bytes, Tokens
 
 
 class Tokenizer(Node):
-    """Byte-level BPE with named special tokens and a chat template."""
+    """Byte-pair merges over bytes (or characters), named special tokens and a chat template."""
 
     path: str | None = Field(None, description="an existing tokenizer.json (or its directory) to use instead of training one")
     vocab_size: int = Field(4096, ge=320, description="entries, special tokens included")
-    reserved_tokens: int = Field(0, ge=0, description="unused special tokens kept for later")
+    kind: Literal["bytes", "sentencepiece"] = Field(
+        "bytes",
+        description="bytes: byte-level as in GLM-4.x. sentencepiece: characters, rare ones as bytes, each digit alone; encodes slower",
+    )
+    special_tokens: int = Field(64, ge=36, description="GLM-4.x's 36, then 28 for roles, tools and code, then reserved ones")
     sample_bytes: Bytes = Field(Bytes.parse("16MB"), description="text used for training, drawn by mixture weight")
+    language_balance: float = Field(
+        0.7, ge=0, le=1, description="languages count by their share to this power: 1 as in the mixture, 0 all alike; code keeps its share"
+    )
+    max_words: int = Field(
+        2_000_000, ge=10_000, description="distinct words kept while counting, rarest forgotten first; about 0.5 kB of memory each"
+    )
+    chat_template: Literal["brief", "glm-4.6"] = Field(
+        "brief", description="glm-4.6: as published, each answer opens with its thoughts. brief: the same without empty thoughts"
+    )
 
 
 class Shards(Node):
     """Token files in Megatron's indexed format."""
 
     shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
-    packing: Literal["concatenate"] = Field("concatenate", description="documents end to end, cut into sequences")
+    packing: Literal["concatenate", "best_fit"] = Field(
+        "concatenate",
+        description="concatenate: documents end to end, cut into sequences, no padding; best_fit: no document is cut that fits (arXiv:2404.10830)",
+    )
     max_epochs: float = Field(
         40.0,
         gt=0,
         description="most readings of a source in a phase; repeated text loses value after about 4, all of it by 40 (arXiv:2305.16264)",
     )
+    warn_epochs: float = Field(4.0, gt=0, description="readings of a source, in a phase or over all, above which a warning is printed")

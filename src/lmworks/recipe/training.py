@@ -67,12 +67,33 @@ class RopeChange(Node):
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
 
 
+def _check_weights(where: str, mixture: dict[str, float]) -> None:
+    total = sum(mixture.values())
+    if not mixture or any(weight <= 0 for weight in mixture.values()):
+        raise ValueError(f"{where}: mixture needs at least one source and positive weights")
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"{where}: mixture weights sum to {total:g}, not 1; scale them by {1 / total:.6g}")
+
+
+class MixtureChange(Node):
+    """Another mixture from a moment inside a phase on. For a run that has begun, use `lmworks data mixture` instead."""
+
+    at: Duration = Field(description="from the start of the phase; the first whole step at or after it")
+    mixture: dict[str, float] = Field(description="weight of each source from then on; they sum to one")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MixtureChange:
+        _check_weights("mixture_changes", self.mixture)
+        return self
+
+
 class Phase(Node):
     """One stretch of pretraining."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the phase; the data order is drawn from it")
     tokens: Tokens = Field(description="budget")
     mixture: dict[str, float] = Field(description="weight of each source; they sum to one")
+    mixture_changes: list[MixtureChange] = Field(default_factory=list, description="other mixtures from given moments of the phase on")
     sequence_length: Tokens = Field(description="context trained on")
     batch: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
     ramp: Ramp | None = None
@@ -85,11 +106,7 @@ class Phase(Node):
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
-        total = sum(self.mixture.values())
-        if not self.mixture or any(weight <= 0 for weight in self.mixture.values()):
-            raise ValueError(f"phase {self.name}: mixture needs at least one source and positive weights")
-        if abs(total - 1) > 1e-6:
-            raise ValueError(f"phase {self.name}: mixture weights sum to {total:g}, not 1; scale them by {1 / total:.6g}")
+        _check_weights(f"phase {self.name}", self.mixture)
         if self.batch % self.sequence_length:
             raise ValueError(f"phase {self.name}: batch {self.batch} is not a multiple of sequence_length {self.sequence_length}")
         if self.tokens < self.batch:

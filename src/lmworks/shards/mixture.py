@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import floor
@@ -45,6 +45,52 @@ class Mixture:
         """How many of the first `prefix` sequences fall to each source, (len(names),) int64."""
         cycle, slot = divmod(prefix, PERIOD)
         return cycle * self.slots + np.bincount(self._turn[:slot], minlength=len(self.names))
+
+
+class MixturePlan:
+    """The mixtures of a phase, one after another; each source's count goes on across a change, so nothing before it moves.
+
+    `stretches` are (number of the first sequence, mixture), the first from 0 and in rising order.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, Mixture]]) -> None:
+        self.stretches = tuple(stretches)
+        self._firsts = np.array([first for first, _ in stretches], np.int64)
+        assert self._firsts[0] == 0 and (np.diff(self._firsts) > 0).all(), "stretches begin at 0 and rise"
+        self.names = tuple(sorted({name for _, mixture in stretches for name in mixture.names}))
+        place = {name: index for index, name in enumerate(self.names)}
+        self._index = [np.array([place[name] for name in mixture.names]) for _, mixture in stretches]
+        self._before = np.zeros((len(stretches), len(self.names)), np.int64)
+        for number in range(1, len(stretches)):
+            (first, mixture), stop = stretches[number - 1], stretches[number][0]
+            self._before[number] = self._before[number - 1]
+            self._before[number, self._index[number - 1]] += mixture.counts(stop - first)
+
+    def locate(self, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For sequence numbers `g`: the index of its source in `names`, and how many of that source came before. Both int64."""
+        g = np.asarray(g, np.int64)
+        source, before = np.empty_like(g), np.empty_like(g)
+        which = np.searchsorted(self._firsts, g, side="right") - 1
+        for number in np.unique(which):
+            first, mixture = self.stretches[number]
+            mine = which == number
+            turn, taken = mixture.locate(g[mine] - first)
+            source[mine] = self._index[number][turn]
+            before[mine] = taken + self._before[number, source[mine]]
+        return source, before
+
+    def counts(self, prefix: int) -> np.ndarray:
+        """How many of the first `prefix` sequences fall to each source, (len(names),) int64."""
+        number = int(np.searchsorted(self._firsts, prefix, side="right")) - 1
+        first, mixture = self.stretches[number]
+        counts = self._before[number].copy()
+        counts[self._index[number]] += mixture.counts(prefix - first)
+        return counts
+
+    def changed(self, first: int, mixture: Mixture) -> MixturePlan:
+        """The plan with `mixture` from sequence `first` on, up to the next change that was planned."""
+        others = [stretch for stretch in self.stretches if stretch[0] != first]
+        return MixturePlan(sorted([*others, (first, mixture)], key=lambda stretch: stretch[0]))
 
 
 def _largest_remainder(weights: tuple[float, ...]) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
 from lmworks.recipe.training import Phase
+from lmworks.recipe.units import Duration
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class PhaseSteps:
         inside = min(step, self.ramp_steps)
         rising = _floor_sum(inside, self.ramp_steps, self.full - self.first) if inside else 0
         return inside * self.first + rising + (step - inside) * self.full
+
+    def step_at(self, duration: Duration) -> int:
+        """The first step, counted in the phase, that has all of `duration` before it; a share is one of the phase's tokens."""
+        if duration.unit == "steps":
+            return int(duration.value)
+        tokens = duration.tokens(step_tokens=self.full * self.sequence_length, phase_tokens=self.tokens)
+        return bisect_left(range(self.steps + 1), -(-tokens // self.sequence_length), key=self.before)
 
     @property
     def sequences(self) -> int:
