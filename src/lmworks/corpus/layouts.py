@@ -14,6 +14,7 @@ from typing import Any
 from lmworks.corpus.conversations import Section, Story, parse_chats, parse_story, story_language
 from lmworks.corpus.items import Item, broken, decoded
 from lmworks.corpus.opening import bounded_lines
+from lmworks.errors import UserError
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
 _LARGEST_ARCHIVE_MEMBER = 1 << 30
@@ -171,3 +172,11 @@ def programs(members: Iterator[Member], limit: int) -> Iterator[Item]:
 
 
 LAYOUTS: dict[str, Layout] = {"file": file, "lines": lines, "chats": chats, "days": days, "stories": stories, "programs": programs}
+WHOLE = {"days"}  # a document has pieces in several members, so they must be read together
+
+
+def layout(name: str) -> Layout:
+    """The layout of that name. Raises UserError for an unknown one."""
+    if name not in LAYOUTS:
+        raise UserError(f"unknown layout {name!r}; known are {', '.join(sorted(LAYOUTS))}")
+    return LAYOUTS[name]

@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmworks.corpus.items import Item, broken, decoded
+from lmworks.corpus.opening import File
+from lmworks.corpus.readers.part import Part, packed
+from lmworks.errors import UserError
+from lmworks.recipe.corpus import Source
 
 # tests (absent on some systems), other people's packages, and generated tables are no code to learn from
 _SKIPPED = {
@@ -30,18 +34,38 @@ _SKIPPED = {
 _LEAST_DOCSTRING = 120
 
 
-def files(include: str | None = None) -> list[tuple[str, int]]:
-    """The library's *.py files as (path relative to it, bytes), sorted."""
+_TOPICS = "pydoc_data/topics.py"
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    """The library's *.py files, sorted; for its docs the topics of the language reference come first."""
+    name = source.layout or "code"
+    if name not in LAYOUTS:
+        raise UserError(f"unknown layout {name!r} of the standard library; known are {', '.join(LAYOUTS)}")
+    first = [_file(_TOPICS)] if name == "docs" else []
+    return list(packed([*first, *_files(source.include)], part_bytes))
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    """Its items."""
+    return LAYOUTS[source.layout or "code"](part.files, limit)
+
+
+def _file(relative: str) -> File:
+    status = Path(sysconfig.get_path("stdlib"), relative).stat()
+    return File(relative, status.st_size, str(status.st_mtime_ns))
+
+
+def _files(include: str | None) -> list[File]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(("config-", "."))]
         for name in names:
-            path = Path(folder, name)
-            relative = path.relative_to(root).as_posix()
+            relative = Path(folder, name).relative_to(root).as_posix()
             if name.endswith(".py") and not name.startswith("_sysconfigdata") and fnmatch.fnmatchcase(relative, include or "*"):
-                found.append((relative, path.stat().st_size))
-    return sorted(found)
+                found.append(relative)
+    return [_file(relative) for relative in sorted(found)]
 
 
 def _read(relative: str, size: int, limit: int) -> Item:
@@ -51,19 +75,20 @@ def _read(relative: str, size: int, limit: int) -> Item:
     return decoded(path.read_bytes(), relative, limit, size)
 
 
-def code(listed: list[tuple[str, int]], limit: int) -> Iterator[Item]:
+def _code(files: tuple[File, ...], limit: int) -> Iterator[Item]:
     """Each file is a document."""
-    for relative, size in listed:
-        yield _read(relative, size, limit)
+    for file in files:
+        yield _read(file.path, file.size, limit)
 
 
-def docs(listed: list[tuple[str, int]], limit: int) -> Iterator[Item]:
+def _docs(files: tuple[File, ...], limit: int) -> Iterator[Item]:
     """Each topic of the language reference is a document; so are the docstrings of each module, under the names they belong to."""
-    from pydoc_data import topics
+    for relative, size in ((file.path, file.size) for file in files):
+        if relative == _TOPICS:
+            from pydoc_data import topics
 
-    for topic, text in sorted(topics.topics.items()):
-        yield Item(text, f"pydoc_data.topics:{topic}")
-    for relative, size in listed:
+            yield from (Item(text, f"pydoc_data.topics:{topic}") for topic, text in sorted(topics.topics.items()))
+            continue
         item = _read(relative, size, limit)
         if item.reason is not None:
             yield item
@@ -94,4 +119,4 @@ def _docstrings(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
             yield f"{name}.{child.name}({ast.unparse(child.args)})\n{body}"
 
 
-LAYOUTS: dict[str, Callable[[list[tuple[str, int]], int], Iterator[Item]]] = {"code": code, "docs": docs}
+LAYOUTS: dict[str, Callable[[tuple[File, ...], int], Iterator[Item]]] = {"code": _code, "docs": _docs}

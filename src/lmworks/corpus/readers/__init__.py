@@ -1,0 +1,83 @@
+"""From a source to its items. A source is cut into parts by listing it; each part is read alone, in any process.
+
+One file per family of kinds, each with `parts` and `read`. A bad row becomes a quarantined item; only a source that is missing or cannot
+be read at all is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+
+from lmworks.corpus.items import Item, Reading, broken
+from lmworks.corpus.opening import File
+from lmworks.corpus.readers import files, huggingface, jsonl, parquet, standard_library, wheel
+from lmworks.corpus.readers.part import Part
+from lmworks.errors import UserError
+from lmworks.recipe.corpus import Source
+
+__all__ = ["File", "Part", "parts", "provides", "read", "reading"]
+
+_FAMILIES: dict[str, ModuleType] = {
+    "jsonl": jsonl,
+    "parquet": parquet,
+    "text": files,
+    "markdown": files,
+    "code": files,
+    "huggingface": huggingface,
+    "wheel": wheel,
+    "stdlib": standard_library,
+}
+
+
+def provides(source: Source) -> tuple[str, ...]:
+    """Names of the facts that the items of a source may have."""
+    return tuple(dict.fromkeys((*getattr(_FAMILIES[source.kind], "FACTS", ()), *source.keep)))
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    """The source in parts of about `part_bytes`, the same for the same files.
+
+    Raises Unavailable if it cannot be had here, UserError if it is wrongly described.
+    """
+    try:
+        found: list[Part] = _FAMILIES[source.kind].parts(source, part_bytes)
+    except UserError as error:
+        raise type(error)(f"source {source.name}: {error}") from None
+    except OSError as error:
+        raise UserError(f"source {source.name}: cannot read {error.filename or source.path}: {error.strerror or error}") from None
+    return found
+
+
+def read(source: Source, part: Part, max_document: int) -> Iterator[Item]:
+    """The items of a part, the same each time: documents of at most `max_document` bytes of UTF-8, and what is none with its reason."""
+    left = part.size
+    try:
+        for item in _FAMILIES[source.kind].read(source, part, max_document):
+            checked = _checked(item, max_document)
+            yield checked if checked.consumed <= left or not part.size else replace(checked, consumed=left)
+            left = max(left - checked.consumed, 0)
+    except UserError as error:
+        raise type(error)(f"source {source.name}: {error}") from None
+
+
+def _checked(item: Item, limit: int) -> Item:
+    if item.reason is not None:
+        return item
+    text = item.text
+    try:
+        size = len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:  # JSON can smuggle in halves of surrogate pairs
+        return broken("bad_utf8", item.origin, text, item.consumed)
+    if size > limit:
+        return broken("enormous", item.origin, text, item.consumed)
+    if not text or text.isspace():
+        return broken("empty_text", item.origin, "", item.consumed)
+    return item
+
+
+def reading(source: Source, max_document: int) -> Reading:
+    """All parts of a source in a row."""
+    found = parts(source, 1 << 62)
+    return Reading(sum(part.size for part in found) or None, lambda: (item for part in found for item in read(source, part, max_document)))

@@ -1,0 +1,81 @@
+"""Hugging Face datasets: rows of a stored one, or streamed, so that a dataset of any size starts at once and is never stored whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus.items import Item, Unavailable
+from lmworks.corpus.opening import File
+from lmworks.corpus.readers.part import Part
+from lmworks.corpus.readers.rows import Columns
+from lmworks.errors import UserError
+from lmworks.recipe.corpus import Source
+
+_BUFFER = 10_000
+
+
+def _rows(source: Source) -> Any:
+    """A `Dataset` from disk or an `IterableDataset`; `path` = NAME[:CONFIG] (on the hub, or a local directory of data files or of
+    `save_to_disk`); `layout` names the split, by default train."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("kind huggingface needs the datasets package: pip install 'lmworks[data]'") from None
+    assert source.path is not None, "the recipe checks it"
+    name, _, config = (source.path, "", "") if Path(source.path).exists() else source.path.partition(":")
+    split = source.layout or "train"
+    try:
+        if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
+            stored = datasets.load_from_disk(name)
+            return stored[split] if isinstance(stored, datasets.DatasetDict) else stored
+        return datasets.load_dataset(name, config or None, split=split, streaming=True)
+    except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
+        raise Unavailable(
+            f"cannot load dataset {source.path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    """Ranges of rows of a stored dataset, shards of a streamed one.
+
+    With `max_bytes` it is one part: rows of a seeded shuffle of shards and a buffer of 10,000 rows until enough came, since drawing
+    evenly would mean downloading everything.
+    """
+    rows = _rows(source)
+    if rows.column_names is not None:
+        Columns(source, 0).wanted(rows.column_names, f"dataset {source.path}")
+    file = File(source.path or "", 0, str(getattr(rows, "_fingerprint", "")))
+    if source.max_bytes is not None:
+        return [Part((file,), int(source.max_bytes))]
+    if not hasattr(rows, "num_rows"):
+        return [Part((file,), 0, (shard, shard + 1)) for shard in range(rows.n_shards)]
+    size, count = int(rows.data.nbytes), rows.num_rows
+    pieces = max(1, min(-(-size // part_bytes), count))
+    edges = [count * number // pieces for number in range(pieces + 1)]
+    return [Part((file,), size // pieces, span) for span in pairwise(edges)]
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    rows = _rows(source)
+    stored, columns = hasattr(rows, "num_rows"), Columns(source, limit)
+    wanted = int(source.max_bytes) if source.max_bytes is not None else None
+    first = 0
+    if part.span is None:
+        rows = rows.shuffle(seed=0) if stored else rows.shuffle(seed=0, buffer_size=_BUFFER)
+    elif stored:
+        first = part.span[0]
+        rows = rows.select(range(*part.span))
+    else:
+        rows = rows.shard(num_shards=rows.n_shards, index=part.span[0])
+    origin = f"{source.path}/{source.layout or 'train'}" + ("" if stored or part.span in (None, (0, 1)) else f"/{part.span[0]}")  # type: ignore[index]
+    taken = 0
+    for number, row in enumerate(rows, start=first):
+        item = columns.item(row, f"{origin}:{number}", 0)
+        size = len(item.text.encode("utf-8", "surrogatepass")) if item.reason is None else 0
+        taken += size
+        yield Item(item.text, item.origin, size, item.reason, item.facts, item.language)
+        if wanted is not None and taken >= wanted:
+            return

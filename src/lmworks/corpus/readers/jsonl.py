@@ -1,0 +1,82 @@
+"""JSON lines, plain or compressed. A plain file is cut into parts anywhere: a line belongs to the part in which it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+from lmworks.corpus.items import Item, broken, shown
+from lmworks.corpus.opening import COMPRESSED, File, bounded_lines, can_seek, find, open_binary, skip_line
+from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.part import Part, packed
+from lmworks.corpus.readers.rows import Columns
+from lmworks.recipe.corpus import Source
+
+_SUFFIXES = (".jsonl", ".json", ".ndjson")
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    return list(line_parts(find(source, _SUFFIXES), part_bytes))
+
+
+def line_parts(files: list[File], part_bytes: int) -> Iterator[Part]:
+    """Small and compressed files whole, big plain ones in equal spans of bytes."""
+    small: list[File] = []
+    for file in files:
+        if file.size <= part_bytes or file.path.endswith(COMPRESSED) or not can_seek(file.path):
+            small.append(file)
+            continue
+        yield from packed(small, part_bytes)
+        small = []
+        count = -(-file.size // part_bytes)
+        edges = [file.size * number // count for number in range(count + 1)]
+        yield from (Part((file,), last - first, (first, last)) for first, last in pairwise(edges))
+    yield from packed(small, part_bytes)
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    columns = Columns(source, limit)
+    for file in part.files:
+        yield from guarded(_rows(columns, file, part.span, limit), file.path)
+
+
+def _rows(columns: Columns, file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Item]:
+    # escapes and other columns take room too
+    for line, complete, origin, consumed in lines_of(file, span, 4 * limit + 65536):
+        if not complete:
+            yield broken("enormous", origin, line, consumed)
+        elif line.strip():
+            yield _row(columns, line, origin, consumed)
+
+
+def lines_of(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[tuple[bytes, bool, str, int]]:
+    """(line, whether it is whole, origin, input bytes) of each line that begins in the span.
+
+    Its origin is the number of the line, in a file that is cut its place in bytes.
+    """
+    with open_binary(file.path) as (stream, raw):
+        at, end = span or (0, None)
+        if at:
+            raw.seek(at - 1)
+            skip_line(raw, until=end)
+        before, place = at, raw.tell()
+        for number, (line, complete) in enumerate(bounded_lines(stream, limit), start=1):
+            if end is not None and place >= end:
+                return
+            after = raw.tell()
+            reached = after if end is None else min(after, end)
+            yield line, complete, f"{shown(file.path)}@{place}" if span else f"{shown(file.path)}:{number}", reached - before
+            before, place = reached, after
+
+
+def _row(columns: Columns, line: bytes, origin: str, consumed: int) -> Item:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return broken("bad_utf8", origin, line, consumed)
+    except (ValueError, RecursionError):
+        return broken("broken_json", origin, line, consumed)
+    if isinstance(row, dict):
+        return columns.item(row, origin, consumed)
+    return broken("wrong_type", origin, line, consumed)

