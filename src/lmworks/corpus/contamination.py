@@ -14,6 +14,7 @@ In scripts without spaces a character is less than a word: there all three lengt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,19 @@ class Boilerplate:
     example: Match
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What some training documents, numbered from 0, share with the protected texts: made apart, and added up with `Gate.add_up`.
+
+    By the place of a table: how many documents have each entry as (entries, counts), and hits as rows of (document, entry, start, end).
+    """
+
+    documents: int
+    seen: dict[int, tuple[np.ndarray, np.ndarray]]
+    hits: dict[int, np.ndarray]
+    whole: list[Match]
+
+
 class _Table:
     """Protected n-grams of one length: sorted hashes, the text each came from, and in how many training documents each was seen."""
 
@@ -57,6 +71,12 @@ class _Table:
         self._shift = np.uint64(64 - min(max(len(first).bit_length() + 4, 16), 28))
         self._filter = np.zeros(1 << (64 - int(self._shift)), dtype=bool)
         self._filter[self.hashes >> self._shift] = True
+
+    def again(self) -> _Table:
+        """The same entries, seen nowhere."""
+        other = copy.copy(self)
+        other.seen = np.zeros_like(self.seen)
+        return other
 
     def find(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(places in `grams` that are protected, which entry each is)."""
@@ -100,12 +120,48 @@ class Gate:
                 self._long_items.setdefault(int(grams[0]), []).append((len(self.names), hashes))
             self.names.append(name)
 
-    def scan(self, batch: Units) -> None:
-        """Look at the next training documents, numbered on from those before."""
+    def _made(self) -> list[_Table]:
         if self._tables is None:
             self._tables = [_Table(length, parts) for length, parts in sorted(self._parts.items())]
-        grams_by_length = ngrams_of(batch.hashes, [table.length for table in self._tables])
-        for number, (table, (length, grams)) in enumerate(zip(self._tables, grams_by_length, strict=True)):
+        return self._tables
+
+    def again(self) -> Gate:
+        """The same protected texts, with nothing scanned."""
+        other = copy.copy(self)
+        other._tables = [table.again() for table in self._made()]
+        other._hits, other._whole, other._scanned = {}, [], 0
+        return other
+
+    def findings(self) -> Findings:
+        """What has been found so far."""
+        seen = {number: (entries := np.flatnonzero(table.seen), table.seen[entries]) for number, table in enumerate(self._made())}
+        return Findings(self._scanned, seen, {number: np.concatenate(rows) for number, rows in self._hits.items()}, list(self._whole))
+
+    def add_up(self, found: Findings) -> None:
+        """Take in what was found in the next documents elsewhere, as if they had been scanned here."""
+        tables = self._made()
+        for number, rows in sorted(found.hits.items()):
+            rows = rows[tables[number].seen[rows[:, 1]] <= BOILERPLATE_DOCUMENTS]
+            self._hits.setdefault(number, []).append(rows + np.array([self._scanned, 0, 0, 0]))
+        for number, (entries, counts) in found.seen.items():
+            tables[number].seen[entries] += counts
+        self._whole += [Match(one.document + self._scanned, one.against, one.start, one.end) for one in found.whole]
+        self._scanned += found.documents
+
+    def common(self) -> dict[int, np.ndarray]:
+        """By the place of a table: the entries that are boilerplate."""
+        return {number: np.flatnonzero(table.seen > BOILERPLATE_DOCUMENTS) for number, table in enumerate(self._made())}
+
+    def know_common(self, common: dict[int, np.ndarray]) -> None:
+        """Take these entries for boilerplate."""
+        for number, entries in common.items():
+            self._made()[number].seen[entries] = BOILERPLATE_DOCUMENTS + 1
+
+    def scan(self, batch: Units) -> None:
+        """Look at the next training documents, numbered on from those before."""
+        tables = self._made()
+        grams_by_length = ngrams_of(batch.hashes, [table.length for table in tables])
+        for number, (table, (length, grams)) in enumerate(zip(tables, grams_by_length, strict=True)):
             places, entries = table.find(grams)
             documents = np.searchsorted(batch.bounds, places, side="right") - 1
             inside = places + length <= batch.bounds[documents + 1]
