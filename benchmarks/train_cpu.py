@@ -3,9 +3,10 @@
     python benchmarks/train_cpu.py [--shape moe|dense|both] [--steps 6]
 
 Peers: Glm4Moe (experts by grouped_mm, its best setting on CPU, and SDPA) and Qwen3, bf16 autocast, fused AdamW, gradient clipping; once
-eager and once under torch.compile. lmworks: bf16, Muon as in the quickstart (AdamW beside it), compiled layers. All arms see the same
-random tokens without document boundaries, forward, backward, clip and update; times are medians over steps, arms take turns round by
-round, and ratios are of medians. The peak is the fastest bf16 matrix product measured in the same process.
+eager and once under torch.compile; on a processor without bf16 products also in fp32, which is faster there. lmworks: the precision that
+`auto` takes, Muon as in the quickstart (AdamW beside it), compiled layers. All arms see the same random tokens without document
+boundaries, forward, backward, clip and update; times are medians over steps, arms take turns round by round, and ratios are of
+medians. The peak is the fastest matrix product measured in the same process.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 
 from lmworks.export.config import class_for, to_config
-from lmworks.metrics.system import measure_peak_bf16
+from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.plan.flops import per_token
+from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.model import Model, Moe, Rope
 from lmworks.recipe.training import Optimizer
 from lmworks.shards.batch import Batch
@@ -46,14 +48,14 @@ SHAPES = {
 def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
     """One step of lmworks."""
     model = initialize(Transformer(config), 1)
-    model.compute_dtype, model.head_chunk = torch.bfloat16, 256  # as in the quickstart
+    model.compute_dtype, model.head_chunk = dtype_for("auto", torch.device("cpu")), 256  # as in the quickstart
     model.train()
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
     return lambda: void(train_step(model, optimizer, batch, micro_batch=ROWS, rate=1.0, clip=1.0, balance_rate=0.001))
 
 
-def theirs(config: Model, batch: Batch, compiled: bool) -> Callable[[], None]:
+def theirs(config: Model, batch: Batch, compiled: bool, autocast: bool) -> Callable[[], None]:
     """One step of the peer, written as its users write it."""
     import transformers
 
@@ -68,7 +70,7 @@ def theirs(config: Model, batch: Batch, compiled: bool) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -104,14 +106,14 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens = np.random.default_rng(1).integers(0, 4096, (ROWS, LENGTH + 1), dtype=np.int32)
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, ROWS * LENGTH + 1, LENGTH, dtype=np.int32), 0, 0)
-    peak = measure_peak_bf16(3.0)
+    peak = measure_peak(3.0)
     for shape in SHAPES if arguments.shape == "both" else [arguments.shape]:
         config = SHAPES[shape]
         peer = class_for(config).removesuffix("ForCausalLM")
         arms = {f"lmworks ({name})": ours(config, batch, kind) for name, kind in (("Muon", "muon"), ("AdamW", "adamw"))}
-        arms[f"{peer} eager"] = theirs(config, batch, False)
-        if not arguments.no_compiled_peer:
-            arms[f"{peer} compiled"] = theirs(config, batch, True)
+        for precision in ("bf16 autocast",) if has_bf16(torch.device("cpu")) else ("bf16 autocast", "fp32"):
+            for how in ("eager",) if arguments.no_compiled_peer else ("eager", "compiled"):
+                arms[f"{peer} {how}, {precision}"] = theirs(config, batch, how == "compiled", precision != "fp32")
         seconds = measure(arms, arguments.steps)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         operations = per_token(config, LENGTH).total * batch.tokens.size
@@ -121,6 +123,7 @@ def main() -> None:
                 "fastest_tokens_per_second": batch.tokens.size / min(seconds[name]),
                 "share_of_peak": operations / time_ / peak,
                 "lmworks_is_faster_by": time_ / medians["lmworks (Muon)"],
+                "with_adamw_by": time_ / medians["lmworks (AdamW)"],
             }
             for name, time_ in medians.items()
         }
@@ -129,11 +132,11 @@ def main() -> None:
             continue
         size = sum(p.numel() for p in Transformer(config).parameters()) / 1e6
         print(f"\n{shape}: {size:.1f}M parameters, batch of {ROWS} x {LENGTH}, peak {peak / 1e9:,.0f} GFLOP/s")
-        print("| arm | tokens/s (median) | fastest | share of peak | lmworks with Muon is faster by |\n|---|---|---|---|---|")
+        print("| arm | tokens/s (median) | fastest | share of peak | Muon is faster by | AdamW by |\n|---|---|---|---|---|---|")
         for name, row in rows.items():
             print(
                 f"| {name} | {row['tokens_per_second']:,.0f} | {row['fastest_tokens_per_second']:,.0f} | "
-                f"{100 * row['share_of_peak']:.0f}% | {row['lmworks_is_faster_by']:.2f} |"
+                f"{100 * row['share_of_peak']:.0f}% | {row['lmworks_is_faster_by']:.2f} | {row['with_adamw_by']:.2f} |"
             )
 
 

@@ -128,7 +128,7 @@ def test_the_curve_is_the_record(run_dir: Path) -> None:
 
 
 def test_parameters_and_cost(run_dir: Path) -> None:
-    cluster = Cluster(name="two", nodes=2, devices_per_node=4, bf16_tflops=1.0, memory_gib=1.0, dollars_per_hour=3.0)
+    cluster = Cluster(name="two", nodes=2, devices_per_node=4, tflops=1.0, memory_gib=1.0, dollars_per_hour=3.0)
     for number, line in enumerate(lines := [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]):
         line["time"] = 1_800_000_000 + 60 * number + (100_000 if number >= 30 else 0)  # a long pause at the resume
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

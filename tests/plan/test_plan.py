@@ -50,7 +50,7 @@ def test_every_recipe_on_every_cluster(name: str, where: str) -> None:
     timeline = Timeline(resolved.recipe.train.phases)
     assert plan.steps == timeline.steps
     assert plan.tokens == timeline.tokens_before(timeline.steps)
-    assert plan.seconds * devices(cluster) * cluster.bf16_tflops * 1e12 * plan.mfu == pytest.approx(plan.flops)
+    assert plan.seconds * devices(cluster) * cluster.tflops * 1e12 * plan.mfu == pytest.approx(plan.flops)
     for phase, source in zip(plan.phases, resolved.recipe.train.phases, strict=True):
         placed = phase.placed
         assert list(problems(resolved.recipe, cluster, placed.layout, source)) == []
@@ -220,7 +220,7 @@ def test_an_idle_pipeline_is_warned_of() -> None:
 
 def test_this_machine_is_measured() -> None:
     cluster = this_machine(threads=1)
-    assert cluster.bf16_tflops > 0 and cluster.memory_gib > 0.5
+    assert cluster.tflops > 0 and cluster.memory_gib > 0.5
     assert cluster.name == "this machine"
 
 

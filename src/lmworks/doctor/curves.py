@@ -146,7 +146,7 @@ class Curves:
         charts += self._plain(
             "mfu",
             "Model FLOPs utilisation",
-            "Share of this machine's measured bf16 matrix-multiply peak.",
+            "Share of this machine's measured matrix-multiply peak.",
             [("perf/mfu", "MFU", "c2")],
             shown="percent",
             zero=True,

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from lmworks import files
 from lmworks.corpus.items import Unavailable
 from lmworks.evaluate import benchmarks, bits_per_byte, cloze, references, tasks
@@ -23,6 +21,7 @@ from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
 from lmworks.evaluate.statistics import paired_bootstrap
+from lmworks.precision import dtype_for
 from lmworks.progress import bar
 from lmworks.recipe.recipe import Recipe
 
@@ -58,7 +57,8 @@ def evaluate(recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpu
         results["references"] = {"bits_per_byte": marks, "how": references.HOW, "missing": references.missing()}
     was_training, was_dtype = model.training, model.compute_dtype
     model.eval()
-    model.compute_dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
+    precision = "fp32" if recipe.train.precision == "fp16" else recipe.train.precision
+    model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         measured, outcomes, items = _measure(recipe, model, tokenizer, texts, name)
     finally:

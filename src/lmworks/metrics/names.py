@@ -55,7 +55,7 @@ _TABLE = (
     ("optim/update_ratio", "", "norm of the update relative to the norm of the weights"),
     ("perf/tokens_per_second", "tokens/s", "since the metrics line before, saves and validation left out"),
     ("perf/step_seconds", "s", "wall time of the step"),
-    ("perf/mfu", "", "model FLOPs relative to the measured bf16 matrix-multiply peak of the machine"),
+    ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine"),
     ("perf/memory", "bytes", "largest memory in use: of the GPU if there is one, else resident memory of the process"),
     ("perf/data_wait", "s", "time that the step waited for its batch"),
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),

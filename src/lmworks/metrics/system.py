@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
+
+from lmworks.precision import dtype_for
+
+if TYPE_CHECKING:
+    import torch
 
 _peaks: dict[tuple[str, int], float] = {}
 
@@ -38,31 +44,32 @@ def gpu_metrics() -> dict[str, float]:
     return {"system/gpu_temp": float(torch.cuda.temperature()), "system/power": torch.cuda.power_draw() / 1000}
 
 
-def measure_peak_bf16(seconds: float = 1.0) -> float:
-    """FLOP/s of this machine's best bf16 matrix multiplication, with the threads that torch uses now.
+def measure_peak(seconds: float = 1.0) -> float:
+    """FLOP/s of this machine's best matrix multiplication in the type it is fastest in, with the threads that torch uses now.
 
     Square matrices of a few sizes in turn, since the best one depends on the caches; the fastest single product counts, because other
     programs can only slow one down. Measured once per process, device and number of threads.
     """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    key = (device, torch.get_num_threads())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    key = (device.type, torch.get_num_threads())
     if key not in _peaks:
         _peaks[key] = _measure(device, seconds)
     return _peaks[key]
 
 
-def _measure(device: str, seconds: float) -> float:
+def _measure(device: torch.device, seconds: float) -> float:
     import torch
 
-    sizes = (4096, 8192, 16384) if device == "cuda" else (1024, 2048, 3072)
-    matrices = [[torch.randn(size, size, device=device).bfloat16() for _ in range(3)] for size in sizes]
+    sizes = (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 3072)
+    dtype = dtype_for("auto", device)
+    matrices = [[torch.randn(size, size, device=device).to(dtype) for _ in range(3)] for size in sizes]
 
     def speed(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
         begin = time.perf_counter()
         torch.mm(left, right, out=out)
-        if device == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return 2 * len(left) ** 3 / (time.perf_counter() - begin)
 

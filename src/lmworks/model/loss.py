@@ -68,7 +68,10 @@ class _ChunkedHead(torch.autograd.Function):
             z += zz
             if grad_hidden is not None and grad_weight is not None:
                 torch.mm(grad_MV, weight, out=grad_hidden[start : start + chunk])
-                grad_weight += grad_MV.T @ hidden_MD
+                if hidden_ND.dtype == torch.float32:
+                    grad_weight.addmm_(grad_MV.T, hidden_MD)
+                else:
+                    grad_weight += grad_MV.T @ hidden_MD
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(cross_entropy, z)

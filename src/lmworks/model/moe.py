@@ -45,8 +45,15 @@ class MoE(nn.Module):
 
 
 def has_grouped_mm(x: Tensor) -> bool:
-    """Whether PyTorch multiplies groups of this type here: bf16 everywhere, other types only on CPU and outside torch.compile."""
-    return x.dtype == torch.bfloat16 or (x.device.type == "cpu" and not torch.compiler.is_compiling())
+    """Whether PyTorch multiplies groups of this type here: bf16 everywhere, other types only on CPU."""
+    return x.dtype == torch.bfloat16 or x.device.type == "cpu"
+
+
+def grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its own weight, transposed: (M, F)."""
+    if x_MD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
+        return _opaque_grouped_mm(x_MD, weight_EFD, ends_E)
+    return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
 def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
@@ -56,11 +63,10 @@ def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tenso
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=order_M.device))
     ends_E = routing.counts.cumsum(0).to(torch.int32)
     rows_MD = _Dispatch.apply(x_ND, order_M, place_M, K)
-    gate_MF = F.grouped_mm(rows_MD, gate_EFD.transpose(1, 2), offs=ends_E)
-    hidden_MF = F.silu(gate_MF) * F.grouped_mm(rows_MD, up_EFD.transpose(1, 2), offs=ends_E)
+    hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
     weights_M = routing.weights.reshape(-1)[order_M].to(x_ND.dtype)
     # weighting the hidden rows equals weighting the outputs, and they are narrower
-    out_MD = F.grouped_mm(hidden_MF * weights_M[:, None], down_EDF.transpose(1, 2), offs=ends_E)
+    out_MD = grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
     return _Combine.apply(out_MD, order_M, place_M, K)
 
 
@@ -73,6 +79,38 @@ def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tens
         weighted = (hidden @ down_EDF[expert].T) * routing.weights[token, slot, None].to(x_ND.dtype)
         out_ND = out_ND.index_add(0, token, weighted)
     return out_ND
+
+
+@torch.library.custom_op("lmworks::grouped_mm", mutates_args=())
+def _opaque_grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_mm` as one operator: the compiler's own knows only bf16 (torch 2.13), though the eager kernel knows all types."""
+    return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
+
+
+@_opaque_grouped_mm.register_fake
+def _(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    return x_MD.new_empty(x_MD.shape[0], weight_EFD.shape[1])
+
+
+@torch.library.custom_op("lmworks::grouped_mm_backward", mutates_args=())
+def _opaque_backward(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return F.grouped_mm(grad_MF, weight_EFD, offs=ends_E), F.grouped_mm(grad_MF.T, x_MD, offs=ends_E)
+
+
+@_opaque_backward.register_fake
+def _(grad_MF: Tensor, x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_MD), torch.empty_like(weight_EFD)
+
+
+def _keep(ctx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    return (*_opaque_backward(grad_MF.contiguous(), *ctx.saved_tensors), None)
+
+
+_opaque_grouped_mm.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Dispatch(torch.autograd.Function):

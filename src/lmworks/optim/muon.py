@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lmworks.optim.groups import Group
 from lmworks.optim.select import selected
+from lmworks.precision import has_bf16
 
 QUINTIC = (3.4445, -4.775, 2.0315)
 _EPS = 1e-7
@@ -94,7 +95,8 @@ def _stacks(groups: Sequence[Group], limit: int) -> list[list[_Piece]]:
 class Muon:
     """Muon over groups of matrices and expert stacks; equal to `torch.optim.Muon` on each matrix alone.
 
-    `dtype` is that of Newton-Schulz (torch: bf16). The state, `momentum[name]`, is fp32 and shaped as its parameter.
+    `dtype` is that of Newton-Schulz (torch: bf16); left out, bf16 where the device multiplies it in hardware, else fp32. The state,
+    `momentum[name]`, is fp32 and shaped as its parameter.
     `stack_elements` bounds a stack, and with it the scratch memory of about 12 bytes per element. Left out, it is 1Mi on CPU, where a
     stack should stay in the cache and fresh large buffers cost page faults, and 128Mi elsewhere, where few large kernels are best.
     """
@@ -107,12 +109,14 @@ class Muon:
         nesterov: bool = True,
         steps: int = 5,
         scale: Literal["rms", "spectral"] = "rms",
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         stack_elements: int | None = None,
     ) -> None:
-        self.beta, self.nesterov, self.steps, self.scale, self.dtype = momentum, nesterov, steps, scale, dtype
+        self.beta, self.nesterov, self.steps, self.scale = momentum, nesterov, steps, scale
         self.momentum = {name: torch.zeros_like(p, dtype=torch.float32) for group in groups for name, p in group.parameters.items()}
-        on_cpu = all(p.device.type == "cpu" for group in groups for p in group.parameters.values())
+        devices = {p.device for group in groups for p in group.parameters.values()}
+        on_cpu = all(device.type == "cpu" for device in devices)
+        self.dtype = dtype or (torch.bfloat16 if all(map(has_bf16, devices)) else torch.float32)
         self._stacks = _stacks(groups, stack_elements or (1 << 20 if on_cpu else 1 << 27))
 
     @torch.no_grad()

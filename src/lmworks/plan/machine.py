@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from typing import TYPE_CHECKING
 
+from lmworks.metrics.system import measure_peak
+from lmworks.precision import has_bf16
 from lmworks.recipe.after import Cluster
+
+if TYPE_CHECKING:
+    import torch
 
 
 def this_machine(threads: int | None = None) -> Cluster:
@@ -14,39 +19,24 @@ def this_machine(threads: int | None = None) -> Cluster:
 
     if torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
-        memory = torch.cuda.get_device_properties(0).total_memory
-        return _cluster(name, count, memory, _peak(torch.device("cuda"), 8192))
+        return _cluster(name, count, torch.cuda.get_device_properties(0).total_memory, torch.device("cuda"))
     before = torch.get_num_threads()
     if threads:
         torch.set_num_threads(threads)
     try:
-        return _cluster(f"{torch.get_num_threads()} CPU threads", 1, psutil.virtual_memory().total, _peak(torch.device("cpu"), 1024))
+        return _cluster(f"{torch.get_num_threads()} CPU threads", 1, psutil.virtual_memory().total, torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
 
 
-def _cluster(device: str, count: int, memory: int, tflops: float) -> Cluster:
+def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:
     return Cluster(
         name="this machine",
         devices_per_node=count,
-        device=device,
-        bf16_tflops=tflops,
+        device=name,
+        tflops=round(measure_peak() / 1e12, 3),
+        bf16=has_bf16(device),
         memory_gib=round(memory / 2**30, 1),
-        mfu=0.25 if "CPU" in device else 0.4,
+        mfu=0.25 if device.type == "cpu" else 0.4,
         mfu_source="assumed share of the measured peak; --calibrate measures it",
     )
-
-
-def _peak(device: object, width: int) -> float:
-    """Best of some bf16 products of width^3, in TFLOPS."""
-    import torch
-
-    a = torch.randn(width, width, device=device, dtype=torch.bfloat16)  # type: ignore[call-overload]
-    best, end = float("inf"), time.perf_counter() + 1.0
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ a
-        if a.is_cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return round(2 * width**3 / best / 1e12, 3)

@@ -170,7 +170,8 @@ def _stage_memory(
     model, optimizer = recipe.model, recipe.optimizer
     assert model.layers and model.vocab_size and model.hidden_size
     muon = optimizer.kind == "muon"
-    element = 4 if recipe.train.precision == "fp32" else 2
+    precision = recipe.train.precision
+    element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
     local, largest = _local(model, layout, stage, muon)
     weights = master = gradients = states = 0.0
     ranks = layout.dp_shard * layout.cp

@@ -36,7 +36,7 @@ def _title(plan: Plan) -> Text:
     cluster = plan.cluster
     return Text.assemble(
         (plan.recipe, "bold"), f"  on  {cluster.name}: {plan.devices:,} x {cluster.device}, {cluster.memory_gib:g} GiB, "
-        f"{cluster.bf16_tflops:g} dense bf16 TFLOPS each  (recipe {plan.fingerprint[:12]})",
+        f"{cluster.tflops:g} dense {'bf16' if cluster.bf16 else 'fp32'} TFLOPS each  (recipe {plan.fingerprint[:12]})",
     )  # fmt: skip
 
 

@@ -69,4 +69,4 @@ def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
 
 def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:
     """Time for useful operations at a share `mfu` of the dense peak."""
-    return flops / (devices * cluster.bf16_tflops * 1e12 * mfu)
+    return flops / (devices * cluster.tflops * 1e12 * mfu)

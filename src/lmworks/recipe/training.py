@@ -125,8 +125,10 @@ class Train(Node):
     micro_batch: int | None = Field(
         None, gt=0, description="sequences per forward and rank; derived; changes speed and memory, never the batch"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "bf16", description="of the computation; weights and accumulated gradients stay fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and accumulated "
+        "gradients stay fp32",
     )
     compile: bool = Field(True, description="torch.compile the layers")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(

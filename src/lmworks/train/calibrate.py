@@ -22,7 +22,7 @@ _SECONDS = 30.0
 def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[float, str]:
     """(MFU, how it was measured) of the first phase's step on random tokens, the real model, optimizer and micro-batch included.
 
-    Takes about half a minute after compiling. The share is of this machine's measured bf16 peak, so it carries over to a cluster
+    Takes about half a minute after compiling. The share is of this machine's measured peak, so it carries over to a cluster
     of the same devices only.
     """
     phase, micro_batch = recipe.train.phases[0], recipe.train.micro_batch or 1
@@ -36,7 +36,7 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     if recipe.train.compile:
         model.compile(dynamic=False)
     optimizer = build_optimizer(model, recipe.optimizer)
-    peak = system.measure_peak_bf16()
+    peak = system.measure_peak()
 
     def step() -> float:
         began = time.monotonic()

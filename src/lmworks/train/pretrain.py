@@ -15,6 +15,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.schedules import Schedules
+from lmworks.precision import dtype_for
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
@@ -83,7 +84,7 @@ def build_model(recipe: Recipe) -> Transformer:
     """The model at its start, on its device, with the recipe's precision; weights depend on the seed alone."""
     device = device_for(recipe)
     model = initialize(Transformer(recipe.model), recipe.seed).to(device)
-    model.compute_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.train.precision]
+    model.compute_dtype = dtype_for(recipe.train.precision, device)
     model.head_chunk = int(recipe.train.head_chunk)
     checkpoint_activations(model, recipe.train.activation_checkpointing)
     return model

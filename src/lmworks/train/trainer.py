@@ -72,7 +72,7 @@ class Trainer:
         train = self.recipe.train
         self.step = 0
         self.bad_total = 0
-        self.peak = system.measure_peak_bf16()
+        self.peak = system.measure_peak()
         self.scaler = LossScaler(device=self.model.embedding.weight.device) if train.precision == "fp16" else None
         moe = self.model.config.moe
         sparse = len(self.model.routers())
@@ -125,9 +125,13 @@ class Trainer:
         self.bad_total = int(meta["bad_steps"])
         self.bad_steps.in_a_row = int(meta["bad_in_a_row"])
         self._measured = {int(step): value for step, value in meta["measured"].items()}
-        self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step))
+        self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **self._how())
         progress.console.print(f"[dim]{self.label} goes on from step {self.step:,} of {self.course.steps:,}[/dim]")
         return self.step
+
+    def _how(self) -> dict[str, str]:
+        """What this machine decides and the recipe may leave open."""
+        return {"device": self.model.embedding.weight.device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
 
     def _refuse_to_forget(self) -> None:
         """No good checkpoint, but there have been some, now or in an earlier try: never train over that without being told."""
@@ -148,7 +152,7 @@ class Trainer:
         if train.compile:
             self._compile()
         if self.step == 0:
-            self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self.meta)
+            self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)
         self.sampler.begin(self.step + 1)
         last_save = time.monotonic()
         tokens_done = self.course.tokens_before(self.step)
