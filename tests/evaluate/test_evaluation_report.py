@@ -15,6 +15,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks
 from lmworks.evaluate.report import check, evaluate
 from lmworks.evaluate.tables import printable
+from lmworks.precision import dtype_for
 from lmworks.recipe.after import Evaluate
 from lmworks.recipe.recipe import Recipe
 
@@ -67,7 +68,7 @@ def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_
     small_transformer.eval()
     assert results == json.loads((out / "results.json").read_text())
     base, tuned = results["models"]["base"], results["models"]["tuned"]
-    assert base["dtype"] == "bfloat16"  # as the recipe trains
+    assert base["dtype"] == str(dtype_for("auto", torch.device("cpu"))).removeprefix("torch.")  # as the recipe trains
     assert set(base["bits_per_byte"]) == {"prose", "code", "overall"}
     assert base["bits_per_byte"] == tuned["bits_per_byte"]  # the same weights on the same text
     assert set(results["references"]["bits_per_byte"]) >= {"byte unigram", "xz -9e"}
