@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from lmworks.corpus.contamination import Gate, Match
+from lmworks.corpus.contamination import Boilerplate, Findings, Gate, Match
 from lmworks.corpus.units import units
 
 HELD = " ".join(f"held{number}" for number in range(60))
 FILLER = " ".join(f"filler{number}" for number in range(40))
 
 
-def judged(gate: Gate, documents: list[str]) -> dict[int, Match]:
-    for document in documents:  # one batch each: batches must not matter
-        gate.scan(units([document]))
-    found = {number: gate.judge(number, units([documents[number]])) for number in gate.suspects()}
-    return {number: match for number, match in found.items() if match}
+def findings(gate: Gate, documents: list[str]) -> Findings:
+    """One batch each: batches must not matter."""
+    return Findings.joined([(number, gate.scan(units([document]))) for number, document in enumerate(documents)])
+
+
+def judged(gate: Gate, documents: list[str]) -> dict[int, list[Match]]:
+    found = findings(gate, documents)
+    seen = gate.seen([found])
+    matches = {number: gate.judge(units([documents[number]]), seen) for number in gate.suspects(found, seen)}
+    return {number: passages for number, passages in matches.items() if passages}
 
 
 def run(documents: list[str], held: list[str] | None = None, evaluation: list[str] | None = None) -> tuple[Gate, dict[int, str]]:
     gate = Gate(13)
     gate.protect([f"held/{place}" for place in range(len(held or []))], held or [], evaluation=False)
     gate.protect([f"evaluation/{place}" for place in range(len(evaluation or []))], evaluation or [], evaluation=True)
-    return gate, {number: documents[number][match.start : match.end] for number, match in judged(gate, documents).items()}
+    return gate, {number: documents[number][match.start : match.end] for number, (match, *_) in judged(gate, documents).items()}
 
 
 def part(first: int, last: int) -> str:
@@ -41,17 +46,15 @@ def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> N
 def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
     gate = Gate(13)
     gate.protect(["held"], [HELD], evaluation=False)
-    gate.scan(units([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]))
-    assert gate.suspects() == []
+    assert not len(gate.scan(units([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"])).rows)
 
 
 def test_boilerplate_is_reported_and_drops_nothing() -> None:
     documents = [f"start{number} {part(0, 20)} end{number} {FILLER}" for number in range(11)]
     gate, found = run(documents, held=[HELD])
     assert found == {}
-    (run_,) = gate.boilerplate(1)
-    assert run_.documents == 11
-    assert run_.example.against == "held/0"
+    (told,) = gate.boilerplate(gate.seen([findings(gate, documents)]), 1)
+    assert told == Boilerplate(11, "held/0", part(0, 20))
 
 
 def test_ten_copies_are_still_leaks() -> None:
@@ -71,13 +74,13 @@ def test_short_evaluation_items_are_looked_for_whole() -> None:
         [f"{FILLER} which river flows through VIENNA {FILLER}", f"{FILLER} which river flows through Linz"], evaluation=[question]
     )
     assert found == {0: "which river flows through VIENNA"}
-    assert gate.trivial == 0
+    assert gate.trivial == {}
 
 
 def test_trivial_evaluation_items_are_ignored_and_counted() -> None:
     gate, found = run(["the answer is yes of course"], evaluation=["Yes", "the answer is yes"])
     assert found == {}
-    assert gate.trivial == 2
+    assert gate.trivial == {"evaluation": 2}
 
 
 def test_a_whole_evaluation_item_is_a_leak_however_often_it_was_copied() -> None:
@@ -94,6 +97,8 @@ def test_in_chinese_twice_as_many_characters_make_a_leak() -> None:
 
 def test_an_empty_gate_finds_nothing() -> None:
     gate = Gate(13)
-    gate.scan(units([FILLER]))
-    assert gate.suspects() == []
-    assert gate.boilerplate(5) == []
+    found = gate.scan(units([FILLER]))
+    seen = gate.seen([found])
+    assert gate.suspects(found, seen) == []
+    assert gate.judge(units([FILLER]), seen) == []
+    assert gate.boilerplate(seen, 5) == []

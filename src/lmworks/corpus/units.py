@@ -34,7 +34,7 @@ _SPACELESS = (
 _WORD, _SINGLE, _LETTER = 1, 2, 4  # bits of a code point's kind; a separator has none
 _BLOCK = 1 << 15
 _ODD = 0x9E3779B97F4A7C15
-_STEP = np.uint64(0xD6E8FEB86659FD93)
+STEP = np.uint64(0xD6E8FEB86659FD93)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -71,8 +71,8 @@ def _tables() -> tuple[np.ndarray, np.ndarray, bytes]:
 @lru_cache(maxsize=1)
 def _powers() -> tuple[np.ndarray, np.ndarray]:
     """Powers 0 to 2^15 of the step and of its inverse modulo 2^64."""
-    steps = np.full((2, _BLOCK + 1), _STEP, dtype=np.uint64)
-    steps[1] = pow(int(_STEP), -1, 1 << 64)
+    steps = np.full((2, _BLOCK + 1), STEP, dtype=np.uint64)
+    steps[1] = pow(int(STEP), -1, 1 << 64)
     steps[:, 0] = 1
     forth, back = np.multiply.accumulate(steps, axis=1)
     return forth, back
@@ -96,6 +96,10 @@ class Units:
     @property
     def documents(self) -> int:
         return len(self.bounds) - 1
+
+    def hashes_of(self, document: int) -> np.ndarray:
+        """The hashes of one document's units."""
+        return self.hashes[self.bounds[document] : self.bounds[document + 1]]
 
 
 def units(texts: Sequence[str]) -> Units:
@@ -159,7 +163,7 @@ def ngrams_of(hashes: np.ndarray, lengths: Iterable[int]) -> Iterator[tuple[int,
     for n in range(1, wanted[-1] + 1 if wanted else 0):
         if n > 1:
             grams = grams[: max(len(hashes) - n + 1, 0)]
-            grams *= _STEP
+            grams *= STEP
             grams += hashes[n - 1 :][: len(grams)]
         if n in wanted:
             yield n, mix(grams.copy())
