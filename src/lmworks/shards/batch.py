@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,8 +15,11 @@ from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
-from lmworks.shards.order import Order
+from lmworks.shards.opening import ShardFiles
+from lmworks.shards.order import Change, Order
 from lmworks.shards.packing import IGNORE
+from lmworks.shards.rows import RowPlans
+from lmworks.shards.sequences import BestFit, Concatenated, Filled, Sequences
 
 if TYPE_CHECKING:
     from lmworks.shards.validation import Validation
@@ -67,12 +71,24 @@ class Batch:
 class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
-    def __init__(self, recipe: Recipe, shards_dir: Path) -> None:
-        self.shards_dir = Path(shards_dir)
+    def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[Change] = ()) -> None:
+        self.shards_dir, self._recipe = Path(shards_dir), recipe
         self.manifest = Manifest.load(self.shards_dir)
-        self.order = Order(recipe, self.manifest)
-        self._streams = [self.manifest.stream(self.shards_dir, name) for name in self.order.sources]
+        self._files = ShardFiles(self.shards_dir, self.manifest)
+        self._streams = {
+            source.name: self.manifest.stream(self.shards_dir, source.name, open_file=self._files) for source in self.manifest.sources
+        }
+        self._plans: RowPlans | None = None
+        if recipe.shards.packing == "best_fit":
+            self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
+        self.change(changes)
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """From now on, the batches of the run with these changes of its mixture: all of them, those told before included."""
+        order = Order(self._recipe, self.manifest, changes, self._plans.rows if self._plans else None)
+        self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
+        self.order = order
 
     @property
     def steps(self) -> int:
@@ -84,52 +100,34 @@ class Batches:
         stop = count if stop is None else stop
         assert 0 <= start <= stop <= count, "rows of this step"
         phase = self.order.phase_of(step)
-        length = self.order.timeline.phases[phase].sequence_length
-        found = self.order.locate(phase, np.arange(first + start, first + stop))
-        text = np.empty((stop - start, length + 1), np.int32)
-        begins = [np.arange(stop - start + 1, dtype=np.int64) * length]
-        ends_row, ends_at = [], []
-        for index in np.unique(found.source):
-            mine, stream = np.flatnonzero(found.source == index), self._streams[index]
-            read = np.empty((len(mine), length + 1), np.int32)
-            stream.gather(found.start[mine], length + 1, read)
-            text[mine] = read
-            row, offset = stream.boundaries(found.start[mine], length)
-            ends_row.append(mine[row])
-            ends_at.append(offset)
-            begins.append(mine[row] * length + offset)
-        self._check_vocabulary(text, step)
-        labels = text[:, 1:].copy()
-        labels[np.concatenate(ends_row), np.concatenate(ends_at) - 1] = IGNORE
-        return Batch(np.ascontiguousarray(text[:, :-1]), labels, np.unique(np.concatenate(begins)).astype(np.int32), phase, step)
+        filled = self._sequences.fill(phase, self.order.locate(phase, np.arange(first + start, first + stop)))
+        self._check_vocabulary(filled, step)
+        begins = np.append(filled.begins, filled.tokens.size).astype(np.int32)
+        return Batch(filled.tokens, filled.labels, begins, phase, step)
 
     def documents(self, step: int) -> list[SequenceDocuments]:
         """Where each sequence of a step comes from, down to the row of the raw file."""
         first, count = self.order.sequences(step)
         phase = self.order.phase_of(step)
-        length = self.order.timeline.phases[phase].sequence_length
         found = self.order.locate(phase, np.arange(first, first + count))
         rows = []
         for row in range(count):
-            index, start = int(found.source[row]), int(found.start[row])
-            rows.append(
-                SequenceDocuments(
-                    first + row,
-                    self.order.sources[index],
-                    int(found.epoch[row]),
-                    int(found.sequence[row]),
-                    self._spans(index, start, start + length),
-                )
-            )
+            index, sequence = int(found.source[row]), int(found.sequence[row])
+            source = self.order.sources[index]
+            stretches = self._sequences.stretches(phase, index, sequence)
+            spans = [span for start, stop in stretches for span in self._spans(source, start, stop)]
+            rows.append(SequenceDocuments(first + row, source, int(found.epoch[row]), sequence, spans))
         return rows
 
     def shared_documents(self) -> list[tuple[str, str, DocumentSpan]]:
         """Documents that a border between two phases cuts, so that both see a part: (phase before, phase after, document)."""
-        cut = []
-        for index, source in enumerate(self.order.sources):
+        cut: list[tuple[str, str, DocumentSpan]] = []
+        if self._plans:
+            return cut  # a document belongs whole to the phase in whose range it begins
+        for source in self.order.sources:
             shares = [share for share in self.order.shares() if share.source == source and share.stop > share.start]
             for before, after in pairwise(shares):
-                (span,) = self._spans(index, after.start, after.start + 1)
+                (span,) = self._spans(source, after.start, after.start + 1)
                 if span.start > 0:
                     cut.append((before.phase, after.phase, span))
         return cut
@@ -138,9 +136,9 @@ class Batches:
         """The held-out documents of a domain, in batches of `rows` sequences; see `Validation`."""
         from lmworks.shards.validation import Validation  # it makes batches too, so it imports this file
 
-        return Validation(self.shards_dir, self.manifest, domain, sequence_length, rows, max_bytes)
+        return Validation(self.shards_dir, self.manifest, domain, sequence_length, rows, max_bytes, self._files)
 
-    def _spans(self, source: int, start: int, stop: int) -> list[DocumentSpan]:
+    def _spans(self, source: str, start: int, stop: int) -> list[DocumentSpan]:
         stream = self._streams[source]
         spans = []
         for file, document, first, past in stream.spans(start, stop):
@@ -149,9 +147,12 @@ class Batches:
             spans.append(lineage.span(document, first, past))
         return spans
 
-    def _check_vocabulary(self, text: np.ndarray, step: int) -> None:
-        if text.size and (int(text.max()) >= self.manifest.vocab_size or int(text.min()) < 0):
+    def _check_vocabulary(self, filled: Filled, step: int) -> None:
+        if not filled.tokens.size:
+            return
+        least, most = int(filled.tokens.min()), max(int(filled.tokens.max()), int(filled.labels.max()))
+        if most >= self.manifest.vocab_size or least < 0:
             raise UserError(
-                f"step {step}: a token shard below {self.shards_dir} holds token {int(text.max())}, outside the vocabulary of "
-                f"{self.manifest.vocab_size}; the file is damaged: delete the folder {self.shards_dir} and run the same command again"
+                f"step {step}: a token shard below {self.shards_dir} holds token {most if least >= 0 else least}, outside the vocabulary "
+                f"of {self.manifest.vocab_size}; the file is damaged: delete the folder {self.shards_dir} and run the same command again"
             )

@@ -9,7 +9,6 @@ A tuning shard has a third file, `PREFIX.mask`: one byte per token, 1 where the 
 
 from __future__ import annotations
 
-import mmap
 import struct
 from array import array
 from contextlib import ExitStack
@@ -19,8 +18,8 @@ from types import TracebackType
 
 import numpy as np
 
-from lmworks.errors import UserError
 from lmworks.files import atomic_path
+from lmworks.shards.checked import Data, MappedData, damaged, map_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -82,45 +81,55 @@ class IndexedWriter:
 class IndexedFile:
     """Reads one shard through memory maps: opening costs the same for a thousand and for a billion documents.
 
-    `tokens` is (n,) in the file's type and `mask` (n,) uint8 or None; both are views of the files. Raises UserError if the files
-    are missing or their sizes contradict each other.
+    `mask` is (n,) uint8 or None. `data` is where the tokens come from, if not straight from `PREFIX.bin`. Raises UserError if the
+    files are missing or their sizes contradict each other.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, data: Data | None = None) -> None:
         self.prefix = Path(prefix)
         index_path, bin_path = with_ending(self.prefix, ".idx"), with_ending(self.prefix, ".bin")
-        index = _map(index_path)
+        index = map_file(index_path)
         if len(index) < _HEADER.size:
-            raise _corrupt(index_path, f"is cut off after {len(index)} bytes")
+            raise damaged(index_path, f"is cut off after {len(index)} bytes")
         magic, version, code, sequences, entries = _HEADER.unpack_from(index)
         if magic != _MAGIC or version != 1 or code not in _TYPES:
-            raise _corrupt(index_path, "is not a Megatron index (wrong first bytes)")
+            raise damaged(index_path, "is not a Megatron index (wrong first bytes)")
         expected = _HEADER.size + 12 * sequences + 8 * entries
         if len(index) != expected:
-            raise _corrupt(index_path, f"has {len(index)} bytes where its header asks for {expected}")
+            raise damaged(index_path, f"has {len(index)} bytes where its header asks for {expected}")
         self.dtype = np.dtype(_TYPES[code])
         at_pointers = _HEADER.size + 4 * sequences
         self._lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
         self._pointers = np.frombuffer(index, "<i8", sequences, at_pointers)
         self._documents = np.frombuffer(index, "<i8", entries, at_pointers + 8 * sequences)
         self.documents = max(entries - 1, 0)
-        data = _map(bin_path)
+        self._data: Data = MappedData(bin_path) if data is None else data
         promised = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if sequences else 0
-        if len(data) != promised:
-            raise _corrupt(bin_path, f"has {len(data)} bytes where its index asks for {promised}")
-        self.tokens = np.frombuffer(data, self.dtype)
+        if len(self._data) != promised:
+            raise damaged(bin_path, f"has {len(self._data)} bytes where its index asks for {promised}")
+        self._count = promised // self.dtype.itemsize
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._count
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens, (n,) in the file's type."""
+        return self.read(0, self._count)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), (stop - start,) in the file's type; a view of the file where it lies on this machine."""
+        width = self.dtype.itemsize
+        return self._data.read(start * width, stop * width).view(self.dtype)
 
     @cached_property
     def mask(self) -> np.ndarray | None:
         path = with_ending(self.prefix, ".mask")
         if not path.exists():
             return None
-        mask = np.frombuffer(_map(path), np.uint8)
-        if len(mask) != len(self.tokens):
-            raise _corrupt(path, f"has {len(mask)} entries for {len(self.tokens)} tokens")
+        mask = np.frombuffer(map_file(path), np.uint8)
+        if len(mask) != len(self):
+            raise damaged(path, f"has {len(mask)} entries for {len(self)} tokens")
         return mask
 
     def document_start(self, document: np.ndarray) -> np.ndarray:
@@ -128,7 +137,7 @@ class IndexedFile:
         document = np.asarray(document, np.int64)
         inside = np.minimum(document, self.documents - 1)
         starts = self._pointers[self._documents[inside]] // self.dtype.itemsize
-        return np.where(document < self.documents, starts, len(self.tokens))
+        return np.where(document < self.documents, starts, len(self))
 
     def documents_until(self, position: np.ndarray) -> np.ndarray:
         """How many documents begin at or before each token position, int64.
@@ -146,17 +155,4 @@ class IndexedFile:
     def document(self, number: int) -> np.ndarray:
         """The tokens of one document, a view."""
         start, stop = self.document_start(np.array([number, number + 1])).tolist()
-        return self.tokens[start:stop]
-
-
-def _map(path: Path) -> mmap.mmap | bytes:
-    try:
-        with open(path, "rb") as handle:
-            size = handle.seek(0, 2)
-            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    except FileNotFoundError:
-        raise _corrupt(path, "is missing") from None
-
-
-def _corrupt(path: Path, what: str) -> UserError:
-    return UserError(f"token shard {path} {what}; delete the folder {path.parent} and run the same command again to have it made anew")
+        return self.read(start, stop)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
 from lmworks.progress import bar
-from lmworks.shards.indexed import with_ending
+from lmworks.shards.indexed import IndexedFile, with_ending
 from lmworks.shards.stream import TokenStream
 
 SplitName = Literal["train", "validation"]
@@ -77,18 +79,21 @@ class Manifest(_Record):
             where = ".".join(str(part) for part in first["loc"])
             raise UserError(f"{path}: {where}: {first['msg']}; delete the folder {path.parent} and run the same command again") from None
 
+    @cached_property
+    def _by_name(self) -> dict[str, SourceShards]:
+        return {source.name: source for source in self.sources}
+
     def save(self, path: Path) -> None:
         write_json(path, self.model_dump())
 
     def fingerprint(self) -> str:
         """Hex SHA-256 of the token files' own hashes and the tokenizer's."""
-        files = {source.name: [shard.sha256 for shard in source.train.shards] for source in self.sources}
+        files = {source.name: [[shard.sha256[".bin"], shard.sha256[".idx"]] for shard in source.train.shards] for source in self.sources}
         return hashlib.sha256(json.dumps([self.tokenizer_sha256, files], sort_keys=True).encode()).hexdigest()
 
     def source(self, name: str) -> SourceShards:
-        for source in self.sources:
-            if source.name == name:
-                return source
+        if name in self._by_name:
+            return self._by_name[name]
         raise UserError(f"source {name} has no shards; there are: {', '.join(source.name for source in self.sources)}")
 
     def train_tokens(self) -> dict[str, int]:
@@ -99,11 +104,19 @@ class Manifest(_Record):
         """Domains with held-out text, sorted."""
         return sorted({source.domain for source in self.sources if source.validation})
 
-    def stream(self, shards_dir: Path, source: str, split: SplitName = "train") -> TokenStream:
+    def shards(self) -> Iterator[Shard]:
+        """All shards, of both splits."""
+        for source in self.sources:
+            for split in (source.train, source.validation):
+                yield from split.shards if split else ()
+
+    def stream(
+        self, shards_dir: Path, source: str, split: SplitName = "train", open_file: Callable[[Path], IndexedFile] | None = None
+    ) -> TokenStream:
         """The tokens of a source; files are opened when read."""
         part: Split | None = getattr(self.source(source), split)
         shards = part.shards if part else ()
-        return TokenStream([Path(shards_dir) / shard.prefix for shard in shards], [shard.tokens for shard in shards])
+        return TokenStream([Path(shards_dir) / shard.prefix for shard in shards], [shard.tokens for shard in shards], open_file)
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int, tokenizer_sha256: str | None = None) -> None:
@@ -124,7 +137,7 @@ def verify(shards_dir: Path, manifest: Manifest | None = None) -> None:
     """Read every file and compare it with its hash; a UserError names the first that differs."""
     manifest = manifest or Manifest.load(shards_dir)
     _same(Path(shards_dir) / TOKEN_BYTES, manifest.token_bytes_sha256)
-    shards = [shard for source in manifest.sources for split in (source.train, source.validation) if split for shard in split.shards]
+    shards = list(manifest.shards())
     with bar("verify shards", sum(sum(shard.size.values()) for shard in shards)) as progress:
         for shard in shards:
             for ending, digest in shard.sha256.items():

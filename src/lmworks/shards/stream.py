@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +15,40 @@ from lmworks.shards.indexed import IndexedFile
 class TokenStream:
     """The shards of a source end to end; positions count tokens from the start of the first shard.
 
-    `lengths` are the tokens of each shard as the manifest states them, so that no file is opened before it is read.
+    `lengths` are the tokens of each shard as the manifest states them, so that no file is opened before it is read. `open_file` opens
+    one; it may close others that were not used of late.
     """
 
-    def __init__(self, prefixes: Sequence[Path], lengths: Sequence[int]) -> None:
+    def __init__(
+        self, prefixes: Sequence[Path], lengths: Sequence[int], open_file: Callable[[Path], IndexedFile] | None = None
+    ) -> None:
         self.prefixes = list(prefixes)
         self.offsets = np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64)))).astype(np.int64)
-        self._files: dict[int, IndexedFile] = {}
+        self._open = open_file or cache(IndexedFile)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
     def file(self, number: int) -> IndexedFile:
         """The opened shard; a UserError if it holds another number of tokens than the manifest states."""
-        if number not in self._files:
-            opened = IndexedFile(self.prefixes[number])
-            promised = int(self.offsets[number + 1] - self.offsets[number])
-            if len(opened) != promised:
-                raise UserError(
-                    f"token shard {opened.prefix}.bin holds {len(opened):,} tokens where manifest.json states {promised:,}; "
-                    "delete the shards folder and run the same command again"
-                )
-            self._files[number] = opened
-        return self._files[number]
+        opened = self._open(self.prefixes[number])
+        promised = int(self.offsets[number + 1] - self.offsets[number])
+        if len(opened) != promised:
+            raise UserError(
+                f"token shard {opened.prefix}.bin holds {len(opened):,} tokens where manifest.json states {promised:,}; "
+                "delete the shards folder and run the same command again"
+            )
+        return opened
+
+    def byte_ranges(self, starts: np.ndarray, length: int) -> Iterator[tuple[Path, int, int]]:
+        """(shard, first and past-the-last token in it) of all that `gather` would read."""
+        first = np.searchsorted(self.offsets, starts, side="right") - 1
+        for start, number in zip(starts.tolist(), first.tolist(), strict=True):
+            stop = start + length
+            while start < stop:
+                upto = min(stop, int(self.offsets[number + 1]))
+                yield self.prefixes[number], start - int(self.offsets[number]), upto - int(self.offsets[number])
+                start, number = upto, number + 1
 
     def gather(self, starts: np.ndarray, length: int, out: np.ndarray) -> None:
         """Fill `out` (len(starts), length) with the tokens from each start on."""
@@ -45,7 +57,7 @@ class TokenStream:
         for row, (start, number, end) in enumerate(zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)):
             if number == end:
                 local = start - int(self.offsets[number])
-                out[row] = self.file(number).tokens[local : local + length]
+                out[row] = self.file(number).read(local, local + length)
             else:
                 pieces = [piece for _, _, piece in self._pieces(start, start + length)]
                 out[row] = np.concatenate(pieces)
@@ -56,7 +68,7 @@ class TokenStream:
         while start < stop:
             base, end = int(self.offsets[number]), int(self.offsets[number + 1])
             upto = min(stop, end)
-            yield number, start - base, self.file(number).tokens[start - base : upto - base]
+            yield number, start - base, self.file(number).read(start - base, upto - base)
             start, number = upto, number + 1
 
     def boundaries(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

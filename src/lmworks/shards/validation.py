@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.shards.batch import Batch
+from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.lineage import DocumentSpan, Lineage
 from lmworks.shards.manifest import TOKEN_BYTES, Manifest
 from lmworks.shards.packing import IGNORE, PackedRows, Pieces
@@ -25,7 +26,14 @@ class Validation:
     """
 
     def __init__(
-        self, shards_dir: Path, manifest: Manifest, domain: str, sequence_length: int, rows: int, max_bytes: int | None = None
+        self,
+        shards_dir: Path,
+        manifest: Manifest,
+        domain: str,
+        sequence_length: int,
+        rows: int,
+        max_bytes: int | None = None,
+        open_file: Callable[[Path], IndexedFile] | None = None,
     ) -> None:
         sources = [source for source in manifest.sources if source.domain == domain and source.validation]
         if not sources:
@@ -33,7 +41,7 @@ class Validation:
         self.domain, self._rows, self._length = domain, rows, sequence_length
         splits = [source.validation for source in sources if source.validation]
         shards = [shard for split in splits for shard in split.shards]
-        self._stream = TokenStream([Path(shards_dir) / shard.prefix for shard in shards], [shard.tokens for shard in shards])
+        self._stream = TokenStream([Path(shards_dir) / shard.prefix for shard in shards], [shard.tokens for shard in shards], open_file)
         self._token_bytes = load_token_bytes(shards_dir)
         total = max(1, sum(split.bytes for split in splits))
         self._documents: list[tuple[int, int, int]] = []  # shard, document, inputs

@@ -1,0 +1,43 @@
+"""The opened shards of a folder: those used last, since a process may hold only so many files."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from lmworks.shards import checked
+from lmworks.shards.indexed import IndexedFile, with_ending
+from lmworks.shards.manifest import Manifest, Shard
+
+_MOST_OPEN = 256  # each takes two descriptors, and some systems give a process 1,024
+
+
+class ShardFiles:
+    """`files(prefix)` is the opened shard. The index of each is hashed when it is first opened; its tokens are compared with their
+    checksums block by block as they are read (see `lmworks.shards.checked`). Threads may share one."""
+
+    def __init__(self, shards_dir: Path, manifest: Manifest, most: int = _MOST_OPEN) -> None:
+        self._shards = {Path(shards_dir) / shard.prefix: shard for shard in manifest.shards()}
+        self._open: OrderedDict[Path, IndexedFile] = OrderedDict()
+        self._sound: set[Path] = set()
+        self._most, self._lock = most, threading.Lock()
+
+    def __call__(self, prefix: Path) -> IndexedFile:
+        with self._lock:
+            if prefix not in self._open:
+                self._open[prefix] = self._opened(prefix, self._shards[prefix])
+                if len(self._open) > self._most:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(prefix)
+            return self._open[prefix]
+
+    def _opened(self, prefix: Path, shard: Shard) -> IndexedFile:
+        sums = None
+        if checked.ENDING in shard.sha256:
+            path = with_ending(prefix, checked.ENDING)
+            sums = checked.read_checksums(path, shard.sha256[checked.ENDING], shard.size[".bin"])
+        if prefix not in self._sound:
+            checked.read_whole(with_ending(prefix, ".idx"), shard.sha256[".idx"])
+            self._sound.add(prefix)
+        return IndexedFile(prefix, checked.MappedData(with_ending(prefix, ".bin"), sums))
