@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lmworks.cli import corpus_commands
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption
 from lmworks.cli.output import console, print_json
 
@@ -36,6 +37,8 @@ def register(app: typer.Typer) -> None:
         noun.command(name, help=text)(_stage_command(stage))
         if stage == "tokenizer":
             noun.command("eval")(tokenizer_eval)
+        if stage == "corpus":
+            corpus_commands.register(noun)
         app.add_typer(noun, name=stage)
     for stage in ("pretrain", "tune", "evaluate", "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
@@ -72,7 +75,7 @@ def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequen
         elif told.what == "begin":
             out.print(f"\n[bold]{_HEADINGS[told.stage]}[/bold]")
         else:
-            if told.printable is not None:
+            if told.printable is not None and (last is not None or told.stage != "evaluate"):  # the summary shows the scores
                 out.print(told.printable)
             out.print(f"[dim]{told.stage} took {told.seconds:.0f} s[/dim]")
 

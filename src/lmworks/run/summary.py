@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lmworks.doctor.gather import gather
 from lmworks.evaluate.tables import bits_table, samples_table, scores_table
 from lmworks.files import read_json
-from lmworks.metrics.log import read
 from lmworks.run.stages import STAGES
 from lmworks.run.walk import STAMP
 
@@ -28,6 +27,7 @@ _PLACES = (
     ("export/gguf/model.gguf", "for llama.cpp"),
     ("ledger.jsonl", "everything that happened"),
 )
+_FIGURES = ("train/tokens", "train/loss", "perf/tokens_per_second", "perf/mfu")
 
 
 def summary(run_dir: Path) -> RenderableType:
@@ -51,21 +51,15 @@ def _places(run_dir: Path) -> Table:
 
 def _training(run_dir: Path) -> Table:
     table = Table(title="What was measured", title_justify="left", box=None, show_header=False)
-    lines = read(run_dir)
-    if lines:
-        last = [line for line in lines if "train/loss" in line][-1]
-        speeds = [line["perf/tokens_per_second"] for line in lines if "perf/tokens_per_second" in line]
-        shares = [line["perf/mfu"] for line in lines if "perf/mfu" in line]
-        rows: list[tuple[str, str]] = [
-            ("trained on", f"{last['train/tokens']:,.0f} tokens in {last['step']:,} steps"),
-            ("last training loss", f"{last['train/loss']:.3f} nats per token"),
-            ("speed", f"{median(speeds):,.0f} tokens/s (median), {100 * median(shares):.0f}% of the measured bf16 peak"),
-        ]
-        if "experts/load_cv" in last:
-            spread, dead = 100 * last["experts/load_cv"], last["experts/dead"]
-            rows.append(("experts", f"load varies by {spread:.0f}% (coefficient of variation), {dead:.0f} dead"))
-        for row in rows:
-            table.add_row(*row)
+    run = gather(run_dir).pretrain  # one pass that keeps little: after months the file has gigabytes
+    tokens, loss, speed, share = (run.series.get(name) for name in _FIGURES)
+    if tokens and loss and speed and share:
+        table.add_row("trained on", f"{tokens.last[1]:,.0f} tokens in {run.step:,} steps")
+        table.add_row("last training loss", f"{loss.last[1]:.3f} nats per token")
+        table.add_row("speed", f"{speed.median():,.0f} tokens/s (median), {100 * share.median():.0f}% of the measured matrix-multiply peak")
+    spread, dead = run.last("experts/load_cv"), run.last("experts/dead")
+    if spread is not None and dead is not None:
+        table.add_row("experts", f"load varies by {100 * spread:.0f}% (coefficient of variation), {dead:.0f} dead")
     times = {stage.name: _seconds(run_dir / stage.folder) for stage in STAGES}
     spent = [f"{name} {seconds:.0f} s" for name, seconds in times.items() if seconds is not None]
     if spent:
