@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe() -> Recipe:
     phase = {"name": "one", "tokens": "1M", "mixture": {"code": 0.5, "docs": 0.3, "world": 0.2}, "sequence_length": "1Ki", "batch": "8Ki"}
     return Recipe.model_validate(
-        {"name": "test", "tokenizer": {"vocab_size": 1024, "sample_bytes": "600kB", "reserved_tokens": 2}, "train": {"phases": [phase]}})
+        {"name": "test", "tokenizer": {"vocab_size": 1024, "sample_bytes": "600kB", "special_tokens": 66}, "train": {"phases": [phase]}})
 
 
 @pytest.fixture(scope="session")

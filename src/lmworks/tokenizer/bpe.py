@@ -1,5 +1,7 @@
 """tokenizer.json as plain byte-pair encoding: the ranks that tiktoken needs, and the proof that it gives the same ids.
 
+SentencePiece's kind cannot be given to tiktoken, which begins with bytes and not with characters; `tokenizers` encodes it.
+
 `tokenizers` merges the listed pairs in the order of the list. tiktoken has no list: it merges any two neighbours whose bytes
 together are a token, the lowest id first. For merges that came out of BPE training these are the same; for an arbitrary
 tokenizer.json they need not be, so an imported one is checked (`check_same_ids`).
@@ -7,7 +9,9 @@ tokenizer.json they need not be, so an imported one is checked (`check_same_ids`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lmworks.errors import UserError
@@ -21,6 +25,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def to_bytes(token: str) -> bytes:
@@ -30,77 +35,105 @@ def to_bytes(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class Bpe:
-    """What a byte-level tokenizer.json says."""
+    """What a tokenizer.json says."""
 
-    ranks: dict[bytes, int]  # bytes of each ordinary token -> id; a lower id merges earlier
+    pieces: dict[int, bytes]  # the bytes that each ordinary token stands for
     merges: list[tuple[bytes, bytes]]
     pattern: str
     added: dict[str, int]  # text of each added token -> id
     hidden: frozenset[str]  # the added tokens that decoding may skip
+    byte_level: bool  # else SentencePiece's kind: characters, with single bytes for those that have no entry
 
     @property
     def vocab_size(self) -> int:
-        return len(self.ranks) + len(self.added)
+        return len(self.pieces) + len(self.added)
+
+    @cached_property
+    def ranks(self) -> dict[bytes, int]:
+        """Bytes of each ordinary token of a byte-level tokenizer -> id; a lower id merges earlier."""
+        return {piece: number for number, piece in self.pieces.items()}
 
 
 def read(spec: dict[str, Any], where: str) -> Bpe:
-    """Understand the parsed tokenizer.json `spec`; `UserError` naming `where` if it is anything but lossless byte-level BPE."""
+    """Understand the parsed tokenizer.json `spec`; `UserError` naming `where` if it is anything but lossless BPE.
+
+    That is byte-level BPE as in GLM-4.x, or BPE over characters with byte fallback and no other spaces than the text's own.
+    """
 
     def refuse(why: str) -> UserError:
-        return UserError(f"{where}: {why}; lmworks needs a byte-level BPE tokenizer.json of the GLM-4 kind")
+        return UserError(f"{where}: {why}; lmworks needs a byte-level BPE tokenizer.json of the GLM-4 kind, or one of its own")
 
     model = spec.get("model") or {}
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict) or "merges" not in model:
         raise refuse("the model is not BPE")
     if spec.get("normalizer"):
         raise refuse(f"the normalizer {spec['normalizer'].get('type')} changes the text, so it cannot be decoded back")
-    for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise refuse(f"the BPE option {option} is set")
-    pattern = _split_pattern(spec.get("pre_tokenizer") or {})
+    byte_level = not model.get("byte_fallback")
+    pattern = (_byte_level_pattern if byte_level else _split_pattern)(spec.get("pre_tokenizer") or {})
     if pattern is None:
-        raise refuse("the pre-tokenizer is not one Split by a regex followed by ByteLevel")
+        raise refuse("the pre-tokenizer is not one Split by a regex followed by ByteLevel" if byte_level else
+                     "the option byte_fallback is set, and the pre-tokenizer is not one Split by a regex")
 
     added = {token["content"]: token for token in spec.get("added_tokens", [])}
     if any(token.get("lstrip") or token.get("rstrip") or token.get("single_word") for token in added.values()):
         raise refuse("an added token swallows the space around it")
+    understood = to_bytes if byte_level else _piece
     try:
-        ranks = {to_bytes(text): number for text, number in model["vocab"].items() if text not in added}
-        merges = [_pair(merge) for merge in model["merges"]]
+        pieces = {number: understood(text) for text, number in model["vocab"].items() if text not in added}
+        merges = [(understood(left), understood(right)) for left, right in map(_pair, model["merges"])]
     except (KeyError, ValueError):
         raise refuse("the vocabulary has entries outside the byte-level alphabet") from None
-    bpe = Bpe(ranks, merges, pattern, {text: token["id"] for text, token in added.items()},
-              frozenset(text for text, token in added.items() if token.get("special")))
-    if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
+    bpe = Bpe(pieces, merges, pattern, {text: token["id"] for text, token in added.items()},
+              frozenset(text for text, token in added.items() if token.get("special")), byte_level)
+    single = {piece for piece in pieces.values() if len(piece) == 1}
+    if missing := 256 - len(single):
         raise refuse(f"{missing} single bytes are not in the vocabulary")
-    if sorted([*ranks.values(), *bpe.added.values()]) != list(range(bpe.vocab_size)):
+    if sorted([*pieces, *bpe.added.values()]) != list(range(bpe.vocab_size)):
         raise refuse("the token ids have gaps or repeat")
     return bpe
 
 
-def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
+def _piece(text: str) -> bytes:
+    """<0x41> is a byte, everything else itself."""
+    byte = _BYTE_PIECE.fullmatch(text)
+    return bytes([int(byte[1], 16)]) if byte else text.encode()
+
+
+def _pair(merge: str | list[str]) -> tuple[str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return to_bytes(left), to_bytes(right)
+    return left, right
+
+
+def _byte_level_pattern(pre: dict[str, Any]) -> str | None:
+    match pre:
+        case {"type": "Sequence", "pretokenizers": [
+            dict(split),
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]}:
+            return _split_pattern(split)
+    return None
 
 
 def _split_pattern(pre: dict[str, Any]) -> str | None:
     match pre:
-        case {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        ]}:
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
             return pattern
     return None
 
 
 def check_same_ids(bpe: Bpe, where: str) -> None:
-    """`UserError` unless tiktoken with `bpe.ranks` gives the ids of the merge list for every text.
+    """`UserError` unless tiktoken with the `ranks` of a byte-level `bpe` gives the ids of the merge list for every text.
 
     Say tiktoken, at any moment, merges neighbours x and y to T. No earlier merge crossed the ends of T, so what lies between them
     evolved as T does alone, and x, y is where T alone stands when only merges below T's rank are used. Hence it is enough that for
     each T this state is a listed pair, and that the list is in the order of the ids. Listed pairs that are never reached (the long
     lists of GLM-4 and Llama 3) do no harm.
     """
+    if not bpe.byte_level:
+        return
     last = -1
     for left, right in bpe.merges:
         rank = bpe.ranks.get(left + right)

@@ -1,12 +1,13 @@
 """Conversations to one string and to ids, with the assistant's part marked.
 
-The template is `chat_template.jinja`, rendered as `transformers` renders it. Its form is GLM-4.x's:
+The template is `chat_template.jinja`, rendered as `transformers` renders it. Its form is GLM-4.x's, here in full and `brief`:
 
-    [gMASK]<sop><|system|>\\nBe brief.<|user|>\\nHi<|assistant|>\\nHello!<|user|>\\nBye<|assistant|>\\nSee you.<|endoftext|>
+    [gMASK]<sop><|user|>\\nHi<|assistant|>\\n<think></think>\\nHello!<|user|>\\nBye<|assistant|>\\n<think></think>\\nSee you.
+    [gMASK]<sop><|user|>\\nHi<|assistant|>\\nHello!<|user|>\\nBye<|assistant|>\\nSee you.<|endoftext|>
 
 A turn has no closing token of its own. It ends where the next role token stands, so the assistant learns to end with <|user|>, with
 <|observation|> after a tool call, and with <|endoftext|> where the conversation ends; these three are the `stop_ids`, and
-generation_config.json must list the same. The newline after <|assistant|> belongs to the prompt, so answers begin with their first letter.
+generation_config.json must list the same. What the prompt for an answer has behind <|assistant|> (brief: the newline) is not learned.
 Whether the assistant wrote a token follows from the ids alone; the template needs no markers, which some engines do not know.
 """
 
@@ -15,10 +16,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
+from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
     from lmworks.tokenizer.tokenizer import Tokenizer
@@ -28,9 +31,10 @@ ROLES = ("system", "user", "assistant", "tool")
 _MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
-def default_template() -> str:
-    """The chat template that every tokenizer made here carries."""
-    return files("lmworks.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+def shipped_template(name: str = "brief") -> str:
+    """The chat template that a tokenizer made here carries; "glm-4.6" gives the same strings as the published one."""
+    source = files("lmworks.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    return source if name == "brief" else source.replace("set brief = true", "set brief = false", 1)
 
 
 class Template:
@@ -70,7 +74,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` in the form that the template wants: tool arguments that are JSON text (OpenAI's form) become objects.
+    """`messages` in the form that the template wants: tool arguments that are JSON text (OpenAI's form) become objects, and thoughts
+    that an answer still has in it become its `reasoning_content`.
 
     Raises `UserError` naming the message that is not one.
     """
@@ -89,9 +94,20 @@ def _message(number: int, message: Any) -> dict[str, Any]:
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content)
     if not (isinstance(content, str) or parts_of_text or (content is None and message.get("tool_calls"))):
         raise UserError(f"message {number} ({role}) has no text as content")
+    if role == "assistant":
+        message = _with_thoughts(message | {"content": content or ""})
     if not message.get("tool_calls"):
         return message
     return message | {"tool_calls": [_tool_call(number, call) for call in message["tool_calls"]]}
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """The published template's own rule: what stands before the last </think> is thought."""
+    content = message["content"] if isinstance(message["content"], str) else "".join(part["text"] for part in message["content"])
+    if "</think>" not in content or isinstance(message.get("reasoning_content"), str):
+        return message
+    thoughts = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return message | {"reasoning_content": thoughts, "content": content.split("</think>")[-1].lstrip("\n")}
 
 
 def _tool_call(number: int, call: Any) -> dict[str, Any]:
@@ -111,7 +127,7 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
 
 def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
-    """Ids of the rendered conversation, in which only the template's own special tokens are special.
+    """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink, which users may say).
 
     What looks like one inside a message is broken up with a marker before rendering and mended after cutting.
     """
@@ -120,7 +136,7 @@ def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str
 
     def protect(text: str) -> str:
         parts = tokenizer.split_special(text)
-        parts[1::2] = [part[0] + marker + part[1:] for part in parts[1::2]]
+        parts[1::2] = [part if part in OPEN else part[0] + marker + part[1:] for part in parts[1::2]]
         return "".join(parts)
 
     text = template.render(_map_text(messages, protect), _map_text(tools, protect), add_generation_prompt, thinking)
@@ -147,18 +163,43 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def assistant_mask(ids: Sequence[int], assistant: int, system: int, newline: int, stops: Sequence[int]) -> list[bool]:
-    """For each id whether the assistant wrote it: after <|assistant|> and its newline, up to and with the token that ends the turn.
+def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Sequence[int],
+                   given: Sequence[Sequence[int]]) -> list[bool]:
+    """For each id whether the assistant wrote it: after <|assistant|>, up to and with the token that ends the turn.
 
+    `given` are for each of its turns the ids that it did not write although they stand behind <|assistant|>, as far as they agree.
     A turn that runs into <|system|> or another <|assistant|> is learned without an end, for generation does not stop at those.
     """
-    mask, speaking = [False] * len(ids), False
+    mask, speaking, turns = [False] * len(ids), False, iter(given)
+    prompt: list[int] = []
     for at, token in enumerate(ids):
         if token == assistant:
-            speaking = True
+            speaking, prompt = True, list(next(turns))[::-1]
         elif token == system:
             speaking = False
-        elif speaking and not (token == newline and ids[at - 1] == assistant):
+        elif speaking and prompt and prompt[-1] == token:
+            prompt.pop()
+        elif speaking:
+            prompt = []
             mask[at] = True
             speaking = token not in stops
     return mask
+
+
+def prompts(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str, Any]], thinking: bool | None) -> list[list[int]]:
+    """For each answer, and for one to come, the ids behind <|assistant|> that belong to the prompt.
+
+    An answer whose thoughts the template leaves out, because users have spoken since, did not begin with the empty thoughts that
+    stand in their place: they are not learned from it.
+    """
+    asked, empty = _prompt(tokenizer, template, thinking), _prompt(tokenizer, template, False)
+    messages = checked(messages)
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    answers = [(number, message) for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return [*(empty if number < last and message.get("reasoning_content") else asked for number, message in answers), asked]
+
+
+@lru_cache(16)
+def _prompt(tokenizer: Tokenizer, template: Template, thinking: bool | None) -> list[int]:
+    ids = encode(tokenizer, template, [{"role": "user", "content": "?"}], None, True, thinking)
+    return ids[ids.index(tokenizer.special[ASSISTANT]) + 1 :]

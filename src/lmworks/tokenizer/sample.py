@@ -1,23 +1,29 @@
-"""A sample of the corpus in the proportions of the training mixture."""
+"""A sample of the corpus in the proportions of the training mixture, its languages balanced."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 
+Shares = dict[tuple[str, str], float]  # (source, language) -> share of the sample's bytes
+_LOOKED_AT = 64  # row groups of a source from which its languages are estimated
+
 
 def source_weights(recipe: Recipe, corpus_dir: Path) -> dict[str, float]:
     """The share of each source that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases."""
     available = corpus_files(corpus_dir, "train")
     if not available:
-        raise UserError(f"{Path(corpus_dir) / 'train'} has no .parquet files; run `lmworks corpus build RECIPE` first")
+        raise UserError(f"{Path(corpus_dir) / 'train'} has no .parquet files; run `lmworks corpus prepare RECIPE` first")
     weights: dict[str, float] = {}
     for phase in recipe.train.phases:
         for source, weight in phase.mixture.items():
@@ -28,38 +34,78 @@ def source_weights(recipe: Recipe, corpus_dir: Path) -> dict[str, float]:
     return {source: weights[source] / total for source in sorted(weights)}
 
 
-def draw(corpus_dir: Path, weights: dict[str, float], size: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield (source, text) until `size` bytes of UTF-8, each source its share; what a short source lacks, the others give.
+def shares(corpus_dir: Path, weights: Mapping[str, float], balance: float, seed: int) -> Shares:
+    """The share of each language of each source, from the sources' `weights`.
 
-    The same documents in the same order for the same arguments. Memory holds one row group of each source.
+    Languages are drawn in proportion to their bytes to the power of `balance` (arXiv:1901.07291): 1 leaves the mixture as it is, 0
+    gives every language as much. Code keeps its share: it is not a language that others could be short of.
     """
     files = corpus_files(corpus_dir, "train")
-    streams = {source: _documents(files[source], source, seed) for source in weights}
+    found: Shares = {}
+    for source, weight in weights.items():
+        sizes = _languages(files[source], source, seed)
+        found |= {(source, language): weight * size / sizes.total() for language, size in sorted(sizes.items()) if size}
+    by_language: dict[str, float] = {}
+    for (_, language), share in found.items():
+        by_language[language] = by_language.get(language, 0.0) + share
+    by_language.pop("code", None)
+    flat = {language: share**balance for language, share in by_language.items()}
+    scale = sum(by_language.values()) / sum(flat.values()) if flat else 1.0
+    factor = {language: scale * flat[language] / by_language[language] for language in flat}
+    return {key: share * factor.get(key[1], 1.0) for key, share in found.items()}
+
+
+def _languages(paths: list[Path], source: str, seed: int) -> Counter[str]:
+    """Bytes of each language in the first row groups of the order in which `draw` reads."""
+    sizes: Counter[str] = Counter()
+    for file, group, _ in islice(_row_groups(paths, source, seed), _LOOKED_AT):
+        rows = file.read_row_group(group, columns=["text", "language"])
+        lengths = pc.binary_length(rows.column("text"))
+        for language, size in zip(rows.column("language").to_pylist(), lengths.to_pylist(), strict=True):
+            sizes[language] += size
+    return sizes
+
+
+def draw(corpus_dir: Path, wanted: Shares, size: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Yield (source, language, text) until `size` bytes of UTF-8, each its share; what one is short of, the others give.
+
+    The same documents in the same order for the same arguments. Memory holds one row group for each source and language.
+    """
+    files = corpus_files(corpus_dir, "train")
+    streams = {(source, language): _documents(files[source], source, language, seed) for source, language in wanted}
     left = size
     while streams and left > 0:
-        total = sum(weights[source] for source in streams)
-        shares = {source: max(1, int(left * weights[source] / total)) for source in streams}
-        for source, share in shares.items():
+        total = sum(wanted[key] for key in streams)
+        due = {key: max(1, int(left * wanted[key] / total)) for key in streams}
+        for key, share in due.items():
             while share > 0:
-                text = next(streams[source], None)
+                text = next(streams[key], None)
                 if text is None:
-                    del streams[source]
+                    del streams[key]
                     break
                 data = text.encode("utf-8", errors="replace")[:share]  # exact, so one long document cannot crowd out other sources
                 share -= len(data)
                 left -= len(data)
-                yield source, data.decode("utf-8", errors="ignore")
+                yield *key, data.decode("utf-8", errors="ignore")
 
 
-def _documents(paths: list[Path], source: str, seed: int) -> Iterator[str]:
-    """All texts of a source, row groups and rows in an order keyed by the seed (hashes, so that it never changes with a library)."""
-    groups = [(path, group) for path in paths for group in range(pq.read_metadata(path).num_row_groups)]
-    for number in _shuffled(len(groups), f"{seed}/{source}"):
-        path, group = groups[number]
-        with pq.ParquetFile(path) as file:
+def _documents(paths: list[Path], source: str, language: str, seed: int) -> Iterator[str]:
+    """The texts of one language in a source, rows in an order keyed by the seed."""
+    for file, group, key in _row_groups(paths, source, seed):
+        languages = file.read_row_group(group, columns=["language"]).column("language").to_pylist()
+        if language in languages:
             texts = file.read_row_group(group, columns=["text"]).column("text")
-        for row in _shuffled(len(texts), f"{seed}/{source}/{number}"):
-            yield texts[row].as_py()
+            for row in _shuffled(len(texts), key):
+                if languages[row] == language:
+                    yield texts[row].as_py()
+
+
+def _row_groups(paths: list[Path], source: str, seed: int) -> Iterator[tuple[pq.ParquetFile, int, str]]:
+    """Parts and row groups in an order keyed by the seed (hashes, so that it never changes with a library), each with a key."""
+    for part in _shuffled(len(paths), f"{seed}/{source}/parts"):
+        with pq.ParquetFile(paths[part]) as file:
+            for group in _shuffled(file.num_row_groups, f"{seed}/{source}/{part}"):
+                yield file, group, f"{seed}/{source}/{part}/{group}"
 
 
 def _shuffled(count: int, key: str) -> list[int]:

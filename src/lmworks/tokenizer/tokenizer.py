@@ -35,7 +35,7 @@ def load(directory: Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """Byte-level BPE. `encode` runs on tiktoken, with the ids that `tokenizers` and `transformers` give for the same tokenizer.json.
+    """BPE. `encode` gives the ids that `tokenizers` and `transformers` give for the same tokenizer.json; byte-level BPE runs on tiktoken.
 
     Text never becomes a special token: "<|user|>" in a document or a message is encoded as the letters it consists of, unless the
     caller says `allow_special=True`. (`transformers` makes it special always; there the ids differ, on purpose.)
@@ -79,6 +79,9 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[np.ndarray]:
         """The ids of each text as uint32, without special tokens; in `threads` threads where the work is worth it."""
+        if not self._bpe.byte_level:
+            found = self._reference_for_text.encode_batch(list(texts), add_special_tokens=False)
+            return [np.array(one.ids, dtype=np.uint32) for one in found]
         if threads == 1 or len(texts) < 2 or sum(map(len, texts)) < _PARALLEL_BYTES:
             return [self._encode_numpy(text) for text in texts]
         with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the interpreter lock
@@ -94,9 +97,8 @@ class Tokenizer:
         # copied, because what tiktoken gives is a read-only view of its buffer
         return np.array(self._tiktoken.encode_to_numpy(text, disallowed_special=()), dtype=np.uint32)
 
-    @staticmethod
-    def _needs_reference(text: str) -> bool:
-        return len(text) >= _LONG and _LONG_SPACE.search(text) is not None
+    def _needs_reference(self, text: str) -> bool:
+        return not self._bpe.byte_level or (len(text) >= _LONG and _LONG_SPACE.search(text) is not None)
 
     def _ordinary_by_reference(self, text: str) -> list[int]:
         return self._reference_for_text.encode(text, add_special_tokens=False).ids
@@ -137,8 +139,8 @@ class Tokenizer:
     @cached_property
     def _bytes(self) -> list[bytes]:
         table = [b""] * self.vocab_size
-        for text, token in self._bpe.ranks.items():
-            table[token] = text
+        for token, piece in self._bpe.pieces.items():
+            table[token] = piece
         for name, token in self.special.items():
             table[token] = name.encode()
         return table
@@ -169,10 +171,13 @@ class Tokenizer:
         """Ids of the conversation, and for each whether the assistant wrote it (its ending token included).
 
         Special tokens come from the template only; the same characters inside a message stay text, so nobody can speak in
-        another's role.
+        another's role. Where the template leaves the last answer open, <|endoftext|> closes it here: something must be learned
+        to end it.
         """
-        from lmworks.tokenizer.chat import assistant_mask, encode
+        from lmworks.tokenizer.chat import assistant_mask, encode, prompts
 
         ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
-        assistant, system = self.special[special_.ASSISTANT], self.special[special_.SYSTEM]
-        return ids, assistant_mask(ids, assistant, system, self._bpe.ranks[b"\n"], self.stop_ids)
+        if messages[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:
+            ids.append(self.eos_id)
+        given = prompts(self, self._template, messages, thinking)
+        return ids, assistant_mask(ids, self.special[special_.ASSISTANT], self.special[special_.SYSTEM], self.stop_ids, given)

@@ -1,25 +1,32 @@
-"""Train a byte-level BPE tokenizer, or take over a given one, and write it so that `transformers` loads it."""
+"""Train a tokenizer, or take over a given one, and write it so that `transformers` loads it."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
 from lmworks.progress import bar
 from lmworks.recipe.recipe import Recipe
 from lmworks.tokenizer import bpe, special
-from lmworks.tokenizer.chat import default_template
+from lmworks.tokenizer import spec as spec_
+from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
-from lmworks.tokenizer.sample import draw, source_weights
+from lmworks.tokenizer.merges import GAP, learn
+from lmworks.tokenizer.sample import draw, shares, source_weights
+from lmworks.tokenizer.spec import add_specials
 from lmworks.tokenizer.tokenizer import load
+from lmworks.tokenizer.words import Words, count, laid_out
 
 _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation fill the vocabulary
-_BATCH = 256  # documents handed over at a time
+_RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, one in so many of the text, become bytes
 
 
 def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
@@ -34,7 +41,7 @@ def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
     spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir)
     bpe.check_same_ids(bpe.read(spec, report["origin"]), report["origin"])
     write_text(out_dir / "tokenizer.json", json.dumps(spec, ensure_ascii=False, indent=1) + "\n")
-    write_text(out_dir / "chat_template.jinja", default_template())
+    write_text(out_dir / "chat_template.jinja", shipped_template(recipe.tokenizer.chat_template))
     write_json(out_dir / "tokenizer_config.json", _config(recipe, spec))
     report["seconds"] = round(time.monotonic() - started, 2)
     tokenizer = load(out_dir)
@@ -45,47 +52,70 @@ def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
 
 
 def _learn(recipe: Recipe, corpus_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    import tokenizers
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     options = recipe.tokenizer
-    names = [*special.SPECIAL, *(special.reserved(n) for n in range(options.reserved_tokens))]
-    ordinary = options.vocab_size - len(names)
-    if ordinary < 256:
-        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for 256 bytes and {len(names)} special tokens; "
-                        f"set it to at least {256 + len(names)}")
+    names = special.names(options.special_tokens)
     weights = source_weights(recipe, corpus_dir)
-    used: Counter[str] = Counter()
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(special.SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    learner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=ordinary, min_frequency=2, show_progress=False, max_token_length=_LONGEST_TOKEN,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    with bar("tokenizer", total=options.sample_bytes) as progress:
+    wanted = shares(corpus_dir, weights, options.language_balance, recipe.seed)
+    sources, languages = Counter[str](), Counter[str]()
+    with bar("tokenizer: counting", total=options.sample_bytes) as progress:
 
-        def batches() -> Any:
-            batch: list[str] = []
-            for source, text in draw(corpus_dir, weights, options.sample_bytes, recipe.seed):
+        def texts() -> Iterator[str]:
+            for source, language, text in draw(corpus_dir, wanted, options.sample_bytes, recipe.seed):
                 size = len(text.encode())
-                used[source] += size
+                sources[source] += size
+                languages[language] += size
                 progress.advance(size)
-                batch.append(text)
-                if len(batch) == _BATCH:
-                    yield batch
-                    batch = []
-            yield batch
-            progress.note("merging")
+                yield text
 
-        learner.train_from_iterator(batches(), trainer)
-    if not used.total():
+        words = count(texts(), special.SPLIT if options.kind == "bytes" else special.SPLIT_DIGITS, options.max_words)
+    if not words.counts:
         raise UserError(f"{corpus_dir / 'train'} holds no text to train a tokenizer on")
-    spec = json.loads(learner.to_str())
-    names = _add_specials(spec, names, options.vocab_size)
-    return spec, {"origin": "trained", "vocab_size": options.vocab_size, "merges": len(spec["model"]["merges"]),
-                  "special_tokens": len(names),
-                  "reserved_for_lack_of_text": max(0, len(names) - len(special.SPECIAL) - options.reserved_tokens),
-                  "sample_bytes": dict(sorted(used.items())), "weights": weights, "seed": recipe.seed, "tokenizers": tokenizers.__version__}
+    least = len(names) + (256 if options.kind == "bytes" else 320)
+    if options.vocab_size < least:
+        raise UserError(f"tokenizer.vocab_size {options.vocab_size} leaves no room for the bytes, an alphabet and {len(names)} special "
+                        f"tokens; set it to at least {least}")
+    spec = (_byte_level if options.kind == "bytes" else _sentencepiece)(words, options.vocab_size - len(names))
+    merges = len(spec["model"]["merges"])
+    added = add_specials(spec, names, options.vocab_size)
+    return spec, {"origin": "trained", "kind": options.kind, "vocab_size": options.vocab_size, "merges": merges,
+                  "special_tokens": len(added), "reserved_for_lack_of_text": len(added) - len(names),
+                  "sample_bytes": dict(sorted(sources.items())), "language_bytes": dict(sorted(languages.items())),
+                  "weights": weights, "distinct_words": len(words.counts), "words": words.occurrences, "words_forgotten": words.lost,
+                  "seed": recipe.seed}
+
+
+def _byte_level(words: Words, ordinary: int) -> dict[str, Any]:
+    table = np.zeros(256, dtype=np.int32)
+    for number, stand_in in enumerate(sorted(bpe.BYTE_OF)):
+        table[bpe.BYTE_OF[stand_in]] = number
+    return spec_.byte_level(_merges(words, table, "utf-8", [1] * 256, ordinary - 256))
+
+
+def _sentencepiece(words: Words, ordinary: int) -> dict[str, Any]:
+    """The alphabet holds the most frequent characters, together all but one in `_RARE` of the text, in at most half of the entries."""
+    seen: Counter[str] = Counter()
+    for word, number in words.counts.items():
+        for char in word:
+            seen[char] += number
+    covered = 0
+    alphabet: list[str] = []
+    for char, number in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
+        if covered * _RARE >= seen.total() * (_RARE - 1) or len(alphabet) >= (ordinary - 256) // 2:
+            break
+        alphabet.append(char)
+        covered += number
+    table = np.full(0x110000, GAP, dtype=np.int32)
+    table[[ord(char) for char in alphabet]] = np.arange(256, 256 + len(alphabet))
+    lengths = [1] * 256 + [len(char.encode()) for char in alphabet]
+    return spec_.sentencepiece("".join(alphabet), _merges(words, table, "utf-32-le", lengths, ordinary - len(lengths)))
+
+
+def _merges(words: Words, table: np.ndarray, encoding: str, lengths: list[int], most: int) -> list[tuple[int, int]]:
+    texts = list(words.counts)
+    symbols, owner = laid_out(texts, table, encoding)
+    counts = np.array([words.counts[text] for text in texts], dtype=np.int64)
+    with bar("tokenizer: merging", total=most) as progress:
+        return learn(symbols, owner, counts, lengths, most, _LONGEST_TOKEN, progress.advance)
 
 
 def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,23 +133,8 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     if spec.get("post_processor") and spec["post_processor"].get("type") != "ByteLevel":
         spec["post_processor"] = None  # it would put special tokens around every text; here the caller does
     spec["truncation"] = spec["padding"] = None
-    _add_specials(spec, [], size)
+    add_specials(spec, [], size)
     return spec, {"origin": str(path), "vocab_size": size, "merges": len(given.merges), "reserved_to_fill": size - given.vocab_size}
-
-
-def _add_specials(spec: dict[str, Any], names: list[str], size: int) -> list[str]:
-    """Put `names` and as many reserved tokens as reach `size` behind the ordinary ids, as in GLM-4.x. Returns all added now."""
-    taken = {token["content"] for token in spec["added_tokens"]}
-    start = max([*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])]) + 1
-    names, number = list(names), 0
-    while start + len(names) < size:
-        if (name := special.reserved(number)) not in {*taken, *names}:
-            names.append(name)
-        number += 1
-    spec["added_tokens"] += [
-        {"id": start + n, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": name not in special.MARKUP} for n, name in enumerate(names)]
-    return names
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +153,7 @@ def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
-        "chat_template": default_template(),
+        "chat_template": shipped_template(recipe.tokenizer.chat_template),
     }
 
 

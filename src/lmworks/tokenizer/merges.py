@@ -1,0 +1,102 @@
+"""Byte-pair merges from word counts (Sennrich et al. 2016, arXiv:1508.07909), in numpy.
+
+All words lie in one array, a gap between any two. A merge finds the places of its pair, joins them all at once, and tells the pairs
+beside them. It gives the merges of `tokenizers`' trainer (a test compares them) from counts instead of text: the memory is that of
+the distinct words, about 30 bytes per symbol, and no count overflows 32 bits, as pair counts there do on large samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+GAP, _DEAD = -1, -2  # between words; the right half of a merged pair
+_SHIFT = 32  # a pair (a, b) is the key a << 32 | b, which sorts as the pair does
+
+
+def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: Sequence[int], most: int, longest: int,
+          advance: Callable[[int], object] = lambda done: None) -> list[tuple[int, int]]:
+    """Up to `most` merges, the most frequent pair first, of two equal ones the one with the lower ids; none seen only once.
+
+    `symbols` (P,) int32: the words' symbol ids with one GAP before, between and behind; changed in place. `words` (P,) int32: the word
+    that each symbol is part of. `counts` (W,) int64: how often each word occurs. `lengths`: bytes of each symbol; no merge is longer
+    than `longest` bytes. The merge of number n makes the symbol len(lengths) + n.
+    """
+    places = len(symbols)
+    left, right = np.arange(-1, places - 1, dtype=np.int32), np.arange(1, places + 1, dtype=np.int32)
+    fresh = np.zeros(places, dtype=bool)
+    sizes = list(lengths)
+    totals: dict[int, int] = {}
+    where: dict[int, np.ndarray] = {}
+    heap: list[tuple[int, int]] = []
+
+    def meet(at: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
+        """Take in the new pairs (first, second), each at its place."""
+        keys = first.astype(np.int64) << _SHIFT | second
+        order = np.argsort(keys, kind="stable")
+        keys, at = keys[order], at[order]
+        starts = np.flatnonzero(np.r_[True, keys[1:] != keys[:-1]])
+        sums = np.add.reduceat(counts[words[at]], starts)
+        for key, total, group in zip(keys[starts].tolist(), sums.tolist(), np.split(at, starts[1:]), strict=True):
+            if total > 1 and sizes[key >> _SHIFT] + sizes[key & 0xFFFFFFFF] <= longest:
+                totals[key], where[key] = total, group
+                heapq.heappush(heap, (-total, key))
+
+    def part(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> None:
+        """Take out pairs that a merge has broken."""
+        keys = first.astype(np.int64) << _SHIFT | second
+        if len(keys) > 64:  # below, summing in numpy costs more than it saves
+            keys, parts = np.unique(keys, return_inverse=True)
+            weights = np.bincount(parts, weights).astype(np.int64)
+        for key, weight in zip(keys.tolist(), weights.tolist(), strict=True):
+            if key in totals:
+                totals[key] -= weight
+
+    at = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0)).astype(np.int32)
+    if len(at):
+        meet(at, symbols[at], symbols[at + 1])
+    merges: list[tuple[int, int]] = []
+    while heap and len(merges) < most:
+        negative, key = heapq.heappop(heap)
+        if totals[key] != -negative:  # other merges have broken some of them since
+            if totals[key] > 1:
+                heapq.heappush(heap, (-totals[key], key))
+            continue
+        a, b = key >> _SHIFT, key & 0xFFFFFFFF
+        at = where.pop(key)
+        del totals[key]
+        at = at[(symbols[at] == a) & (symbols[right[at]] == b)]
+        if a == b:
+            at = _every_second(at, right)
+        new = len(sizes)
+        merges.append((a, b))
+        sizes.append(sizes[a] + sizes[b])
+        halves, weights = right[at], counts[words[at]]
+        before, behind = left[at], right[halves]
+        symbols[halves] = _DEAD
+        beside = symbols[before]  # dead where the symbol before is merged too: that pair is taken out once, from its left
+        part(beside[beside >= 0], np.full(int((beside >= 0).sum()), a), weights[beside >= 0])
+        beside = symbols[behind]
+        part(np.full(int((beside >= 0).sum()), b), beside[beside >= 0], weights[beside >= 0])
+        symbols[at], right[at], left[behind] = new, behind, at
+        fresh[at] = True
+        before, behind = left[at], right[at]
+        ahead, follows = (symbols[before] >= 0) & ~fresh[before], symbols[behind] >= 0
+        fresh[at] = False
+        new_at = np.concatenate([before[ahead], at[follows]])
+        if len(new_at):
+            meet(new_at, symbols[new_at], symbols[right[new_at]])
+        advance(1)
+    return merges
+
+
+def _every_second(at: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Of places that follow on one another (a pair of equal symbols in a run) the first, third and so on."""
+    if len(at) < 2:
+        return at
+    at = np.sort(at)
+    number = np.arange(len(at))
+    starts = np.r_[True, at[1:] != right[at[:-1]]]
+    return at[(number - np.maximum.accumulate(np.where(starts, number, 0))) % 2 == 0]
