@@ -52,7 +52,7 @@ def normal_url(url: str) -> str:
     host = host.removeprefix("www.")
     if port and port != _DEFAULT_PORTS.get(parts.scheme, port if not parts.scheme and port in (80, 443) else None):
         host += f":{port}"
-    path = quote(unquote(re.sub(r"/{2,}", "/", parts.path)), safe="/~!$&'()*+,;=:@-._")
+    path = "/".join(quote(unquote(part), safe="~!$&'()*+,;=:@") for part in re.sub(r"/{2,}", "/", parts.path).split("/"))
     path = _INDEX.sub("/", path).rstrip("/")
     query = urlencode(sorted(pair for pair in parse_qsl(parts.query, keep_blank_values=True) if not _TRACKING.fullmatch(pair[0])))
     route = f"#{parts.fragment}" if parts.fragment.startswith(("!", "/")) else ""

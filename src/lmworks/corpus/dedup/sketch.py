@@ -20,7 +20,6 @@ from lmworks.corpus.units import Units, mix, ngrams, whole
 _THROWS = 8
 _FILLED = 1 << 17  # shingles at a time
 _EMPTY = np.uint32(0xFFFFFFFF)
-_ALL = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEP = np.uint64(0xD6E8FEB86659FD93)
 _MULTIPLIERS = mix(np.arange(1, _THROWS + 1, dtype=np.uint64)) | np.uint64(1)
@@ -109,6 +108,7 @@ def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None
 
 def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray) -> None:
     """Where bins are still empty: the least over all shingles of the document under a hash of the bin's own."""
+    multipliers = mix(np.arange(values, dtype=np.uint64) + np.uint64(_GOLDEN)) | np.uint64(1)
     empty = np.flatnonzero(bins == _EMPTY)
     counts = np.diff(bounds)[empty // values]
     empty, counts = empty[counts > 0], counts[counts > 0]
@@ -119,7 +119,7 @@ def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray)
         some, each = empty[begin:end], counts[begin:end]
         ends = np.cumsum(each)
         places = np.arange(ends[-1]) + np.repeat(bounds[some // values] - (ends - each), each)
-        own = hashes[places] * np.repeat((some % values).astype(np.uint64) * np.uint64(2 * _GOLDEN & _ALL) + np.uint64(_GOLDEN), each)
+        own = hashes[places] * np.repeat(multipliers[some % values], each)
         own ^= own >> np.uint64(32)
         own &= np.uint64(0x7FFFFFFF)
         bins[some] = np.minimum.reduceat(own, ends - each)
