@@ -20,35 +20,29 @@ def keys(ids: Sequence[str], seed: int, purpose: str) -> np.ndarray:
     return np.frombuffer(b"".join(map(one, ids)), dtype="<u8")
 
 
-def within(order: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
-    """The first documents of `order` whose sizes add up to no more than `budget`."""
-    total = np.cumsum(sizes[order])
-    return order[total <= budget]
+def threshold(keys: np.ndarray, sizes: np.ndarray, max_bytes: int) -> int:
+    """The key below which documents are drawn: in the order of their keys as many as fit `max_bytes` together, and at least one."""
+    if not len(keys):
+        return 0
+    order = np.argsort(keys, kind="stable")
+    count = max(int(np.searchsorted(np.cumsum(sizes[order]), max_bytes, side="right")), 1)
+    return int(keys[order[count]]) if count < len(keys) else 1 << 64
 
 
-def draw(ids: Sequence[str], sizes: np.ndarray, seed: int, max_bytes: int) -> np.ndarray:
-    """(N,) bool: documents in the order of their keyed hash until `max_bytes` are full; at least one."""
-    order = np.argsort(keys(ids, seed, "draw"), kind="stable")
-    chosen = np.zeros(len(ids), dtype=bool)
-    chosen[within(order, sizes, max_bytes)] = True
-    if len(ids) and not chosen.any():
-        chosen[order[0]] = True
-    return chosen
-
-
-def hold_out(ids: Sequence[str], sizes: np.ndarray, seed: int, fraction: float, max_bytes: int) -> np.ndarray:
+def held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float, max_bytes: int) -> np.ndarray:
     """(N,) bool: the held-out documents: `fraction` of them by count (at least one of two or more), together under `max_bytes`.
 
-    A document bigger than what is left of the budget is passed over, so one giant does not empty the held-out set.
+    They are taken in the order of their keys. A document bigger than what is left of the budget is passed over, so one giant does not
+    empty the held-out set.
     """
-    chosen = np.zeros(len(ids), dtype=bool)
-    wanted = min(max(round(len(ids) * fraction), 1), len(ids) - 1) if fraction > 0 else 0
-    left = max_bytes
-    for index in np.argsort(keys(ids, seed, "validation"), kind="stable") if wanted > 0 else ():
+    chosen = np.zeros(len(keys), dtype=bool)
+    wanted = min(max(round(len(keys) * fraction), 1), len(keys) - 1) if fraction > 0 else 0
+    left, least = max_bytes, int(sizes.min()) if len(sizes) else 0
+    for index in np.argsort(keys, kind="stable") if wanted > 0 else ():
         if sizes[index] <= left:
             chosen[index] = True
-            left -= sizes[index]
+            left -= int(sizes[index])
             wanted -= 1
-        if not wanted:
+        if not wanted or left < least:
             break
     return chosen

@@ -1,118 +1,163 @@
-"""What became of every document: counts per source and reason, samples of what was rejected, and the table that is printed."""
+"""What became of every document: the funnel of each source, step by step, and the table that is printed."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.corpus.items import EXCERPT
-from lmworks.files import write_text
+from lmworks.corpus.engine.counts import Count, Counts, Passage, merge
 from lmworks.recipe.corpus import Source
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SAMPLES = 10
-
-
-@dataclass
-class Count:
-    """Documents and their UTF-8 bytes."""
-
-    documents: int = 0
-    bytes: int = 0
-
-    def add(self, size: int, documents: int = 1) -> None:
-        self.documents += documents
-        self.bytes += size
+_MOST_SOURCES = 12
+_MOST_REASONS = 3
 
 
 @dataclass
 class SourceReport:
-    """One source: what came in, what was left aside by `max_bytes`, what was dropped by reason, what is in train and validation."""
+    """One source: what was read of how many parts, what of it was no document, what `max_bytes` left aside, and each step after that.
+
+    Documents and bytes add up: came = quarantined + not drawn + what the steps dropped + validation + train, and for bytes less what
+    the steps have edited.
+    """
 
     name: str
     domain: str
     language: str
     licence: str
+    parts: int = 0
     came: Count = field(default_factory=Count)
-    quarantined: dict[str, Count] = field(default_factory=dict)
+    quarantined: Counts = field(default_factory=dict)
     not_drawn: Count = field(default_factory=Count)
-    dropped: dict[str, Count] = field(default_factory=dict)
-    train: Count = field(default_factory=Count)
-    validation: Count = field(default_factory=Count)
+    steps: list[Passage] = field(default_factory=list)
+    outputs: dict[str, dict[str, Count]] = field(default_factory=lambda: {"train": {}, "validation": {}})
 
     @classmethod
-    def of(cls, source: Source) -> SourceReport:
-        return cls(source.name, source.domain, source.language, source.licence)
+    def of(cls, source: Source, parts: int = 0) -> SourceReport:
+        return cls(source.name, source.domain, source.language, source.licence, parts)
 
-    def quarantine(self, reason: str, size: int) -> None:
-        self.quarantined.setdefault(reason, Count()).add(size)
+    def add_read(self, counts: Mapping[str, Any]) -> None:
+        """The counts of the stage `read` for a part."""
+        self.came.merge(counts["came"])
+        merge(self.quarantined, counts["quarantined"])
+        self.not_drawn.merge(counts["not_drawn"])
+        self._add_steps(counts["steps"], 0)
 
-    def drop(self, reason: str, size: int) -> None:
-        self.dropped.setdefault(reason, Count()).add(size)
+    def add_written(self, counts: Mapping[str, Any]) -> None:
+        """The counts of the stage `write` for a part; those of `read` for all parts have come before."""
+        own = [passage.step for passage in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
+        self._add_steps(counts["steps"], own)
+        for split, found in self.outputs.items():
+            merge(found, counts[split])
+
+    def _add_steps(self, steps: Iterable[Mapping[str, Any]], first: int) -> None:
+        for place, step in enumerate(steps, start=first):
+            if place == len(self.steps):
+                self.steps.append(Passage(step["step"]))
+            self.steps[place].merge(step)
+
+    @property
+    def dropped(self) -> Counts:
+        """By reason, over all steps."""
+        found: Counts = {}
+        for passage in self.steps:
+            for reason, one in passage.dropped.items():
+                found.setdefault(reason, Count()).add(one.bytes, one.documents)
+        return found
+
+    @property
+    def train(self) -> Count:
+        return total(self.outputs["train"].values())
+
+    @property
+    def validation(self) -> Count:
+        return total(self.outputs["validation"].values())
+
+    def as_json(self) -> dict[str, Any]:
+        steps = [{**asdict(passage), "left": asdict(passage.left)} for passage in self.steps]
+        return {**asdict(self), "steps": steps, "train": asdict(self.train), "validation": asdict(self.validation)}
 
 
 @dataclass
 class Report:
-    """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them."""
+    """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them.
+
+    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `would_drop` is what deduplication would drop
+    where it only checks; `bytes_per_document` is what comparing all documents holds in memory for each.
+    """
 
     sources: list[SourceReport] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    would_drop: Counts = field(default_factory=dict)
+    bytes_per_document: float = 0.0
+    statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
     boilerplate: list[dict[str, Any]] = field(default_factory=list)
     protected_texts: int = 0
     trivial_evaluation_texts: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "sources": [source.as_json() for source in self.sources]}
 
 
-class Samples:
-    """The first few of each (source, reason), as lines of JSON."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[tuple[str, str]] = Counter()
-        self._lines: list[str] = []
-
-    def add(self, source: str, reason: str, identity: str, origin: str, text: str, **more: Any) -> None:
-        if self._taken[source, reason] < SAMPLES:
-            self._taken[source, reason] += 1
-            excerpt = text[:EXCERPT].encode("utf-8", "replace").decode("utf-8")
-            row = {"source": source, "reason": reason, "id": identity, "origin": origin, **more, "text": excerpt}
-            self._lines.append(json.dumps(row, ensure_ascii=False))
-
-    def write(self, path: Path) -> None:
-        write_text(path, "".join(line + "\n" for line in self._lines))
+def total(counts: Iterable[Count]) -> Count:
+    """The sum."""
+    found = Count()
+    for one in counts:
+        found.add(one.bytes, one.documents)
+    return found
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.2f}"
+def _numbers(came: Count, left: Count) -> tuple[str, str, str, str]:
+    return f"{came.documents:,}", f"{came.bytes / 1e6:,.2f}", f"{left.documents:,}", f"{left.bytes / 1e6:,.2f}"
+
+
+def _most(counts: Counts) -> str:
+    ranked = sorted(counts.items(), key=lambda pair: (-pair[1].documents, pair[0]))
+    more = f", {len(ranked) - _MOST_REASONS} more" if len(ranked) > _MOST_REASONS else ""
+    return ", ".join(f"{reason.replace('_', ' ')} {one.documents:,}" for reason, one in ranked[:_MOST_REASONS]) + more
+
+
+def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
+    """(step, in, out, most frequent reasons) down the funnel."""
+    left = Count(source.came.documents, source.came.bytes)
+    if source.quarantined:
+        gone = total(source.quarantined.values())
+        before, left = left, Count(left.documents - gone.documents, left.bytes - gone.bytes)
+        yield "quarantine", before, left, _most(source.quarantined)
+    if source.not_drawn.documents:
+        before, left = left, Count(left.documents - source.not_drawn.documents, left.bytes - source.not_drawn.bytes)
+        yield "max_bytes", before, left, "not drawn"
+    for passage in source.steps:
+        yield passage.step, passage.came, passage.left, _most(passage.dropped)
 
 
 def table(report: Report) -> Table:
-    """The report to print: a line per source, and below it one per reason for which something of it was dropped."""
+    """The funnel to print: per source, and of many sources the whole first and then a line for each."""
     from rich.table import Table
 
     shown = Table(title="Corpus", title_justify="left", header_style="bold")
-    for name in ("source", "kind", "licence"):
-        shown.add_column(name)
-    for name in ("documents in", "MB in", "dropped", "MB dropped", "train MB", "validation MB"):
+    shown.add_column("source")
+    for name in ("documents in", "MB in", "out", "MB out"):
         shown.add_column(name, justify="right")
+    shown.add_column("dropped for")
     for source in report.sources:
-        lost = sorted([*source.quarantined.items(), *source.dropped.items()], key=lambda pair: -pair[1].bytes)
-        dropped, size = sum(count.documents for _, count in lost), sum(count.bytes for _, count in lost)
-        counts = (f"{source.came.documents:,}", _megabytes(source.came.bytes), f"{dropped:,}", _megabytes(size))
-        kept = (_megabytes(source.train.bytes), _megabytes(source.validation.bytes))
-        shown.add_row(f"[bold]{source.name}[/bold]", f"{source.domain} {source.language}", source.licence, *counts, *kept)
-        if source.not_drawn.documents:
-            left = source.not_drawn
-            shown.add_row("  over max_bytes", "", "", f"{left.documents:,}", _megabytes(left.bytes), style="dim")
-        for reason, count in lost:
-            shown.add_row(f"  {reason.replace('_', ' ')}", "", "", "", "", f"{count.documents:,}", _megabytes(count.bytes), style="dim")
+        head = f"{source.domain} {source.language}, {source.licence}"
+        kept = total((source.train, source.validation))
+        shown.add_row(f"[bold]{source.name}[/bold]", *_numbers(source.came, kept), head)
+        if len(report.sources) <= _MOST_SOURCES:
+            for step, came, left, reasons in _rows(source):
+                shown.add_row(f"  {step}", *_numbers(came, left), reasons, style="dim")
+        shown.add_row("  held out", "", "", *_numbers(source.validation, source.validation)[:2], "", style="dim")
+    came, kept = total(one.came for one in report.sources), total(one.train for one in report.sources)
+    shown.add_section()
+    shown.add_row("[bold]all, to train on[/bold]", *_numbers(came, kept), "")
+    if report.would_drop:
+        shown.add_row("[yellow]dedup.check_only[/yellow]", "", "", "", "", f"would drop: {_most(report.would_drop)}")
     for name, why in report.missing.items():
-        shown.add_row(f"[yellow]{name}[/yellow]", "[yellow]missing[/yellow]", why)
+        shown.add_row(f"[yellow]{name}[/yellow]", "[yellow]missing[/yellow]", "", "", "", why)
+    shown.caption = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
     return shown

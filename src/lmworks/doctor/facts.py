@@ -215,13 +215,14 @@ def corpus(run: Run) -> Json:
     rows, reasons, sums = [], Counter[str](), Counter[str]()
     for source in map(_dict, run.corpus.get("sources") or []):
         came = _bytes(source.get("came"))
-        lost = {**_dict(source.get("quarantined")), **_dict(source.get("dropped"))}
-        for reason, count in lost.items():
+        passages = [_dict(step) for step in source.get("steps") or []]
+        lost = [pair for one in (source, *passages) for key in ("quarantined", "dropped") for pair in _dict(one.get(key)).items()]
+        for reason, count in lost:
             reasons[reason.replace("_", " ")] += _bytes(count)
         parts = {
             "train": _bytes(source.get("train")),
             "validation": _bytes(source.get("validation")),
-            "dropped": sum(map(_bytes, lost.values())),
+            "dropped": sum(_bytes(count) for _, count in lost),
             "left aside": _bytes(source.get("not_drawn")),
         }
         sums.update(parts)

@@ -17,6 +17,9 @@ from lmworks.recipe.paths import flat, get, locate
 HARMLESS = (
     "run_dir",
     "size",
+    "corpus.processes",
+    "corpus.executor.*",
+    "corpus.keep_staged",
     "train.log_every",
     "train.sample_every",
     "train.validate_every",

@@ -1,0 +1,138 @@
+"""What the parts have counted, added up; and the corpus directory left with what belongs to this job alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus.engine.counts import Counts, Samples, merge
+from lmworks.corpus.engine.gate import on
+from lmworks.corpus.engine.job import Job
+from lmworks.corpus.engine.writing import MOST_PASSAGES, decisions_path, outputs
+from lmworks.corpus.histogram import Histogram
+from lmworks.corpus.report import Report, SourceReport
+from lmworks.errors import UserError
+from lmworks.files import read_json, write_text
+from lmworks.recipe.corpus import Source
+
+_LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
+
+
+def write_samples(job: Job, stages: tuple[str, ...] = ("read", "write")) -> None:
+    """Write quarantine.jsonl and rejected.jsonl: the first few of each reason, in order."""
+    for kind, name in _LINES.items():
+        samples = Samples()
+        for stage in stages:
+            for piece in job.pieces:
+                samples.merge(read_json(job.path(stage, piece, ".counts.json")).get(kind, ()))
+        write_text(job.out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples.rows))
+
+
+def require_documents(job: Job) -> None:
+    """Raise UserError if nothing is left of a source that is not optional, or of all."""
+    empty = _emptiness(job)
+    needed = [source for source in job.sources if source.name in empty and not source.optional]
+    if needed or len(empty) == len(job.sources):
+        write_samples(job, ("read",))
+    if needed:
+        raise UserError(f"source {needed[0].name}: {empty[needed[0].name]}")
+    if len(empty) == len(job.sources):
+        raise UserError("no corpus source has a usable document; see quarantine.jsonl and rejected.jsonl in the corpus directory")
+
+
+def _emptiness(job: Job) -> dict[str, str]:
+    """Why nothing is left of a source, by its name, for those where it is so."""
+    found = {}
+    for report in _read(job):
+        lost = {**report.quarantined, **report.dropped}
+        if sum(one.documents for one in lost.values()) + report.not_drawn.documents < report.came.documents:
+            continue
+        if not lost:
+            found[report.name] = "is empty: it has no documents; check its path, include and layout"
+            continue
+        reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
+        where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"
+        found[report.name] = f"none of its {report.came.documents} documents is usable ({reasons}); {where}"
+    return found
+
+
+def _read(job: Job) -> Iterator[SourceReport]:
+    """What the stage `read` has counted, per source."""
+    for source in job.sources:
+        report = SourceReport.of(source, len(job.parts[source.name]))
+        for piece in job.of(source):
+            report.add_read(read_json(job.path("read", piece, ".counts.json")))
+        yield report
+
+
+def assemble(job: Job, missing: dict[str, str]) -> Report:
+    """The report of a job that is done. `missing` are sources that could not be had, with the reason."""
+    report = Report(missing={**missing, **_emptiness(job)})
+    would_drop: Counts = {}
+    measured: dict[str, dict[str, Histogram]] = {}
+    for source_report, source in zip(_read(job), job.sources, strict=True):
+        if source.name in report.missing:
+            continue
+        for piece in job.of(source):
+            counts = read_json(job.path("write", piece, ".counts.json"))
+            source_report.add_written(counts)
+            merge(would_drop, counts["would_drop"])
+            report.contamination += counts["contamination"][: MOST_PASSAGES - len(report.contamination)]
+            _measure(measured, source, counts["statistics"])
+        report.sources.append(source_report)
+    report.would_drop = would_drop
+    report.statistics = {name: {split: one.as_json() for split, one in kinds.items()} for name, kinds in sorted(measured.items())}
+    report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
+    if on(job):
+        found = read_json(job.path("common", "all", ".found.json"))
+        report.boilerplate, report.protected_texts = found["boilerplate"], found["protected_texts"]
+        report.trivial_evaluation_texts = found["trivial_evaluation_texts"]
+    return report
+
+
+def _measure(measured: dict[str, dict[str, Histogram]], source: Source, statistics: dict[str, Any]) -> None:
+    for name, kinds in statistics.items():
+        for kind, value in kinds.items():
+            measured.setdefault(f"{source.name}/{name}", {}).setdefault(kind, Histogram()).merge(Histogram.from_json(value))
+
+
+def require_training_text(report: Report) -> None:
+    """Raise UserError for a source of which nothing is left to train on."""
+    for source in report.sources:
+        if not source.train.documents:
+            raise UserError(
+                f"source {source.name}: nothing is left to train on of its {source.came.documents} documents; see rejected.jsonl"
+            )
+
+
+def tidy(job: Job, report: Report) -> None:
+    """Remove what is not of this job: parts and sources that are gone, buckets that have another name, optional sources without text."""
+    pieces = [piece for piece in job.pieces if piece.source.name not in report.missing]
+    expected = {path for piece in pieces for path in (*outputs(job, piece), decisions_path(job, piece))}
+    for folder in ("train", "validation", "decisions"):
+        _remove_strangers(job.out / folder, expected)
+    names = {str(piece) for piece in job.pieces}
+    for stage in ("size", "read", "fates", "scan", "write"):
+        for path in list((job.staging / stage).glob("*/*")):
+            if f"{path.parent.name}/{path.name.partition('.')[0]}" not in names:
+                path.unlink()
+
+
+def _remove_strangers(folder: Path, expected: set[Path]) -> None:
+    for path in list(folder.rglob("*")):
+        if path.is_file() and path not in expected:
+            path.unlink()
+    for path in sorted(folder.glob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            shutil.rmtree(path)
+
+
+def sweep(out: Path) -> None:
+    """Remove files that killed processes have left half written."""
+    for path in list(out.rglob(".*.part")):
+        path.unlink(missing_ok=True)
+
+

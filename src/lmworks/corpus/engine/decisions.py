@@ -1,0 +1,61 @@
+"""What became of each document of a part: one row each, filled in as it goes from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from lmworks.corpus.document import Fact
+from lmworks.corpus.engine.tables import DECISIONS, writing
+
+LEFT = ""
+"""The fate of a document that no step has dropped; later stages decide about it."""
+
+
+class Decisions:
+    """Rows of `tables.DECISIONS`, and the statistics of each document."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._rows: list[list[Any]] = []
+        self._measured: dict[str, dict[int, float]] = {}
+
+    def add(self, identity: str, origin: str, size: int, language: str, fate: str = LEFT, reason: str = "") -> None:
+        """The next document that was read."""
+        if fate == LEFT:
+            self._places[identity] = len(self._rows)
+        self._rows.append([identity, origin, size, language, fate, reason, "", ""])
+
+    def drop(self, identity: str, step: str, reason: str, detail: str) -> None:
+        """A step drops it."""
+        self._rows[self._places.pop(identity)][4:7] = step, reason, detail
+
+    def keep(self, identity: str, language: str) -> None:
+        """It has gone through all steps, and is in this language."""
+        self._rows[self._places[identity]][3] = language
+
+    def measure(self, identity: str, facts: Mapping[str, Fact], names: Sequence[str]) -> None:
+        """Take down the statistics among its facts."""
+        for name in names:
+            value = facts.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._measured.setdefault(name, {})[self._places[identity]] = float(value)
+
+    def write(self, path: Path, statistics: Sequence[str]) -> None:
+        """Write the rows with a column for each statistic."""
+        schema = pa.schema([*DECISIONS, *((name, pa.float64()) for name in statistics)])
+        columns = [pa.array(column, field.type) for column, field in zip(_columns(self._rows), DECISIONS, strict=True)]
+        count = len(self._rows)
+        for name in statistics:
+            values = self._measured.get(name, {})
+            columns.append(pa.array([values.get(place) for place in range(count)], pa.float64()))
+        with writing(path, schema) as out:
+            out.write_table(pa.table(columns, schema=schema))
+
+
+def _columns(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
+    return list(zip(*rows, strict=True)) if rows else [() for _ in DECISIONS]

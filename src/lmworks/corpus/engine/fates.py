@@ -1,0 +1,109 @@
+"""What becomes of the documents that the steps have left: who is a copy of whom, and who is held out.
+
+Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are looked at, except for
+the few pairs whose sketches leave a doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lmworks.corpus.dedup.traces import Traces
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.reading import read_inputs
+from lmworks.corpus.engine.tables import row_groups
+from lmworks.files import sha256_file
+from lmworks.recipe.fingerprint import as_tree
+
+FATES = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
+
+
+@dataclass(frozen=True)
+class Fates:
+    """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out."""
+
+    reasons: list[str | None]
+    copies: list[str | None]
+    held: np.ndarray
+    learnt: np.ndarray
+
+    @classmethod
+    def load(cls, job: Job, piece: Piece) -> Fates:
+        rows = pq.read_table(fates_path(job, piece))
+        reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
+        dropped = np.array([reason is not None for reason in reasons], dtype=bool)
+        if job.recipe.corpus.dedup.check_only:
+            dropped[:] = False
+        return cls(reasons, rows["copy_of"].to_pylist(), held, ~held & ~dropped)
+
+    @staticmethod
+    def digest(job: Job, piece: Piece) -> str:
+        """Hash of what was decided; empty as long as nothing was."""
+        path = fates_path(job, piece)
+        return sha256_file(path) if path.exists() else ""
+
+
+def fates_path(job: Job, piece: Piece) -> Path:
+    """Where the decisions of the stage `decide` about a part lie."""
+    return job.path("fates", piece, ".parquet")
+
+
+def staged(job: Job, piece: Piece) -> Path:
+    """The documents of a part that the steps have left."""
+    return job.path("read", piece, ".parquet")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Some documents of a part, in order."""
+
+    ids: list[str]
+    texts: list[str]
+
+
+def texts_of(job: Job, piece: Piece, chosen: np.ndarray) -> Iterator[Texts]:
+    """Ids and texts of the chosen rows of a part, a row group at a time."""
+    for first, rows in row_groups(staged(job, piece), ["id", "text"]):
+        places = np.flatnonzero(chosen[first : first + rows.num_rows])
+        if len(places):
+            some = rows.take(places)
+            yield Texts(some["id"].to_pylist(), some["text"].to_pylist())
+
+
+class Rows:
+    """All staged documents of a job as rows in the order of priority."""
+
+    def __init__(self, job: Job) -> None:
+        rank = {name: place for place, name in enumerate(job.recipe.corpus.dedup.priority)}
+        sources = sorted(job.sources, key=lambda source: rank.get(source.name, len(rank)))
+        self.pieces = [piece for source in sources for piece in job.of(source)]
+        self.kept = [np.load(job.path("read", piece, ".keys.npy")) for piece in self.pieces]
+        self.firsts = np.concatenate(([0], np.cumsum([len(kept) for kept in self.kept], dtype=np.int64)))
+        self.traces = [Traces(job.path("read", piece, ".traces"), piece.source) for piece in self.pieces]
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def span(self, number: int) -> slice:
+        """The rows of the piece of this number."""
+        return slice(int(self.firsts[number]), int(self.firsts[number + 1]))
+
+    def id(self, row: int) -> str:
+        """The id of a document."""
+        number = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        piece = self.pieces[number]
+        return f"{piece.source.name}/{piece.number}/{self.kept[number]['number'][row - self.firsts[number]]}"
+
+
+def decide_inputs(job: Job, task: str) -> Any:
+    corpus = job.recipe.corpus
+    dedup = [as_tree(corpus.dedup), [[source.name, as_tree(source.dedup)] for source in job.sources]]
+    hold = [job.recipe.seed, corpus.validation_fraction, int(corpus.validation_bytes)]
+    return [[[str(piece), read_inputs(job, piece)] for piece in job.pieces], dedup, hold]

@@ -1,0 +1,151 @@
+"""Decontamination in parts: what is protected, where each part touches it, which of that is boilerplate, and who must go.
+
+The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; what the parts have found is added
+up, because a run that many documents share is no leak; then each part judges its own suspects as it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lmworks.corpus.contamination import Findings, Gate, Match
+from lmworks.corpus.engine.fates import Fates, texts_of
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.reading import read_inputs
+from lmworks.corpus.engine.tables import save_array, writing
+from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.units import units
+from lmworks.files import sha256_file, write_json
+
+EVALUATION = "evaluation.parquet"
+PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("evaluation", pa.bool_())])
+_BATCH = 1024
+_MOST_BOILERPLATE = 50
+
+
+def on(job: Job) -> bool:
+    """Whether there is a gate."""
+    return job.recipe.corpus.decontaminate is not None
+
+
+def protect_inputs(job: Job, task: str) -> Any:
+    return [job.evaluation, [[str(piece), Fates.digest(job, piece), read_inputs(job, piece)] for piece in job.pieces]]
+
+
+def protect(job: Job, task: str, advance: Advance) -> None:
+    """Put the held-out documents of all parts and the evaluation texts into one file."""
+    with writing(_protected(job), PROTECTED) as out:
+        for piece in job.pieces:
+            fates = Fates.load(job, piece)
+            if fates.held.any():
+                for batch in texts_of(job, piece, fates.held):
+                    out.write_table(pa.table([batch.ids, batch.texts, [False] * len(batch.ids)], schema=PROTECTED))
+        with pq.ParquetFile(job.staging / EVALUATION) as file:
+            for rows in file.iter_batches(_BATCH):
+                out.write_batch(rows)
+
+
+def _protected(job: Job) -> Path:
+    return job.path("protect", "all", ".parquet")
+
+
+def _gate(job: Job) -> Gate:
+    assert job.recipe.corpus.decontaminate, "asked for where there is a gate"
+    path = _protected(job)
+    status = path.stat()
+    return _made(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram)
+
+
+@lru_cache(maxsize=1)
+def _made(path: Path, size: int, changed: int, ngram: int) -> Gate:
+    gate = Gate(ngram)
+    with pq.ParquetFile(path) as file:
+        for rows in file.iter_batches(_BATCH):
+            for evaluation in (False, True):
+                of_kind = rows.filter(pa.compute.equal(rows["evaluation"], evaluation))
+                gate.protect(of_kind["name"].to_pylist(), of_kind["text"].to_pylist(), evaluation=evaluation)
+    return gate
+
+
+def scan_inputs(job: Job, piece: Piece) -> Any:
+    return [read_inputs(job, piece), Fates.digest(job, piece), _digest(_protected(job)), _ngram(job)]
+
+
+def _ngram(job: Job) -> int | None:
+    return job.recipe.corpus.decontaminate.ngram if job.recipe.corpus.decontaminate else None
+
+
+def _digest(path: Path) -> str:
+    """Hash of a file that a stage before has written; empty as long as it has not."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ""
+    return _digest_of(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _digest_of(path: Path, size: int, changed: int) -> str:
+    return sha256_file(path)
+
+
+def scan(job: Job, piece: Piece, advance: Advance) -> None:
+    """Where the training documents of a part touch protected text."""
+    gate, fates = _gate(job), Fates.load(job, piece)
+    total = max(int(fates.learnt.sum()), 1)
+    scanned: list[tuple[int, Findings]] = []
+    count = 0
+    for batch in texts_of(job, piece, fates.learnt):
+        scanned.append((count, gate.scan(units(batch.texts))))
+        count += len(batch.texts)
+        advance(piece.bytes * len(batch.texts) // total, len(batch.texts))
+    Findings.joined(scanned).save(_scanned(job, piece))
+
+
+def _scanned(job: Job, piece: Piece) -> Path:
+    return job.path("scan", piece, ".npy")
+
+
+def common_inputs(job: Job, task: str) -> Any:
+    return [[str(piece), scan_inputs(job, piece)] for piece in job.pieces]
+
+
+def common(job: Job, task: str, advance: Advance) -> None:
+    """Add up what the parts have found: which runs are boilerplate, with the most frequent of them to be looked at."""
+    gate = _gate(job)
+    seen = gate.seen(Findings.load(_scanned(job, piece)) for piece in job.pieces)
+    save_array(_common(job), seen)
+    shown = [asdict(one) for one in gate.boilerplate(seen, _MOST_BOILERPLATE)]
+    write_json(
+        job.path("common", "all", ".found.json"),
+        {"protected_texts": len(gate.names), "trivial_evaluation_texts": sum(gate.trivial.values()), "boilerplate": shown},
+    )
+
+
+def _common(job: Job) -> Path:
+    return job.path("common", "all", ".npy")
+
+
+def verdict_inputs(job: Job, piece: Piece) -> Any:
+    """What decides who of a part must go."""
+    return [_digest(_scanned(job, piece)), _digest(_common(job)), _digest(_protected(job))] if on(job) else None
+
+
+def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
+    """The training documents of a part that must go, by their row in it, and the passages for which, longest first."""
+    if not on(job):
+        return {}
+    gate, fates, seen = _gate(job), Fates.load(job, piece), np.load(_common(job))
+    rows = np.flatnonzero(fates.learnt)[gate.suspects(Findings.load(_scanned(job, piece)), seen)]
+    chosen = np.zeros(len(fates.held), dtype=bool)
+    chosen[rows] = True
+    texts = (text for batch in texts_of(job, piece, chosen) for text in batch.texts)
+    judged = {row: gate.judge(units([text]), seen) for row, text in zip(rows.tolist(), texts, strict=True)}
+    return {row: matches for row, matches in judged.items() if matches}

@@ -1,0 +1,154 @@
+"""A job: the recipe's corpus, cut into parts, and where everything about it lies. Any process on any machine loads it from its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lmworks import __version__
+from lmworks.corpus.dedup.sketch import Sketching
+from lmworks.corpus.dedup.traces import sketching_of
+from lmworks.corpus.engine.marker import digest
+from lmworks.corpus.readers import Part
+from lmworks.files import read_json, sha256_file, write_json
+from lmworks.recipe.corpus import Source
+from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.recipe import Recipe
+
+_LATER = ("licence", "optional", "buckets", "bucket_by", "dedup", "infill")  # what reading a source and its steps do not see
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source and its number there: what most tasks work on."""
+
+    source: Source
+    number: int
+    part: Part
+
+    @property
+    def bytes(self) -> int:
+        """Input bytes, for progress."""
+        return self.part.size
+
+    def __str__(self) -> str:
+        return f"{self.source.name}/{self.number:05d}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done: `recipe` lies in `folder`, the corpus in `out`, its unfinished files in `out`/staging.
+
+    `parts` are those of each source that can be had; `code` are hashes of the files that steps name; `evaluation` is the hash of the
+    evaluation texts.
+    """
+
+    recipe: Recipe
+    folder: Path
+    out: Path
+    parts: Mapping[str, Sequence[Part]]
+    code: Mapping[str, str]
+    evaluation: str
+
+    @property
+    def staging(self) -> Path:
+        return self.out / "staging"
+
+    @cached_property
+    def sources(self) -> list[Source]:
+        """Those that can be had, in the recipe's order."""
+        return [source for source in self.recipe.corpus.sources if source.name in self.parts]
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """All parts of all sources, in order."""
+        return [Piece(source, number, part) for source in self.sources for number, part in enumerate(self.parts[source.name])]
+
+    def of(self, source: Source) -> list[Piece]:
+        """The parts of one source."""
+        return [piece for piece in self.pieces if piece.source.name == source.name]
+
+    @cached_property
+    def sketching(self) -> Sketching | None:
+        """How documents are sketched to find near-duplicates."""
+        return sketching_of(self.recipe.corpus.dedup, self.recipe.corpus.sources)
+
+    def path(self, stage: str, task: object, ending: str) -> Path:
+        """A file of a task: staging/STAGE/TASK.ENDING."""
+        return self.staging / stage / f"{task}{ending}"
+
+    @cached_property
+    def _reading(self) -> dict[str, Any]:
+        corpus = self.recipe.corpus
+        return {
+            "version": __version__,
+            "seed": self.recipe.seed,
+            "steps": [as_tree(node) for node in corpus.steps],
+            "code": dict(self.code),
+            "max_document": int(corpus.max_document),
+            "sketching": asdict(self.sketching) if self.sketching else None,
+        }
+
+    @cached_property
+    def _source_digests(self) -> dict[str, str]:
+        trees = {source.name: as_tree(source) for source in self.sources}
+        return {name: digest({key: tree[key] for key in tree if key not in _LATER}) for name, tree in trees.items()}
+
+    @cached_property
+    def _reading_digest(self) -> str:
+        return digest(self._reading)
+
+    def reading_of(self, piece: Piece) -> str:
+        """Hash of everything that decides what reading this part gives, but for the draw of `max_bytes`."""
+        return digest([self._reading_digest, self._source_digests[piece.source.name], piece.number, piece.part.as_json()])
+
+    def save(self) -> None:
+        """Write staging/job.json, from which `load` makes the same job elsewhere."""
+        parts = {name: [part.as_json() for part in found] for name, found in self.parts.items()}
+        value = {
+            "recipe": as_tree(self.recipe),
+            "folder": str(self.folder.resolve()),
+            "directory": os.getcwd(),
+            "parts": parts,
+            "code": dict(self.code),
+            "evaluation": self.evaluation,
+        }
+        write_json(self.staging / "job.json", value)
+
+    @classmethod
+    def load(cls, out: Path) -> Job:
+        """The job saved in the corpus directory `out`. Goes to the directory in which it was begun, which its paths start from."""
+        value = read_json(out / "staging" / "job.json")
+        out = out.resolve()
+        os.chdir(value["directory"])
+        parts = {name: [Part.from_json(part) for part in found] for name, found in value["parts"].items()}
+        return cls(Recipe.model_validate(value["recipe"]), Path(value["folder"]), out, parts, value["code"], value["evaluation"])
+
+
+def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """Hash of each file, and listing of each folder, that an entry of `corpus.steps` names: a change of it is a change of the step."""
+    found = {}
+    for node in recipe.corpus.steps:
+        for value in _strings(as_tree(node)):
+            path = folder / value
+            try:
+                if path.is_file():
+                    found[value] = sha256_file(path)
+                elif "/" in value and path.is_dir():
+                    names = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
+                    found[value] = digest([[name, sha256_file(path / name)] for name in names])
+            except (OSError, ValueError):  # a value that is no path
+                continue
+    return found
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    return [value] if isinstance(value, str) and value else []

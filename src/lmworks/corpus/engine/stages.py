@@ -1,0 +1,34 @@
+"""The stages of a corpus job, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmworks.corpus.engine import copies, deciding, fates, gate, reading, writing
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.task import Stage, pieces, reduction
+
+
+def _if_limited(job: Job) -> Sequence[str]:
+    return reduction(job) if reading.limited(job) else ()
+
+
+def _if_gated(job: Job) -> Sequence[str]:
+    return reduction(job) if gate.on(job) else ()
+
+
+def _gated_pieces(job: Job) -> Sequence[Piece]:
+    return job.pieces if gate.on(job) else ()
+
+
+STAGES = (
+    Stage("size", "size sources", reading.limited, reading.size_inputs, reading.size),
+    Stage("draw", "draw", _if_limited, reading.draw_inputs, reading.draw),
+    Stage("read", "read and filter", pieces, reading.read_inputs, reading.read_part),
+    Stage("meet", "near-duplicates", copies.bands, copies.meet_inputs, copies.meet),
+    Stage("decide", "deduplicate", reduction, fates.decide_inputs, deciding.decide),
+    Stage("protect", "protect held-out text", _if_gated, gate.protect_inputs, gate.protect),
+    Stage("scan", "decontaminate", _gated_pieces, gate.scan_inputs, gate.scan),
+    Stage("common", "find boilerplate", _if_gated, gate.common_inputs, gate.common),
+    Stage("write", "write corpus", pieces, writing.write_inputs, writing.write_part),
+)

@@ -1,0 +1,75 @@
+"""Stages and their tasks, and how one task is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.marker import digest, finish, finished
+from lmworks.errors import UserError
+
+Advance = Callable[[int, int], None]
+"""Told of input bytes and documents as they are done."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pass of the job. A map has a task for each of `tasks`, a reduction one that looks at what all have left.
+
+    `inputs` is a JSON value that decides what the task writes. `work` writes it, each file whole.
+    """
+
+    name: str
+    label: str
+    tasks: Callable[[Job], Sequence[Any]]
+    inputs: Callable[[Job, Any], Any]
+    work: Callable[[Job, Any, Advance], None]
+
+    def marker(self, job: Job, task: object) -> Path:
+        return job.path(self.name, task, ".json")
+
+    def is_done(self, job: Job, task: object) -> bool:
+        """Whether the task has been done from what it would be done from now."""
+        return finished(self.marker(job, task), self.inputs_digest(job, task))
+
+    def inputs_digest(self, job: Job, task: object) -> str:
+        return digest([self.name, self.inputs(job, task)])
+
+    def do(self, job: Job, task: object, advance: Advance) -> None:
+        """Do the task, unless it is done."""
+        inputs = self.inputs_digest(job, task)
+        marker = self.marker(job, task)
+        if not finished(marker, inputs):
+            marker.unlink(missing_ok=True)  # it would speak of files that are being replaced
+            self.work(job, task, advance)
+            finish(marker, inputs)
+
+    def doing(self, task: object) -> str:
+        """For messages."""
+        return f"{self.label} {task.source.name} part {task.number}" if isinstance(task, Piece) else f"{self.label} {task or ''}".rstrip()
+
+
+def reduction(job: Job) -> Sequence[str]:
+    """The tasks of a stage that has one."""
+    return ("all",)
+
+
+def pieces(job: Job) -> Sequence[Piece]:
+    """The tasks of a stage that has one for each part."""
+    return job.pieces
+
+
+def weight(task: object) -> int:
+    """Input bytes of a task, for progress."""
+    return task.bytes if isinstance(task, Piece) else 0
+
+
+def named(stages: Sequence[Stage], name: str) -> Stage:
+    """The stage of this name."""
+    for stage in stages:
+        if stage.name == name:
+            return stage
+    raise UserError(f"there is no stage {name!r} of a corpus job; there are: {', '.join(stage.name for stage in stages)}")

@@ -1,0 +1,167 @@
+"""The last stage over parts: documents to train/ and validation/, and every decision to decisions/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lmworks.corpus.buckets import bucket_of
+from lmworks.corpus.contamination import Match
+from lmworks.corpus.document import Document
+from lmworks.corpus.engine.counts import Counts, Passage, Samples, count
+from lmworks.corpus.engine.fates import Fates, staged
+from lmworks.corpus.engine.gate import verdict_inputs, verdicts
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.reading import read_inputs
+from lmworks.corpus.engine.tables import DECISIONS, DOCUMENTS, row_groups, writing
+from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.histogram import Histogram
+from lmworks.corpus.items import EXCERPT
+from lmworks.documents import COLUMNS, part_path
+from lmworks.files import write_json
+from lmworks.recipe.fingerprint import as_tree
+
+MOST_PASSAGES = 1000
+
+
+def write_inputs(job: Job, piece: Piece) -> Any:
+    buckets = [as_tree(bucket) for bucket in piece.source.buckets]
+    dedup, gate = job.recipe.corpus.dedup.check_only, job.recipe.corpus.decontaminate
+    kept = [buckets, piece.source.bucket_by, dedup, gate.gate if gate else None]
+    return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
+
+
+def outputs(job: Job, piece: Piece) -> list[Path]:
+    """Every file that the part may leave in train/ and validation/."""
+    return [part_path(job.out, split, output, piece.number) for split in ("train", "validation") for output in piece.source.outputs]
+
+
+def decisions_path(job: Job, piece: Piece) -> Path:
+    """decisions/SOURCE/PART.parquet"""
+    return job.out / "decisions" / f"{piece}.parquet"
+
+
+def write_part(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write what is left of a part, and what became of all of it."""
+    _Writing(job, piece).run(advance)
+
+
+class _Writing:
+    def __init__(self, job: Job, piece: Piece) -> None:
+        self._job, self._piece = job, piece
+        self._fates = Fates.load(job, piece)
+        self._verdicts = verdicts(job, piece)
+        gate = job.recipe.corpus.decontaminate
+        self._drops = gate is not None and gate.gate != "report"
+        self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
+        self._would_drop: Counts = {}
+        self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
+        self._rejected = Samples()
+        self._passages: list[dict[str, str]] = []
+        self._ends: list[tuple[str, str, str, str]] = []  # fate, reason, detail, copy of
+
+    def run(self, advance: Advance) -> None:
+        job, piece = self._job, self._piece
+        for path in outputs(job, piece):
+            path.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            open_: dict[Path, pq.ParquetWriter] = {}
+            total = max(len(self._fates.held), 1)
+            for first, rows in row_groups(staged(job, piece)):
+                places: dict[tuple[str, str], list[int]] = {}
+                for place, document in enumerate(_documents(rows)):
+                    if where := self._decide(first + place, document):
+                        places.setdefault(where, []).append(place)
+                for (split, output), chosen in places.items():
+                    path = part_path(job.out, split, output, piece.number)
+                    if path not in open_:
+                        open_[path] = stack.enter_context(writing(path))
+                    open_[path].write_table(rows.take(chosen).cast(DOCUMENTS))
+                advance(piece.bytes * rows.num_rows // total, rows.num_rows)
+        statistics = self._write_decisions()
+        write_json(
+            job.path("write", piece, ".counts.json"),
+            {
+                "steps": [asdict(self._dedup), asdict(self._decontaminate)],
+                "would_drop": {reason: asdict(one) for reason, one in self._would_drop.items()},
+                **{split: {output: asdict(one) for output, one in found.items()} for split, found in self._kept.items()},
+                "rejected": self._rejected.rows,
+                "contamination": self._passages,
+                "statistics": statistics,
+            },
+        )
+
+    def _decide(self, row: int, document: Document) -> tuple[str, str] | None:
+        """(split, output) of a document; None if it is dropped."""
+        source, size = self._piece.source, len(document.text.encode())
+        reason, copy_of = self._fates.reasons[row], self._fates.copies[row]
+        self._dedup.came.add(size)
+        if reason and not self._job.recipe.corpus.dedup.check_only:
+            count(self._dedup.dropped, reason, size)
+            self._reject(document, "dedup", reason, copy_of=copy_of)
+            return None
+        if reason:
+            count(self._would_drop, reason, size)
+        self._decontaminate.came.add(size)
+        if matches := self._verdicts.get(row):
+            self._tell(document, matches)
+            if self._drops:
+                longest = matches[0]
+                count(self._decontaminate.dropped, "contaminated", size)
+                self._reject(document, "decontaminate", "contaminated", detail=longest.against, passage=_passage(document, longest))
+                return None
+        split = "validation" if self._fates.held[row] else "train"
+        bucket = bucket_of(document, source)
+        output = f"{source.name}.{bucket}" if bucket else source.name
+        count(self._kept[split], output, size)
+        self._ends.append((split, reason or "", "", copy_of or ""))
+        return split, output
+
+    def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
+        self._ends.append((step, reason, detail, copy_of or ""))
+        more = {"copy_of": copy_of, "against": detail, "passage": passage}
+        self._rejected.add(document.source, reason, document.id, document.origin, document.text, **more)
+
+    def _tell(self, document: Document, matches: Sequence[Match]) -> None:
+        for match in matches:
+            if len(self._passages) < MOST_PASSAGES:
+                self._passages.append({"id": document.id, "against": match.against, "passage": _passage(document, match)})
+
+    def _write_decisions(self) -> dict[str, Any]:
+        """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
+        table = pq.read_table(self._job.path("read", self._piece, ".decisions.parquet")).combine_chunks()
+        open_ = pc.equal(table["fate"], "").combine_chunks()
+        for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*self._ends, strict=True), strict=False):
+            filled = pc.replace_with_mask(table[name].combine_chunks(), open_, pa.array(values, pa.string()))
+            table = table.set_column(table.schema.get_field_index(name), name, filled)
+        with writing(decisions_path(self._job, self._piece), table.schema) as out:
+            out.write_table(table)
+        learnt = pc.equal(table["fate"], "train")
+        measured = {}
+        for name in table.column_names[len(DECISIONS) :]:
+            measured[name] = {"read": _histogram(table[name]), "train": _histogram(table[name].filter(learnt))}
+        return measured
+
+
+def _histogram(values: pa.ChunkedArray) -> dict[str, Any]:
+    made = Histogram()
+    made.add(values.drop_null().to_pylist())
+    return made.as_json()
+
+
+def _passage(document: Document, match: Match) -> str:
+    return document.text[match.start : match.end][:EXCERPT]
+
+
+def _documents(rows: pa.Table) -> Iterator[Document]:
+    columns = [rows.column(name).to_pylist() for name in COLUMNS]
+    for identity, text, source, domain, language, origin, facts in zip(*columns, strict=True):
+        yield Document(identity, text, origin, source, domain, language, json.loads(facts))
