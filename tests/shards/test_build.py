@@ -67,7 +67,7 @@ def test_only_finished_files_are_left(manifest: Manifest, shards_dir: Path) -> N
     for source in manifest.sources:
         for split in (source.train, source.validation):
             assert split is not None
-            expected |= {f"{shard.prefix}{ending}" for shard in split.shards for ending in (".bin", ".idx", ".lineage.parquet")}
+            expected |= {f"{shard.prefix}{ending}" for shard in split.shards for ending in (".bin", ".idx", ".crc", ".lineage.parquet")}
     assert set(contents(shards_dir)) == expected
     verify(shards_dir)
 
@@ -77,6 +77,37 @@ def test_building_again_elsewhere_gives_equal_files(
 ) -> None:
     build(recipe, corpus, tokenizer_dir, tmp_path)
     assert contents(tmp_path) == contents(shards_dir)
+
+
+def test_several_processes_write_the_same_files(
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.shards.build._WORTH_A_PROCESS", 1)
+    build(recipe.model_copy(update={"threads": 3}), corpus, tokenizer_dir, tmp_path)
+    assert contents(tmp_path) == contents(shards_dir)
+
+
+def test_sources_of_several_parts_and_shards_made_in_blocks_are_whole(
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.shards.encode._ABOUT_ROWS", 7)
+    monkeypatch.setattr("lmworks.shards.shuffle._AT_ONCE", 11)
+    whole = pq.read_table(corpus / "train" / "words" / "00000.parquet")
+    for part in range(3):
+        (tmp_path / "corpus" / "train" / "words").mkdir(parents=True, exist_ok=True)
+        pq.write_table(whole.slice(part * 40, 40 if part < 2 else None), tmp_path / "corpus" / "train" / "words" / f"{part:05d}.parquet")
+    manifest = build(recipe, tmp_path / "corpus", tokenizer_dir, tmp_path / "shards")
+    shards = manifest.source("words").train.shards
+    assert [shard.tokens >= 9000 for shard in shards] == [True] * (len(shards) - 1) + [False]
+    tokenizer, texts, seen = load(tokenizer_dir), dict(zip(whole["id"].to_pylist(), whole["text"].to_pylist(), strict=True)), []
+    for shard in shards:
+        file = IndexedFile(tmp_path / "shards" / shard.prefix)
+        for number, about in enumerate(pq.read_table(f"{tmp_path / 'shards' / shard.prefix}.lineage.parquet").to_pylist()):
+            assert file.document(number).tolist() == [*tokenizer.encode(texts[about["id"]]), tokenizer.eos_id]
+            seen.append(about["id"])
+    assert sorted(seen) == sorted(texts)
+    one = build(recipe, corpus, tokenizer_dir, tmp_path / "one").source("words").train
+    assert [shard.sha256[".bin"] for shard in one.shards] == [shard.sha256[".bin"] for shard in shards], "parts change no token"
 
 
 KILLED = """
@@ -106,7 +137,6 @@ def test_killed_and_started_again_gives_equal_files(
 def test_finished_sources_are_kept_and_damaged_ones_made_again(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, copied_shards: Path
 ) -> None:
-    (copied_shards / "manifest.json").rename(copied_shards / "unfinished.json")
     damaged, kept = copied_shards / "train/docs-00001.bin", copied_shards / "train/code-00000.bin"
     flip(damaged)
     os.utime(kept, (1, 1))

@@ -23,7 +23,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in getattr(step, "sources", ()):
             if name not in sources:
                 yield ("corpus", "steps", index, "sources"), _unknown(name, sources)
-    known = [*sources, *(name for source in recipe.corpus.sources for name in source.outputs if name not in sources)]
+    outputs = [name for source in recipe.corpus.sources for name in source.outputs if name not in sources]
+    known = [*sources, *outputs, *recipe.shards.imported]
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):
         at: Keys = ("train", "phases", index)

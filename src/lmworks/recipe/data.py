@@ -36,6 +36,9 @@ class Shards(Node):
     """Token files in Megatron's indexed format."""
 
     shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
+    imported: dict[str, str] = Field(
+        default_factory=dict, description="further sources by name: folders that `lmworks data import` made; mixtures may name them"
+    )
     packing: Literal["concatenate", "best_fit"] = Field(
         "concatenate",
         description="concatenate: documents end to end, cut into sequences, no padding; best_fit: no document is cut that fits (arXiv:2404.10830)",

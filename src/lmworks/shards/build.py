@@ -4,54 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.files import atomic_path, explain_os_errors, sha256_file
-from lmworks.progress import Bar, bar
+from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
+from lmworks.pool import each
+from lmworks.progress import bar
 from lmworks.recipe.recipe import Recipe
-from lmworks.shards import lineage
-from lmworks.shards.indexed import IndexedFile, IndexedWriter, token_dtype, with_ending
+from lmworks.shards.encode import Encoded, encode_part, find, open_parquet
+from lmworks.shards.indexed import token_dtype, with_ending
 from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split, SplitName
-from lmworks.shards.permute import derive_key, permute
+from lmworks.shards.rows import FOLDER as ROWS
+from lmworks.shards.shuffle import cuts, write_shard
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from lmworks.tokenizer import Tokenizer
-
-_ENCODE_BYTES = 8 << 20  # text handed to the tokenizer at one time
-_UNFINISHED = "unfinished.json"
-_FILES = (".bin", ".idx", lineage.ENDING)
+_FORMAT = 2  # of what is written; another one has shards made anew
+_ASIDE, _DONE = "encoded", "done.json"
 _SPLITS: tuple[SplitName, ...] = ("train", "validation")
+_WORTH_A_PROCESS = 16 << 20  # bytes that are encoded while a process starts
+_QUICKER = 64  # times as many are hashed
 
 
 def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) -> Manifest:
     """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
 
     Each document ends with <|endoftext|>. The documents of a source lie in the order of a keyed permutation, so that any stretch of a
-    shard is a fair sample of the source. Memory holds some text and the identities of one source's documents, whatever their size.
-    Killed and started again it keeps the sources that were finished from the same inputs; the result is the same.
+    shard is a fair sample of the source. Works in `threads` processes, part by part and then shard by shard. Memory: some text in each
+    process, and in this one 4 bytes per document of the largest source. Disk: the tokens twice while it works. Killed and started again
+    it keeps what was finished from the same inputs; the result is the same, whatever the number of processes.
 
     Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that loses bytes.
     """
     from lmworks.tokenizer import load
 
-    corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
-    tokenizer = load(Path(tokenizer_dir))
-    tokenizer_sha256 = sha256_file(Path(tokenizer_dir) / "tokenizer.json")
-    splits = {split: corpus_files(corpus_dir, split) for split in _SPLITS}
-    if not splits["train"]:
-        raise UserError(f"{corpus_dir}/train holds no .parquet file; make the corpus first with: lmworks run RECIPE")
-    found = {(split, name): list(filter(_rows, paths)) for split in _SPLITS for name, paths in splits[split].items()}
-    filled = {key: paths for key, paths in found.items() if paths}
+    corpus_dir, tokenizer_dir, out_dir = Path(corpus_dir), Path(tokenizer_dir), Path(out_dir)
+    tokenizer, tokenizer_sha256 = load(tokenizer_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     with explain_os_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
@@ -64,122 +58,179 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
         token_bytes_sha256=sha256_file(out_dir / TOKEN_BYTES),
         sources=(),
     )
-    finished = _finished(out_dir)
-    with bar("shards", sum(path.stat().st_size for paths in filled.values() for path in paths)) as progress:
-        for name in splits["train"]:
-            if ("train", name) not in filled:
-                raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
-            made: dict[str, Split] = {}
-            for split in _SPLITS:
-                if paths := filled.get((split, name)):
-                    job = _Job(recipe, tokenizer, name, paths, out_dir, split, tokenizer_sha256)
-                    made[split] = finished.get(job.inputs) or job.run(progress)
-            source = SourceShards(name=name, domain=_first(filled["train", name][0], "domain"), **made)
-            manifest = manifest.model_copy(update={"sources": (*manifest.sources, source)})
-            manifest.save(out_dir / _UNFINISHED)
+    jobs = _jobs(recipe, corpus_dir, tokenizer_sha256)
+    finished = _finished(recipe, jobs, out_dir)
+    waiting = [job for job in jobs if job.inputs not in finished]
+    _encode(recipe, waiting, tokenizer_dir, out_dir)
+    for job, split in _shuffle(recipe, waiting, out_dir):
+        finished[job.inputs] = split
+        write_json(job.folder(out_dir) / _DONE, split.model_dump())
+        for path in job.folder(out_dir).iterdir():
+            if path.name != _DONE:
+                path.unlink()
+    manifest = _with_sources(manifest, jobs, finished)
+    manifest = manifest.model_copy(update={"sources": (*manifest.sources, *_imported(recipe, manifest))})
     _remove_strangers(out_dir, manifest)
     manifest.save(out_dir / MANIFEST)
-    (out_dir / _UNFINISHED).unlink()
+    if (out_dir / _ASIDE).exists():
+        shutil.rmtree(out_dir / _ASIDE)
     return manifest
 
 
+@dataclass(frozen=True)
 class _Job:
-    """One split of one source, from its parts of the corpus."""
+    """One split of one source. `digests` are the hashes of what the parts are made from, `inputs` that of all the shards are made from."""
 
-    def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, name: str, paths: list[Path], out_dir: Path, split: SplitName, tokenizer_sha256: str
-    ) -> None:
-        self.name, self.paths, self.out_dir, self.split, self.tokenizer = name, paths, out_dir, split, tokenizer
-        self.threads, self.shard_tokens = recipe.threads, int(recipe.shards.shard_tokens)
-        self.key = derive_key(recipe.seed, "documents", name)
-        facts = [[sha256_file(path) for path in paths], tokenizer_sha256, recipe.seed, self.shard_tokens, split, name]
-        self.inputs = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    name: str
+    split: SplitName
+    domain: str
+    parts: tuple[Path, ...]
+    digests: tuple[str, ...]
+    inputs: str
 
-    def run(self, progress: Bar) -> Split:
-        """Encode in the order of the corpus to a file aside, then copy the documents in shuffled order.
+    def folder(self, out_dir: Path) -> Path:
+        return out_dir / _ASIDE / self.split / self.name
 
-        Reading text in shuffled order would unpack a group of parquet rows for each document; tokens are cheap to read anywhere.
-        """
-        import pyarrow as pa
+    def prefix(self, out_dir: Path, number: int) -> Path:
+        return self.folder(out_dir) / f"{number:05d}"
 
-        aside = self.out_dir / self.split / f".{self.name}.encoded"
-        document_bytes = self._encode(aside, progress)
-        encoded = IndexedFile(aside)
-        order = permute(np.arange(encoded.documents), encoded.documents, self.key)
-        tokens = encoded.document_start(order + 1) - encoded.document_start(order)
-        known = _columns(self.paths, ("id", "origin", "domain", "language"))
-        known = known.append_column("bytes", pa.array(document_bytes))
-        shards: list[Shard] = []
-        for start, stop in pairwise(_cuts(tokens, self.shard_tokens)):
-            about = known.take(order[start:stop]).append_column("tokens", pa.array(tokens[start:stop]))
-            shards.append(self._write_shard(len(shards), encoded, order[start:stop], about))
-        for ending in (".bin", ".idx"):
-            with_ending(aside, ending).unlink()
-        return Split(
-            tokens=len(encoded), bytes=int(document_bytes.sum()), documents=encoded.documents, inputs=self.inputs, shards=tuple(shards)
-        )
-
-    def _encode(self, aside: Path, progress: Bar) -> np.ndarray:
-        """Write the tokens of all documents; returns the bytes of text of each, (documents,) int64."""
-        files = [_open(path) for path in self.paths]
-        share = sum(path.stat().st_size for path in self.paths) / sum(file.metadata.num_rows for file in files)
-        document_bytes: list[int] = []
-        with IndexedWriter(aside, token_dtype(self.tokenizer.vocab_size)) as writer:
-            for texts in (texts for file in files for texts in _texts(file)):
-                for text, ids in zip(texts, self.tokenizer.encode_batch(texts, threads=self.threads), strict=True):
-                    size = len(text.encode())
-                    if int(self.tokenizer.byte_lengths[ids].sum()) != size:
-                        raise UserError(
-                            f"the tokenizer does not give back document {len(document_bytes)} of {self.split}/{self.name} byte for byte; "
-                            "use a byte-level tokenizer without normalisation"
-                        )
-                    writer.add(np.append(ids, self.tokenizer.eos_id))
-                    document_bytes.append(size)
-                progress.advance(share * len(texts))
-                progress.note(f"{self.name} {writer.tokens / 1e6:.1f}M tokens")
-        return np.array(document_bytes, np.int64)
-
-    def _write_shard(self, number: int, encoded: IndexedFile, documents: np.ndarray, about: pa.Table) -> Shard:
-        import pyarrow.parquet as pq
-
-        name = f"{self.split}/{self.name}-{number:05d}"
-        prefix = self.out_dir / name
-        with IndexedWriter(prefix, encoded.dtype) as writer:
-            for document in documents.tolist():
-                writer.add(encoded.document(document))
-        with atomic_path(with_ending(prefix, lineage.ENDING)) as aside:
-            pq.write_table(about, aside, row_group_size=lineage.ROWS_PER_GROUP)
-        paths = {ending: with_ending(prefix, ending) for ending in _FILES}
-        return Shard(
-            prefix=name,
-            tokens=writer.tokens,
-            documents=len(documents),
-            sha256={ending: sha256_file(path) for ending, path in paths.items()},
-            size={ending: path.stat().st_size for ending, path in paths.items()},
-        )
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.parts)
 
 
-def _cuts(tokens: np.ndarray, shard_tokens: int) -> list[int]:
-    """Where shards begin among documents of the given lengths, and the end: a shard closes with the document that fills it."""
-    until, cuts = np.cumsum(tokens), [0]
-    while cuts[-1] < len(tokens):
-        done = int(until[cuts[-1] - 1]) if cuts[-1] else 0
-        cuts.append(min(int(np.searchsorted(until, done + shard_tokens)) + 1, len(tokens)))
-    return cuts
+def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[_Job]:
+    """All that there is to make, sources in the order of their names."""
+    splits = {split: corpus_files(corpus_dir, split) for split in _SPLITS}
+    if not splits["train"]:
+        raise UserError(f"{corpus_dir}/train holds no .parquet file; make the corpus first with: lmworks run RECIPE")
+    filled = {(split, name): [path for path in paths if _rows(path)] for split in _SPLITS for name, paths in splits[split].items()}
+    for name in splits["train"]:
+        if not filled["train", name]:
+            raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
+    paths = [path for some in filled.values() for path in some]
+    processes = _processes(recipe, sum(path.stat().st_size for path in paths) // _QUICKER)
+    sha256 = {task[0]: digest for task, digest in each(processes, sha256_file, [(path,) for path in paths])}
+    jobs = []
+    for name in splits["train"]:
+        for split in _SPLITS:
+            if some := filled.get((split, name)):
+                digests = tuple(_digest([_FORMAT, sha256[path], tokenizer_sha256]) for path in some)
+                inputs = _digest([_FORMAT, digests, recipe.seed, int(recipe.shards.shard_tokens), split, name])
+                jobs.append(_Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs))
+    return jobs
 
 
-def _finished(out_dir: Path) -> dict[str, Split]:
+def _encode(recipe: Recipe, jobs: Sequence[_Job], tokenizer_dir: Path, out_dir: Path) -> None:
+    """Every part to tokens, in the order of the corpus: reading text in shuffled order would unpack a group of rows for each document."""
+    missing = [
+        (path, job.prefix(out_dir, number), digest)
+        for job in jobs
+        for number, (path, digest) in enumerate(zip(job.parts, job.digests, strict=True))
+        if find(job.prefix(out_dir, number), digest) is None
+    ]
+    total = sum(path.stat().st_size for path, _, _ in missing)
+    processes = min(_processes(recipe, total), max(1, len(missing)))
+    threads = max(1, (recipe.threads or 1) // processes)
+    tasks = [(path, tokenizer_dir, prefix, digest, threads) for path, prefix, digest in missing]
+    with bar("tokens", total) as progress:
+        for task, _ in each(processes, encode_part, tasks):
+            progress.advance(task[0].stat().st_size)
+            progress.note(f"{task[2].parent.name} {task[2].name}")
+
+
+def _shuffle(recipe: Recipe, jobs: Sequence[_Job], out_dir: Path) -> Iterator[tuple[_Job, Split]]:
+    """The shards of each job, which are written in any order; a job is given as soon as its last one is there."""
+    parts = {job: [_found(job, number, out_dir) for number in range(len(job.parts))] for job in jobs}
+    shards: dict[_Job, list[Shard | None]] = {}
+    tasks: dict[str, tuple[_Job, int, Path]] = {}
+    work = []
+    for job in jobs:
+        begins = cuts(parts[job], recipe.seed, job.name, int(recipe.shards.shard_tokens))
+        shards[job] = [None] * (len(begins) - 1)
+        for number, (start, stop) in enumerate(pairwise(begins)):
+            name, marker = f"{job.split}/{job.name}-{number:05d}", job.folder(out_dir) / f"shard-{number:05d}.json"
+            shards[job][number] = _marked(marker, job.inputs, out_dir)
+            if shards[job][number] is None:
+                tasks[name] = job, number, marker
+                work.append((out_dir, name, parts[job], recipe.seed, job.name, start, stop))
+    tokens = {job: sum(part.tokens for part in parts[job]) for job in jobs}
+    yield from ((job, _split(job, shards[job], parts[job])) for job in jobs if all(shards[job]))
+    with bar("shards", sum(tokens.values())) as progress:
+        for task, shard in each(_processes(recipe, 4 * sum(tokens.values())), write_shard, work):
+            job, number, marker = tasks[task[1]]
+            write_json(marker, {"inputs": job.inputs, "shard": shard.model_dump()})
+            shards[job][number] = shard
+            progress.advance(shard.tokens)
+            progress.note(task[1])
+            if all(shards[job]):
+                yield job, _split(job, shards[job], parts[job])
+
+
+def _found(job: _Job, number: int, out_dir: Path) -> Encoded:
+    part = find(job.prefix(out_dir, number), job.digests[number])
+    assert part is not None, "every part was encoded"
+    return part
+
+
+def _marked(marker: Path, inputs: str, out_dir: Path) -> Shard | None:
+    """A shard that an earlier try finished, from these inputs."""
+    made = read_json(marker) if marker.exists() else {}
+    if made.get("inputs") != inputs:
+        return None
+    shard = Shard.model_validate(made["shard"])
+    return shard if _intact(out_dir, shard) else None
+
+
+def _split(job: _Job, shards: Sequence[Shard | None], parts: Sequence[Encoded]) -> Split:
+    return Split(
+        tokens=sum(part.tokens for part in parts),
+        bytes=sum(part.bytes for part in parts),
+        documents=sum(part.documents for part in parts),
+        inputs=job.inputs,
+        shards=tuple(shard for shard in shards if shard),
+    )
+
+
+def _with_sources(manifest: Manifest, jobs: Iterable[_Job], splits: Mapping[str, Split]) -> Manifest:
+    """The manifest with the sources whose text to train on is there."""
+    made: dict[str, dict[str, Split]] = {}
+    domains: dict[str, str] = {}
+    for job in jobs:
+        made.setdefault(job.name, {})[job.split] = splits[job.inputs]
+        domains[job.name] = job.domain
+    sources = [SourceShards(name=name, domain=domains[name], **made[name]) for name in made if "train" in made[name]]
+    return manifest.model_copy(update={"sources": tuple(sources)})
+
+
+def _imported(recipe: Recipe, manifest: Manifest) -> Iterator[SourceShards]:
+    """The sources that `lmworks data import` made, where they lie."""
+    for name, folder in sorted(recipe.shards.imported.items()):
+        place = Path(folder).expanduser().resolve()
+        other = Manifest.load(place)
+        if other.tokenizer_sha256 != manifest.tokenizer_sha256:
+            raise UserError(
+                f"shards.imported.{name}: {place} was imported for another tokenizer ({other.tokenizer_sha256[:12]}, this run's is "
+                f"{manifest.tokenizer_sha256[:12]}); set tokenizer.path to that one, or import again"
+            )
+        if any(source.name == name for source in manifest.sources):
+            raise UserError(f"shards.imported.{name}: the corpus has a source of this name too; give one of them another name")
+        train = other.source(name).train
+        shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
+        yield other.source(name).model_copy(update={"train": train.model_copy(update={"shards": shards})})
+
+
+def _finished(recipe: Recipe, jobs: Sequence[_Job], out_dir: Path) -> dict[str, Split]:
     """What an earlier try completed and is still there in full, by the hash of its inputs."""
-    found: dict[str, Split] = {}
-    for name in (MANIFEST, _UNFINISHED):
-        path = out_dir / name
-        if not path.exists():
-            continue
-        for source in Manifest.load(out_dir, name).sources:
-            for split in (source.train, source.validation):
-                if split and all(_intact(out_dir, shard) for shard in split.shards):
-                    found[split.inputs] = split
-    return found
+    marked = [Split.model_validate(read_json(path)) for job in jobs if (path := job.folder(out_dir) / _DONE).exists()]
+    sources = Manifest.load(out_dir).sources if (out_dir / MANIFEST).exists() else ()
+    there = {split.inputs: split for source in sources for split in (source.train, source.validation) if split}
+    there |= {split.inputs: split for split in marked}
+    splits = {job.inputs: there[job.inputs] for job in jobs if job.inputs in there}
+    tasks = [(out_dir, shard) for split in splits.values() for shard in split.shards]
+    processes = _processes(recipe, sum(sum(shard.size.values()) for _, shard in tasks) // _QUICKER)
+    broken = {task[1].prefix for task, good in each(processes, _intact, tasks) if not good}
+    return {inputs: split for inputs, split in splits.items() if not any(shard.prefix in broken for shard in split.shards)}
 
 
 def _intact(out_dir: Path, shard: Shard) -> bool:
@@ -188,52 +239,28 @@ def _intact(out_dir: Path, shard: Shard) -> bool:
 
 
 def _remove_strangers(out_dir: Path, manifest: Manifest) -> None:
-    """Delete what killed tries and sources that are gone left behind."""
-    splits = [split for source in manifest.sources for split in (source.train, source.validation) if split]
-    ours = {with_ending(out_dir / shard.prefix, ending) for split in splits for shard in split.shards for ending in shard.sha256}
-    there = [*out_dir.glob("train/*"), *out_dir.glob("validation/*"), *out_dir.glob("*.part")]
-    for path in there:
+    """Delete what killed tries and sources that are gone left behind, and rows of packing of other shards."""
+    ours = {with_ending(out_dir / shard.prefix, ending) for shard in manifest.shards() for ending in shard.sha256}
+    before = Manifest.load(out_dir).fingerprint() if (out_dir / MANIFEST).exists() else None
+    for path in [*out_dir.glob("train/*"), *out_dir.glob("validation/*"), *out_dir.glob("*.part")]:
         if path not in ours:
             path.unlink()
+    if before != manifest.fingerprint() and (out_dir / ROWS).exists():
+        shutil.rmtree(out_dir / ROWS)
 
 
-def _open(path: Path) -> pq.ParquetFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _processes(recipe: Recipe, size: int) -> int:
+    return max(1, min(recipe.threads or os.cpu_count() or 1, size // _WORTH_A_PROCESS))
 
-    try:
-        return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not readable parquet ({str(error).splitlines()[0]}); delete the corpus folder and run again") from None
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _rows(path: Path) -> int:
-    rows: int = _open(path).metadata.num_rows
+    rows: int = open_parquet(path).metadata.num_rows
     return rows
 
 
 def _first(path: Path, column: str) -> str:
-    return str(next(_open(path).iter_batches(batch_size=1, columns=[column])).column(0)[0].as_py())
-
-
-def _columns(paths: list[Path], names: tuple[str, ...]) -> pa.Table:
-    """The columns as large strings: taking rows from more than 2 GiB of plain ones overflows."""
-    import pyarrow as pa
-
-    wide = pa.schema([(name, pa.large_string()) for name in names])
-    return pa.concat_tables([_open(path).read(columns=list(names)).cast(wide) for path in paths]).combine_chunks()
-
-
-def _texts(file: pq.ParquetFile) -> Iterator[list[str]]:
-    """The documents in batches of about `_ENCODE_BYTES`."""
-    held: list[str] = []
-    size = 0
-    for batch in file.iter_batches(batch_size=64, columns=["text"]):
-        texts: list[str] = batch.column(0).to_pylist()
-        held += texts
-        size += batch.nbytes
-        if size >= _ENCODE_BYTES:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+    return str(next(open_parquet(path).iter_batches(batch_size=1, columns=[column])).column(0)[0].as_py())

@@ -64,6 +64,11 @@ class IndexedWriter:
         self._sizes.append(len(tokens))
         self.tokens += len(tokens)
 
+    @property
+    def documents(self) -> int:
+        """Documents added so far."""
+        return len(self._sizes)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, trace)
         if kind is not None:
