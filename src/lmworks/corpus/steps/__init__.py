@@ -13,7 +13,14 @@ from lmworks.recipe.corpus import Source
 
 _MAKERS = {
     "clean": "lmworks.corpus.steps.clean",
+    "language": "lmworks.corpus.steps.language",
     "rules": "lmworks.corpus.steps.rules",
+    "pii": "lmworks.corpus.steps.pii",
+    "lines": "lmworks.corpus.steps.lines",
+    "code": "lmworks.corpus.steps.code",
+    "math": "lmworks.corpus.steps.math",
+    "quality": "lmworks.corpus.steps.quality",
+    "rewrite": "lmworks.corpus.steps.rewrite",
     "python": "lmworks.corpus.steps.python",
 }
 """`step` to the module whose `make(node, context)` returns the `Step`."""

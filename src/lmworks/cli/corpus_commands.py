@@ -1,0 +1,159 @@
+"""`lmworks corpus ...` beside `prepare`: what is learnt about a corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from lmworks.cli.options import JsonOption
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The classifier, such as quality.safetensors.")]
+_LabelsOption = Annotated[str | None, typer.Option("--labels", metavar="PATH", help="Rows (jsonl, parquet) that have a text and a label.")]
+_LabelKeyOption = Annotated[str, typer.Option("--label-key", help="The column with the label or score.")]
+_MinimumOption = Annotated[float | None, typer.Option("--minimum", help="The score from which on a document is good.")]
+_TextKeyOption = Annotated[str, typer.Option("--text-key", help="The column with the text, in files.")]
+_GoodOption = Annotated[str | None, typer.Option("--good", metavar="SOURCE|PATH", help="Texts of the kind to keep: a reference set.")]
+_BadOption = Annotated[str | None, typer.Option("--bad", metavar="SOURCE|PATH", help="Texts like those to be filtered.")]
+_RecipeOption = Annotated[str | None, typer.Option("--recipe", metavar="RECIPE", help="Where the sources named stand.")]
+_MostOption = Annotated[int, typer.Option("--most", min=100, help="Documents of each kind that are drawn.")]
+_SeedOption = Annotated[int, typer.Option("--seed", help="Of the draw.")]
+
+
+def register(noun: typer.Typer) -> None:
+    """Add the commands to `lmworks corpus`."""
+    classifier = typer.Typer(no_args_is_help=True, help="Learnt quality: what the step `quality` scores documents with.")
+    for command in (train, show, evaluate):
+        classifier.command()(command)
+    noun.add_typer(classifier, name="classifier")
+
+
+def train(
+    file: _FileArgument,
+    labels: _LabelsOption = None,
+    good: _GoodOption = None,
+    bad: _BadOption = None,
+    recipe: _RecipeOption = None,
+    label_key: _LabelKeyOption = "label",
+    minimum: _MinimumOption = None,
+    text_key: _TextKeyOption = "text",
+    method: Annotated[
+        Literal["logistic", "contrastive"], typer.Option(help="What tells them apart, or log-odds under a model of each.")
+    ] = "logistic",
+    ngram: Annotated[int, typer.Option(min=1, max=5, help="Words in the longest n-gram.")] = 2,
+    bits: Annotated[int, typer.Option(min=10, max=26, help="Weights, as a power of two.")] = 20,
+    most: _MostOption = 20_000,
+    seed: _SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Learn from labels, or from a reference set and texts like those to be filtered; calibrate; measure on documents held out."""
+    from lmworks.corpus.quality.train import train as learn
+
+    texts = _texts(labels, good, bad, recipe, label_key, minimum, text_key, most, seed)
+    made = learn(*texts, method=method, ngram=ngram, bits=bits)
+    made.save(file)
+    _print(made.report, made.fingerprint, as_json)
+    if not as_json:
+        console().print(f"written to {file}; use it with corpus.steps: [{{step: quality, model: {file}, threshold: ...}}]")
+
+
+def show(file: _FileArgument, as_json: JsonOption = False) -> None:
+    """How a classifier did on the documents held out when it was trained."""
+    from lmworks.corpus.quality.classifier import Classifier
+
+    found = Classifier.load(file)
+    _print(found.report, found.fingerprint, as_json)
+
+
+def evaluate(
+    file: _FileArgument,
+    labels: _LabelsOption = None,
+    good: _GoodOption = None,
+    bad: _BadOption = None,
+    recipe: _RecipeOption = None,
+    label_key: _LabelKeyOption = "label",
+    minimum: _MinimumOption = None,
+    text_key: _TextKeyOption = "text",
+    most: _MostOption = 20_000,
+    seed: _SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """How a classifier does on other texts."""
+    import numpy as np
+
+    from lmworks.corpus.quality.classifier import Classifier
+    from lmworks.corpus.quality.measure import measure
+    from lmworks.corpus.quality.train import score_texts
+
+    found = Classifier.load(file)
+    yes, no = _texts(labels, good, bad, recipe, label_key, minimum, text_key, most, seed)
+    if not yes or not no:
+        raise UserError(f"there are {len(yes)} good and {len(no)} bad texts; measuring needs both")
+    figures = measure(score_texts(found, [*yes, *no]), np.repeat([True, False], [len(yes), len(no)]))
+    _print({**found.report, "held_out": figures}, found.fingerprint, as_json)
+
+
+def _texts(
+    labels: str | None,
+    good: str | None,
+    bad: str | None,
+    recipe: str | None,
+    label_key: str,
+    minimum: float | None,
+    text_key: str,
+    most: int,
+    seed: int,
+) -> tuple[list[str], list[str]]:
+    from lmworks.corpus.quality.examples import labelled, sample
+    from lmworks.recipe.load import load_recipe
+
+    if labels and not (good or bad):
+        return labelled(labels, label_key, minimum, 2 * most, seed, text_key)
+    if labels or not (good and bad):
+        raise UserError("give either --labels PATH, or both --good and --bad with a path or (with --recipe) the name of a source")
+    found = load_recipe(recipe).recipe if recipe else None
+    return sample(good, most, seed, found, text_key), sample(bad, most, seed, found, text_key)
+
+
+def _print(report: dict[str, Any], fingerprint: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"fingerprint": fingerprint, **report})
+        return
+    held = report["held_out"]
+    low, high = held["auc_interval"]
+    out = console()
+    out.print(f"{report['method']}, n-grams up to {report['ngram']}, 2^{report['bits']} weights, fingerprint {fingerprint[:12]}")
+    out.print(f"measured on {held['documents']:,} documents, {held['good']:,} of them good (the precision is for that share)")
+    calibration = f"calibration error {held['calibration_error']:.3f}, Brier {held['brier']:.4f}"
+    out.print(f"AUC {held['auc']:.4f} ({low:.4f} to {high:.4f}), {calibration}")
+    out.print(_table(held))
+
+
+def _table(held: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for name in ("threshold", "kept", "precision", "95%", "recall", "95%", "bad kept"):
+        table.add_column(name, justify="right")
+    for row in held["thresholds"]:
+        table.add_row(
+            f"{row['threshold']:g}",
+            f"{row['kept']:.1%}",
+            *(text for name in ("precision", "recall") for text in (_share(row[name]), _span(row[f"{name}_interval"]))),
+            _share(row["bad_kept"]),
+        )
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _span(interval: list[float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.1%} to {interval[1]:.1%}"

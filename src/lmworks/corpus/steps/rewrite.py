@@ -1,0 +1,133 @@
+"""The step `rewrite`: each text as a language model puts it, asked through an OpenAI-compatible endpoint.
+
+Every answer is kept on disk under a hash of all that was asked, before it is used: a run that is killed and started again pays for nothing
+twice, and gives the same documents again. Rewriting is therefore as repeatable as the folder of answers is safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.steps import Context
+from lmworks.errors import UserError
+from lmworks.files import read_json, write_json
+from lmworks.recipe.fingerprint import canonical
+from lmworks.recipe.steps import Rewrite
+
+if TYPE_CHECKING:
+    import openai
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class _Refused(Exception):
+    """The endpoint will not answer this one question, such as one that is too long."""
+
+
+class _Rewriter:
+    needs: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ("rewritten_by",)
+    statistics: tuple[str, ...] = ()
+    name = "rewrite"
+
+    def __init__(self, node: Rewrite, context: Context) -> None:
+        self._node = node
+        self._answers = context.folder / node.cache if node.cache else cache_directory()
+        self._key = os.environ.get(node.key_from, "")
+        if not self._key and urlsplit(node.endpoint).hostname not in _LOOPBACK:
+            raise UserError(f"the step rewrite needs a key for {node.endpoint}: put it into the environment variable {node.key_from}")
+
+    def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        questions = {self._path(document.text): document.text for document in batch.documents}  # equal texts are asked once
+        pool = ThreadPoolExecutor(self._node.concurrency)
+        try:
+            found = dict(zip(questions, pool.map(self._answer, questions, questions.values()), strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return [self._outcome(document, found[self._path(document.text)]) for document in batch.documents]
+
+    def _outcome(self, document: Document, answer: dict[str, Any]) -> Outcome:
+        text = answer["text"].strip()
+        if answer["finish"] == "refused":
+            return Drop("rewrite_refused", answer["text"])
+        if answer["finish"] == "length":
+            return Drop("rewrite_cut", f"longer than {self._node.max_tokens} tokens")
+        if not text:
+            return Drop("rewrite_empty", f"finish reason {answer['finish']}")
+        return document.with_text(text).with_facts(rewritten_by=self._node.model)
+
+    def _path(self, text: str) -> Path:
+        node = self._node
+        key = hashlib.sha256(canonical([node.model, node.prompt, node.temperature, node.max_tokens, text])).hexdigest()
+        return self._answers / key[:2] / f"{key}.json"
+
+    def _answer(self, path: Path, text: str) -> dict[str, Any]:
+        if path.exists():
+            kept: dict[str, Any] = read_json(path)
+            return kept
+        try:
+            answer = self._ask(text)
+        except _Refused as reason:  # not kept: another model or a mended endpoint may take it
+            return {"text": str(reason), "finish": "refused"}
+        write_json(path, answer)
+        return answer
+
+    def _ask(self, text: str) -> dict[str, Any]:
+        import openai
+
+        node = self._node
+        try:
+            reply = self._client.chat.completions.create(
+                model=node.model,
+                messages=[{"role": "user", "content": node.prompt.replace("{text}", text)}],
+                temperature=node.temperature,
+                max_tokens=node.max_tokens,
+            )
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+            raise _Refused(_line(error)) from None
+        except openai.OpenAIError as error:
+            raise UserError(
+                f"the step rewrite has no answer from {node.endpoint} ({_line(error)}); mend that and run the same command again: "
+                f"the answers so far are kept in {self._answers}"
+            ) from None
+        if not reply.choices:
+            return {"text": "", "finish": "nothing"}
+        choice = reply.choices[0]
+        return {"text": choice.message.content or "", "finish": choice.finish_reason or "stop"}
+
+    @cached_property
+    def _client(self) -> openai.OpenAI:
+        import openai
+
+        node = self._node
+        # its retries wait twice as long each time, and as long as the server says
+        return openai.OpenAI(base_url=node.endpoint, api_key=self._key or "none", max_retries=node.retries, timeout=float(node.timeout))
+
+
+def cache_directory() -> Path:
+    """Where answers are kept: $LMWORKS_CACHE/rewrites, else ~/.cache/lmworks/rewrites."""
+    base = os.environ.get("LMWORKS_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "rewrites"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def make(node: Rewrite, context: Context) -> Step:
+    """Rewrite the documents of the sources that the node names; raises `UserError` without the library or the key."""
+    if context.source.name not in node.sources:
+        return PerDocument("rewrite", lambda document: document)
+    try:
+        import openai  # noqa: F401
+    except ImportError:
+        raise UserError("the step rewrite needs the openai client: pip install 'lmworks[rewrite]'") from None
+    return _Rewriter(node, context)
