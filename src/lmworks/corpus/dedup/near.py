@@ -42,6 +42,12 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
 
+def each_once(pairs: np.ndarray) -> np.ndarray:
+    """The pairs in ascending order, each once."""
+    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    return pairs[np.concatenate((np.ones(min(len(pairs), 1), dtype=bool), (pairs[1:] != pairs[:-1]).any(axis=1)))]
+
+
 class Stacked:
     """The rows of many arrays (memory-mapped files, say) as if they were one."""
 
@@ -107,6 +113,7 @@ def _spans(labels: np.ndarray) -> list[tuple[int, int]]:
 def distinct(hashes: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(different shingles of each document as uint32, where each document's begin and end), for `jaccard`."""
     document = np.repeat(np.arange(len(bounds) - 1, dtype=np.uint64), np.diff(bounds))
-    marked = np.unique(document << np.uint64(32) | hashes >> np.uint64(32))
+    marked = np.sort(document << np.uint64(32) | hashes >> np.uint64(32))  # np.unique hashes, which takes ten times as long
+    marked = marked[np.concatenate((marked[:1] == marked[:1], marked[1:] != marked[:-1]))]
     counts = np.bincount((marked >> np.uint64(32)).astype(np.int64), minlength=len(bounds) - 1)
     return marked.astype(np.uint32), np.concatenate(([0], np.cumsum(counts)))
