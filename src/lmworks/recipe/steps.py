@@ -10,19 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
+from lmworks.recipe.text_steps import Clean, Code, Language, Lines, Math, Pii, Rules
 from lmworks.recipe.units import Seconds
-
-
-class Clean(Node):
-    """Mend Unicode, line ends, odd spaces and invisible characters."""
-
-    step: Literal["clean"] = Field("clean", description="which step this is")
-
-
-class Rules(Node):
-    """Drop what the quality rules of its domain and language reject (`lmworks.corpus.rules`)."""
-
-    step: Literal["rules"] = Field("rules", description="which step this is")
 
 
 class Quality(Node):
@@ -68,4 +57,7 @@ class Python(Node):
     options: dict[str, Any] = Field(default_factory=dict, description="handed to the function by name")
 
 
-Step = Annotated[Clean | Rules | Quality | Rewrite | Python, Field(discriminator="step")]
+Step = Annotated[
+    Clean | Language | Rules | Pii | Lines | Code | Math | Quality | Rewrite | Python,
+    Field(discriminator="step"),
+]

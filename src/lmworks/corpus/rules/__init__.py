@@ -1,6 +1,7 @@
-"""Quality rules per domain: what is measured (`measures`), on what (`text`), and with which thresholds (`table`)."""
+"""Quality rules: per domain (`table`, `measures` of a `Text`), and the published sets to the letter (`published`, of `Words`)."""
 
-from lmworks.corpus.rules.table import RULES, Rule, judge, rules_for
+from lmworks.corpus.rules.rule import Rule, first_broken
+from lmworks.corpus.rules.table import RULES, rules_for
 from lmworks.corpus.rules.text import Text
 
-__all__ = ["RULES", "Rule", "Text", "judge", "rules_for"]
+__all__ = ["RULES", "Rule", "Text", "first_broken", "rules_for"]

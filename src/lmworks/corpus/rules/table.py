@@ -1,34 +1,21 @@
 """The quality rules of each domain as data: measure, bounds, and where they come from.
 
-Sources: Gopher (Rae et al. 2021, table A1), C4 (Raffel et al. 2020, 2.2), FineWeb (Penedo et al. 2024, 3.6), StarCoder (Li et al.
-2023, 3.1). Rules of English prose throw away all code and all Chinese, so each domain has its own, and scripts without spaces are
-counted in characters. Where the table says "ours" the bound was set by looking at what it drops in the default corpus.
+The bounds are from Gopher (Rae et al. 2021, table A1), C4 (Raffel et al. 2020, 2.2), FineWeb (Penedo et al. 2024, 3.6) and StarCoder
+(Li et al. 2023, 3.1). Rules of English prose throw away all code and all Chinese, so each domain has its own, and scripts without spaces
+are counted in characters. Where the table says "ours" the bound was set by looking at what it drops in the default corpus.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import lru_cache
 
 from lmworks.corpus.rules import measures as m
+from lmworks.corpus.rules.rule import Rule
+from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
 from lmworks.corpus.units import SPACELESS_LANGUAGES
 from lmworks.errors import UserError
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A document is rejected as `name` when its measure lies below `low` or above `high`."""
-
-    name: str
-    measure: m.Measure
-    source: str
-    low: float = float("-inf")
-    high: float = float("inf")
-
-    def reason(self, doc: Text) -> str | None:
-        """The rule's name if the document breaks it."""
-        return None if self.low <= self.measure(doc) <= self.high else self.name
-
 
 _BROKEN = (Rule("replacement_characters", m.replacement_characters, "ours", high=0.001),)
 
@@ -51,7 +38,7 @@ _PROSE = (
     *_BROKEN,
     Rule("word_count", m.word_count, "Gopher", low=50, high=100_000),
     *_SHAPE,
-    Rule("stop_words", m.stop_words, "Gopher", low=2),
+    Rule("stop_words", m.stop_words("en"), "Gopher", low=2),
     Rule("bullet_lines", m.bullet_lines, "Gopher", high=0.9),
     Rule("ellipsis_lines", m.ellipsis_lines, "Gopher", high=0.3),
     *_LINES,
@@ -134,23 +121,26 @@ _SPACELESS = (
     Rule("repeated_20grams", m.repeated_ngrams(20), "Gopher's 10 words at two characters a word", high=0.15),
 )
 
-RULES: dict[str, tuple[Rule, ...]] = {
+Rules = tuple[Rule[Text], ...]
+
+RULES: dict[str, Rules] = {
     "prose": _PROSE, "web": _WEB, "facts": _FACTS, "chat": _CHAT, "dialogue": _DIALOGUE, "code": _CODE, "docs": _DOCS, "math": _MATH,
     "other": _OTHER, "spaceless": _SPACELESS, "none": (),
 }  # fmt: skip
 
 
-def rules_for(name: str | None, domain: str, language: str) -> tuple[Rule, ...]:
-    """The rules called `name`, or those that suit a domain and language. English stop words are asked of English only."""
+@lru_cache(maxsize=256)
+def rules_for(name: str | None, domain: str, language: str) -> Rules:
+    """The rules called `name`, or those that suit a domain and language. Stop words are asked in languages that have a list."""
     if name is not None:
         if name not in RULES:
             raise UserError(f"unknown rules {name!r}; known are {', '.join(RULES)}")
         return RULES[name]
     if language in SPACELESS_LANGUAGES and domain != "code":
         return RULES["spaceless"]
-    return tuple(rule for rule in RULES[domain] if rule.name != "stop_words" or language == "en")
-
-
-def judge(doc: Text, rules: tuple[Rule, ...]) -> str | None:
-    """The name of the first rule that the document breaks, None if it is good."""
-    return next((reason for rule in rules if (reason := rule.reason(doc))), None)
+    own = m.stop_words(language) if language in STOP_WORDS else None
+    return tuple(
+        replace(rule, measure=own) if own and rule.name == "stop_words" else rule
+        for rule in RULES[domain]
+        if own or rule.name != "stop_words"
+    )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from lmworks.corpus.cleaning import clean
-from lmworks.corpus.document import PerDocument, Step
+from lmworks.corpus.document import Document, PerDocument, Step
 from lmworks.corpus.steps import Context
-from lmworks.recipe.steps import Clean
+from lmworks.recipe.text_steps import Clean
 
 
 def make(node: Clean, context: Context) -> Step:
     """Mend each text."""
-    return PerDocument("clean", lambda document: document.with_text(clean(document.text)))
+
+    def mend(document: Document) -> Document:
+        if node.exact_code and document.domain == "code":
+            return document
+        return document.with_text(clean(document.text, node.mojibake))
+
+    return PerDocument("clean", mend)

@@ -1,33 +1,79 @@
-"""The step `rules`: heuristic quality by domain and language; see `lmworks.corpus.rules`."""
+"""The step `rules`: heuristic quality, by domain and language or by published sets; see `lmworks.corpus.rules`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmworks.corpus.document import Batch, Drop, Outcome, Step
-from lmworks.corpus.rules import Text, judge, rules_for
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
+from lmworks.corpus.rules import Text, first_broken, rules_for
+from lmworks.corpus.rules.published import c4, fineweb, gopher
+from lmworks.corpus.rules.stop_words import STOP_WORDS
+from lmworks.corpus.rules.tokens import Vocabulary
 from lmworks.corpus.steps import Context
-from lmworks.recipe.steps import Rules
+from lmworks.recipe.text_steps import Rules
 
 
-class _Judge:
+class _ByDomain:
+    name = "rules"
     needs: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
 
     def __init__(self, context: Context) -> None:
-        self.name = "rules"
-        self._rules = rules_for(context.source.rules, context.source.domain, context.source.language)
+        self._source = context.source
+        rules_for(self._source.rules, self._source.domain, self._source.language)
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
         for index, document in enumerate(batch.documents):
             python = document.origin.endswith((".py", ".pyi"))
-            reason = judge(Text.of(batch.units, index, document.text, python), self._rules)
+            rules = rules_for(self._source.rules, document.domain, document.language)
+            reason = first_broken(Text.of(batch.units, index, document.text, python), rules)
             outcomes.append(document if reason is None else Drop(reason))
         return outcomes
 
 
+class _Published:
+    name = "rules"
+    needs: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+
+    def __init__(self, node: Rules) -> None:
+        self._sets = node.sets
+        self._vocabularies: dict[str, Vocabulary] = {}
+
+    def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = list(batch.documents)
+        for language in dict.fromkeys(document.language for document in batch.documents):
+            vocabulary = self._vocabularies.setdefault(language, Vocabulary(STOP_WORDS.get(language, ())))
+            places = [place for place, document in enumerate(batch.documents) if document.language == language]
+            for place, outcome in zip(places, self._judge([batch.documents[place] for place in places], vocabulary), strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _judge(self, documents: Sequence[Document], vocabulary: Vocabulary) -> list[Outcome]:
+        outcomes: list[Outcome] = list(documents)
+        for name in self._sets:
+            places = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, Document)]
+            alive = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+            texts = [document.text for document in alive]
+            if name == "c4":
+                judged: list[Outcome] = [
+                    document.with_text(text) if reason is None else Drop(reason)
+                    for document, (text, reason) in zip(alive, c4(texts, vocabulary), strict=True)
+                ]
+            else:
+                rules = gopher if name == "gopher" else fineweb
+                judged = [
+                    document if (reason := rules(words)) is None else Drop(reason)
+                    for document, words in zip(alive, vocabulary.words(texts), strict=True)
+                ]
+            for place, outcome in zip(places, judged, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+
 def make(node: Rules, context: Context) -> Step:
-    """The rules of the source."""
-    return _Judge(context)
+    """The published sets where the node names some, the rules of the source where not."""
+    return _Published(node) if node.sets else _ByDomain(context)

@@ -1,0 +1,166 @@
+"""Answers in a text that can be checked: annotated and plain arithmetic, and a boxed answer against a known one.
+
+Nothing is evaluated as code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+_ANNOTATION = re.compile(r"<<([^<>\n]{3,200})>>")
+_NUMBER = r"[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3}){1,5}|[0-9]{1,18})(?:\.[0-9]{1,12})?"
+_CHAIN = re.compile(
+    rf"(?<![\w.,)^*/+×÷=<>%\\-])"
+    rf"({_NUMBER}(?:(?: [-+*/×÷−] |[+*/×÷]){_NUMBER}){{1,12}}) ?= ?"
+    rf"(-?{_NUMBER})(?![\w%^(]|[.,]\d| ?[-+*/×÷−^=%]| ?\(?mod\b)"
+)
+_OPEN_BEFORE = re.compile(r"[-+*/×÷−=^<>(%]\s*$|\w\s*[*/×÷^]\s*$|\b(?:mod|base|log|of|from)\s*$")
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|([-+*/()%]))")
+_BOXED = re.compile(r"\\boxed\s*\{")
+_FINAL = re.compile(r"^#### ?(.+)$", re.MULTILINE)
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
+_LONGEST = 200
+_DEEPEST = 20
+
+
+class NoArithmetic(ValueError):
+    """The text is no arithmetic of plain numbers."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that could be checked, as it stands in the text."""
+
+    shown: str
+    right: bool
+
+
+def evaluate(expression: str) -> Fraction:
+    """The value of numbers joined by + - * / ( ), exactly; `5%` is 5/100.
+
+    Raises NoArithmetic for anything else, and for a division by 0.
+    """
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression.strip())
+    for odd, plain in (("×", "*"), ("÷", "/"), ("−", "-"), ("$", ""), ("€", ""), ("£", "")):
+        text = text.replace(odd, plain)
+    if len(text) > _LONGEST:
+        raise NoArithmetic(expression[:_LONGEST])
+    tokens, place = [], 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if not found:
+            raise NoArithmetic(expression)
+        tokens.append(found[1] or found[2])
+        place = found.end()
+    value, rest = _sum(tokens, 0, 0)
+    if rest != len(tokens):
+        raise NoArithmetic(expression)
+    return value
+
+
+def _sum(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
+    value, place = _product(tokens, place, depth)
+    while place < len(tokens) and tokens[place] in "+-":
+        term, after = _product(tokens, place + 1, depth)
+        value, place = value + term if tokens[place] == "+" else value - term, after
+    return value, place
+
+
+def _product(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
+    value, place = _factor(tokens, place, depth)
+    while place < len(tokens) and tokens[place] in "*/":
+        factor, after = _factor(tokens, place + 1, depth)
+        if tokens[place] == "/" and not factor:
+            raise NoArithmetic("division by zero")
+        value, place = value * factor if tokens[place] == "*" else value / factor, after
+    return value, place
+
+
+def _factor(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
+    if place >= len(tokens) or depth > _DEEPEST:
+        raise NoArithmetic("incomplete")
+    token = tokens[place]
+    if token in "+-":
+        value, place = _factor(tokens, place + 1, depth + 1)
+        return -value if token == "-" else value, place
+    if token == "(":
+        value, place = _sum(tokens, place + 1, depth + 1)
+        if place >= len(tokens) or tokens[place] != ")":
+            raise NoArithmetic("open bracket")
+        place += 1
+    elif token[0].isdigit() or token[0] == ".":
+        value, place = Fraction(token), place + 1
+    else:
+        raise NoArithmetic(token)
+    if place < len(tokens) and tokens[place] == "%":
+        return value / 100, place + 1
+    return value, place
+
+
+def checks(text: str, answer: str | None, chains: bool, tolerance: float) -> Iterator[Check]:
+    """All that can be checked: `<<a=b>>`; with `chains` plain equations outside of that; with `answer` the last box or `####` line."""
+    for found in _ANNOTATION.finditer(text):
+        sides = found[1].split("=")
+        if len(sides) > 1:
+            yield from _equation(sides, found[0], tolerance)
+    if chains:
+        for found in _CHAIN.finditer(_ANNOTATION.sub(" ", text)):
+            if not _OPEN_BEFORE.search(found.string, max(0, found.start() - 12), found.start()):
+                yield from _equation([found[1], found[2]], found[0].strip(), tolerance)
+    given = final_answer(text) if answer is not None else None
+    if answer is not None and given is not None:
+        yield Check(f"answer {given!r}, expected {answer!r}", same_answer(given, answer))
+
+
+def _equation(sides: list[str], shown: str, tolerance: float) -> Iterator[Check]:
+    try:
+        values = [evaluate(side) for side in sides]
+    except (NoArithmetic, ZeroDivisionError):
+        return
+    rounded = "/" in shown or "÷" in shown or "." in shown or "%" in shown
+    allowed = tolerance if rounded else 0.0
+    right = all(_equal(values[0], value, side, allowed) for value, side in zip(values[1:], sides[1:], strict=True))
+    yield Check(shown, right)
+
+
+def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> bool:
+    """Equal, or by as little apart as rounding to the digits shown explains; whole numbers without a division have nothing to round."""
+    if left == right or not tolerance:
+        return left == right
+    digits = len(shown.partition(".")[2].strip(" )"))
+    return abs(left - right) <= max(Fraction(tolerance) * abs(left), Fraction(1, 2 * 10**digits) if digits else Fraction(0))
+
+
+def final_answer(text: str) -> str | None:
+    """What the last `\\boxed{}` holds, or else the last line `#### answer`; None if there is neither."""
+    for found in reversed(list(_BOXED.finditer(text))):
+        depth = 1
+        for place in range(found.end(), min(len(text), found.end() + _LONGEST)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if not depth:
+                return text[found.end() : place]
+    lines = _FINAL.findall(text)
+    return lines[-1].strip() if lines else None
+
+
+def same_answer(given: str, expected: str) -> bool:
+    """Whether two answers are the same number, or the same text but for LaTeX's dress."""
+    plain = [_undressed(one) for one in (given, expected)]
+    if plain[0] == plain[1]:
+        return True
+    try:
+        return evaluate(plain[0]) == evaluate(plain[1])
+    except NoArithmetic:
+        return False
+
+
+def _undressed(answer: str) -> str:
+    text = _WRAPPED.sub(r"\1", answer)
+    text = _FRACTION.sub(r"(\1)/(\2)", text)
+    for gone in ("$", "\\!", "\\,", "\\;", "\\ ", "\\left", "\\right", "^\\circ", "^{\\circ}", "\\%", "\\", " "):
+        text = text.replace(gone, "")
+    return text.rstrip(".").lower()

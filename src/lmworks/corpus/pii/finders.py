@@ -1,0 +1,189 @@
+"""E-mail, IP and street addresses, telephone, card and account numbers in text.
+
+Precision comes before recall: what looks the same but is none (versions, decorators, test numbers, documentation's examples) stays. Every
+repetition in a pattern is bounded and none begins inside its own run, so that time grows with the text, whatever it says. Digits are
+ASCII digits.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterator
+
+Span = tuple[int, int]
+Finder = Callable[[str], Iterator[Span]]
+
+_DIGITS = re.compile(r"[0-9][0-9 .()/-]{5,60}[0-9]")  # no number of any kind without it
+
+_EMAIL = re.compile(
+    r"(?<![\w.+%/-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@"
+    r"((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,6}([A-Za-z]{2,12}))(?![\w(\[@-]|\.\w)"
+)
+_WORLDWIDE = (
+    "com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel tel asia cat post app dev xyz online site tech cloud "
+    "shop store blog club top live email work world life today news agency digital company design studio space website group "
+    "systems solutions"
+)
+_ENDINGS = frozenset(_WORLDWIDE.split())
+_EXAMPLES = re.compile(r"(?:^|\.)(?:example|test|invalid|localhost|local|localdomain|domain|foo|bar|baz|host)(?:\.[a-z]+)?$")
+_NOBODY = frozenset({"git", "hg", "svn", "noreply", "no-reply", "donotreply", "do-not-reply"})
+
+_IPV4 = re.compile(r"(?<![\w.])(?<![vV=<>~^-])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w-]|\.[\w*])")
+_VERSION = re.compile(
+    r"(?:versions?|release|ver|rev|v|sections?|chapter|build|python|firmware|software|[=<>~^]|==)[.:]?[\s\"'(]*$", re.IGNORECASE
+)
+_NETWORK = re.compile(r"\b(?:ip|addr(?:ess)?|host|from|server|ping|dns|gateway|inet|client|peer)\b[^\n]{0,12}$", re.IGNORECASE)
+_PUBLIC_SERVICES = frozenset({"8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9", "1.2.3.4"})
+_SMALL = 64
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])")
+
+_INTERNATIONAL = re.compile(
+    r"(?<![\w+.*/=^)\]-])\+([1-9][0-9]{0,2})((?:[ .-]?\(?[0-9]{1,5}\)?){2,6})(?![\w(]|[.,-][0-9])"
+)
+_NORTH_AMERICAN = re.compile(
+    r"(?<![\w.,/+-])(?<!\) )(?:1[-. ])?"
+    r"(?:\(([2-9][0-9]{2})\) ?|([2-9][0-9]{2})([-.]))([2-9][0-9]{2})[-.]([0-9]{4})(?![\w]|[-./,][0-9])"
+)
+_SUBSCRIBER = re.compile(r"\(?[0-9](?:[ ()/.-]{0,2}[0-9]){6,14}(?![\w]|[.,-][0-9])")
+_NAME = re.compile(
+    r"(?<!\w)(?:tel(?:ephone|efon)?|phone|mobile|cell|fax|call(?: us)?(?: at)?|telefax|电话|電話|тел)"
+    r"(?: (?:no|number|nr))?[.:]{0,2} {0,2}$",
+    re.IGNORECASE,
+)
+_COUNTRY = re.compile(
+    r"1|7|2(?:0|7|1[1-368]|[2-6][0-9]|9[0178])|3(?:[0-469]|5[0-9]|7[0-8]|8[0-35-79])|4(?:[013-9]|2[013])|5(?:[1-8]|0[0-9]|9[0-9])"
+    r"|6(?:[0-6]|7[0-9]|8[0-9]|9[0-2])|8(?:[1246]|5[02356]|8[06])|9(?:[0-58]|6[0-8]|7[0-79]|9[2-68])"
+)
+
+_CARD = re.compile(
+    r"(?<![\w.,/=#+-])[3-6][0-9]{3}(?:([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,7}|([ -])[0-9]{6}\2[0-9]{5}|[0-9]{9,15})"
+    r"(?![\w]|[-. ]?[0-9])"
+)
+_ISSUERS = re.compile(
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}$|5[1-5][0-9]{14}$|3[47][0-9]{13}$|6(?:011|5[0-9]{2})[0-9]{12}$"
+    r"|35[0-9]{14}$|3(?:0[0-5]|[68][0-9])[0-9]{11}$|62[0-9]{14,17}$"
+)
+_PUBLISHED_CARDS = (
+    "4111111111111111 4242424242424242 4012888888881881 4000056655665556 5555555555554444 5105105105105100 5200828282828210 "
+    "378282246310005 371449635398431 6011111111111117 6011000990139424 30569309025904 38520000023237 3530111333300000 "
+    "3566002020360505 4222222222222"
+)
+_TEST_CARDS = frozenset(_PUBLISHED_CARDS.split())
+
+_IBAN = re.compile(r"(?<![\w-])[A-Z]{2}[0-9]{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![\w])")
+_LENGTHS = (
+    "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 ES24 FI18 FO18 FR27 GB22 GE22 "
+    "GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IS26 IT27 JO30 KW30 KZ20 LB28 LI21 LT20 LU20 LV21 MC27 MD24 ME22 MK19 MR27 MT31 "
+    "MU30 NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SE24 SI19 SK24 SM27 TN24 TR26 UA29 XK20"
+)
+_IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in _LENGTHS.split()}
+
+_STREET = re.compile(
+    r"(?<![\w.,/$§-])(?<![0-9] )[1-9][0-9]{0,4}[A-Z]? (?:(?:North|South|East|West|[NSEW]\.?) )?"
+    r"(?:[A-Z][a-z]{2,19} |[1-9][0-9]?(?:st|nd|rd|th) ){1,3}"
+    r"(?:Street|St\.|St|Avenue|Ave\.|Ave|Road|Rd\.|Rd|Boulevard|Blvd\.|Blvd|Lane|Ln|Drive|Dr\.|Terrace|Parkway|Pkwy)(?!\w)"
+    r"(?:,? (?:Apt|Suite|Unit|Apartment)\.? ?[0-9A-Z]{1,5})?"
+    r"(?:, [A-Z][a-z]{2,19}(?: [A-Z][a-z]{2,19}){0,2},? [A-Z]{2} [0-9]{5}(?:-[0-9]{4})?)?(?!\w)"
+)
+_NO_STREET = re.compile(
+    r"\b(?:Example|Main|Wall|Sesame|Downing"
+    r"|January|February|March|April|May|June|July|August|September|October|November|December)\b"
+)
+
+
+def emails(text: str) -> Iterator[Span]:
+    """Addresses in domains that exist, other than examples and machines (git@, noreply@)."""
+    if "@" not in text:
+        return
+    for found in _EMAIL.finditer(text):
+        domain, ending = found[1].lower(), found[2]
+        local = found[0][: found[0].index("@")].lower()
+        if not (ending.islower() or ending.isupper()) or (len(ending) > 2 and ending.lower() not in _ENDINGS):
+            continue
+        if local in _NOBODY or _EXAMPLES.search(domain):
+            continue
+        yield found.span()
+
+
+def ips(text: str) -> Iterator[Span]:
+    """Public addresses. Private, reserved, documentation and well-known ones stay, and what is more likely a version."""
+    for found in _IPV4.finditer(text) if _DIGITS.search(text) else ():
+        if _public(found[0]) and found[0] not in _PUBLIC_SERVICES:
+            before = text[max(0, found.start() - 30) : found.start()]
+            small = max(map(int, found[0].split("."))) < _SMALL
+            if not _VERSION.search(before) and (not small or _NETWORK.search(before)):
+                yield found.span()
+    for found in _IPV6.finditer(text) if ":" in text else ():
+        if _public(found[0].rstrip(":") if not found[0].endswith("::") else found[0]):
+            yield found.span()
+
+
+def _public(address: str) -> bool:
+    try:
+        return (known := ipaddress.ip_address(address)).is_global and not known.is_multicast
+    except ValueError:
+        return False
+
+
+def phones(text: str) -> Iterator[Span]:
+    """Numbers with a country code, in the North American form, or after a word such as `tel`; 555 numbers are fiction and stay."""
+    if not _DIGITS.search(text):
+        return
+    spans: list[Span] = []
+    if "+" in text:
+        for found in _INTERNATIONAL.finditer(text):
+            digits = re.sub("[^0-9]", "", found[0])
+            grouped = any(char in found[2] for char in " -(") or found[2].count(".") > 1
+            plain = len(digits) >= 10 and "." not in found[2] and set(digits) > {"0", "1"}
+            if 9 <= len(digits) <= 15 and (grouped or plain) and _COUNTRY.match(digits) and "555" not in digits[:9]:
+                spans.append(found.span())
+    spans += [found.span() for found in _NORTH_AMERICAN.finditer(text) if found[4] != "555"]
+    for found in _SUBSCRIBER.finditer(text):
+        if "555" not in found[0] and _NAME.search(text, max(0, found.start() - 30), found.start()):
+            spans.append(found.span())
+    end = 0
+    for start, stop in sorted(spans):
+        if start >= end:
+            yield start, stop
+            end = stop
+
+
+def cards(text: str) -> Iterator[Span]:
+    """Card numbers of a known issuer whose check digit is right (Luhn), other than the issuers' test numbers."""
+    for found in _CARD.finditer(text) if _DIGITS.search(text) else ():
+        digits = found[0].replace(" ", "").replace("-", "")
+        if _ISSUERS.match(digits) and digits not in _TEST_CARDS and luhn(digits) and len(set(digits)) > 3:
+            yield found.span()
+
+
+def luhn(digits: str) -> bool:
+    """Whether the last digit is the check digit of the others (ISO/IEC 7812-1)."""
+    doubled = (2 * int(digit) for digit in digits[-2::-2])
+    return (sum(map(int, digits[::-2])) + sum(number - 9 * (number > 9) for number in doubled)) % 10 == 0
+
+
+def ibans(text: str) -> Iterator[Span]:
+    """Account numbers of the length of their country and with the right check digits (ISO 13616)."""
+    for found in _IBAN.finditer(text) if _DIGITS.search(text) else ():
+        compact = found[0].replace(" ", "")
+        length = _IBAN_LENGTHS.get(compact[:2], 0)
+        if len(compact) < length or not length:
+            continue
+        number = compact[:length]
+        if int("".join(str(int(char, 36)) for char in number[4:] + number[:4])) % 97 == 1 and (end := _reach(found[0], length)):
+            yield found.start(), found.start() + end
+
+
+def _reach(text: str, length: int) -> int:
+    """How far into the text its first `length` characters other than blanks go; 0 if that ends inside a word."""
+    places = [place for place, char in enumerate(text) if char != " "]
+    end = places[length - 1] + 1
+    return end if end == len(text) or text[end] == " " else 0
+
+
+def streets(text: str) -> Iterator[Span]:
+    """Street addresses in the English form; famous ones and examples stay."""
+    for found in _STREET.finditer(text):
+        if not _NO_STREET.search(found[0]):
+            yield found.span()

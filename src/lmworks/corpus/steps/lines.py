@@ -1,0 +1,102 @@
+"""The step `lines`: lines or paragraphs that were there before, in the document or in earlier ones of the same part."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
+from lmworks.corpus.steps import Context
+from lmworks.recipe.text_steps import Lines
+
+_PARAGRAPH = re.compile(r"(\n{2,})")
+_CELLS = 1 << 23
+
+
+class Counters:
+    """In how many documents a hash was seen, in 16 MB: a count-min sketch (Cormode and Muthukrishnan 2005) of two rows.
+
+    It may count too much, never too little; at a million different lines about one in seventy shares both its cells.
+    """
+
+    def __init__(self) -> None:
+        self._cells = np.zeros((2, _CELLS), dtype=np.uint8)
+
+    def add(self, hashes: Sequence[int]) -> np.ndarray:
+        """How often each of these different hashes was added before: (N,) at most 255."""
+        values = np.array(hashes, dtype=np.uint64)
+        places = np.stack([values % _CELLS, (values >> np.uint64(32)) % _CELLS])
+        seen = np.minimum(self._cells[0, places[0]], self._cells[1, places[1]])
+        for row, own in enumerate(places):
+            self._cells[row, own] = np.minimum(self._cells[row, own], 254) + 1
+        return seen
+
+
+class _Lines:
+    """Pure within a part: what becomes of a document depends on it and, with `across`, on those before it in its part."""
+
+    name = "lines"
+    needs: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ("lines_dropped",)
+    statistics: tuple[str, ...] = ("lines_dropped",)
+
+    def __init__(self, node: Lines) -> None:
+        self._node = node
+        self._part, self._last = "", -1
+        self._counters: Counters | None = None
+
+    def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        return [self._one(document) for document in batch.documents]
+
+    def _one(self, document: Document) -> Outcome:
+        if self._node.across:
+            self._enter(document.id)
+        pieces = _PARAGRAPH.split(document.text) if self._node.unit == "paragraph" else document.text.split("\n")
+        step = 2 if self._node.unit == "paragraph" else 1
+        hashes = [self._hash(piece) for piece in pieces[::step]]
+        boilerplate = self._boilerplate(hashes)
+        kept: list[str] = []
+        seen: set[int] = set()
+        total = 0
+        for place, value in enumerate(hashes):
+            if value is not None and (value in boilerplate or (self._node.within and value in seen)):
+                total += len(pieces[place * step])
+                continue
+            if value is not None:
+                seen.add(value)
+            kept += pieces[place * step : (place + 1) * step]
+        share = total / max(len(document.text), 1)
+        if not total:
+            return document.with_facts(lines_dropped=0.0)
+        text = "".join(kept).rstrip("\n") if step == 2 else "\n".join(kept)
+        if not text.strip():
+            return Drop("only_repeated_lines", f"all {len(hashes)} {self._node.unit}s", {"lines_dropped": share})
+        return document.with_text(text).with_facts(lines_dropped=share)
+
+    def _hash(self, piece: str) -> int | None:
+        form = " ".join(piece.lower().split())
+        if len(form) < self._node.shortest:
+            return None
+        return int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
+
+    def _boilerplate(self, hashes: Sequence[int | None]) -> frozenset[int]:
+        if self._counters is None or self._node.across is None:
+            return frozenset()
+        own = [value for value in dict.fromkeys(hashes) if value is not None]
+        seen = self._counters.add(own) if own else np.zeros(0)
+        return frozenset(value for value, count in zip(own, seen.tolist(), strict=True) if count >= self._node.across)
+
+    def _enter(self, identity: str) -> None:
+        """Forget what was counted where another part begins, or the same one from its start."""
+        part, _, number = identity.rpartition("/")
+        if part != self._part or int(number) <= self._last or self._counters is None:
+            self._part, self._counters = part, Counters()
+        self._last = int(number)
+
+
+def make(node: Lines, context: Context) -> Step:
+    """Drop repeated units."""
+    return _Lines(node)
