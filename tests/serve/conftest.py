@@ -122,10 +122,12 @@ def server(model: Transformer, vocabulary: Vocabulary) -> Iterator[Served]:
 
 @pytest.fixture
 def start(model: Transformer, vocabulary: Vocabulary) -> Iterator[Serving]:
-    """Start more servers, with other options."""
+    """Start more servers, with other options or another model."""
     with ExitStack() as stack:
 
-        def begin(context: int = CONTEXT, **options: object) -> Served:
+        def begin(
+            context: int = CONTEXT, model: Transformer = model, vocabulary: Vocabulary = vocabulary, **options: object
+        ) -> Served:
             return stack.enter_context(running(model, vocabulary, ServerOptions(**options), context))  # type: ignore[arg-type]
 
         yield begin

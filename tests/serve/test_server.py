@@ -85,7 +85,10 @@ def test_several_choices_and_stops(client: openai.OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_tools_and_parts_reach_the_template(client: openai.OpenAI, vocabulary: Vocabulary) -> None:
+def test_tools_and_parts_reach_the_template(start, model: Transformer, vocabulary: Vocabulary) -> None:  # type: ignore[no-untyped-def]
+    longer = Transformer(model.config.model_copy(update={"max_length": 512}))
+    longer.load_state_dict(model.state_dict())
+    client = openai.OpenAI(base_url=f"{start(context=512, model=longer).url}/v1", api_key="none", max_retries=0)
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
     call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [

@@ -30,7 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
     folder = tmp_path_factory.mktemp("tune")
     (folder / "corpus" / "train" / "docs").mkdir(parents=True)
-    pq.write_table(pa.table({"text": sorted(topics.values())}), folder / "corpus" / "train" / "docs" / "00000.parquet")
+    texts = sorted(topics.values())
+    table = pa.table({"text": texts, "language": ["en"] * len(texts)})
+    pq.write_table(table, folder / "corpus" / "train" / "docs" / "00000.parquet")
     recipe = Recipe.model_validate({"name": "t", "tokenizer": {"vocab_size": 512, "sample_bytes": "200kB"}})
     train(recipe, folder / "corpus", folder / "tokenizer")
     return load(folder / "tokenizer")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmworks.tokenizer.reply import read
+
 if TYPE_CHECKING:
     from lmworks.model import Transformer
 
@@ -56,7 +58,7 @@ class Answerer:
             for index, ids in zip(part, generate(self.model, [prompts[i] for i in part], options), strict=True):
                 text = self.tokenizer.decode(ids, skip_special=True)
                 # a base model goes on to ask itself the next question; its answer is what comes before
-                replies[index] = text.strip() if self.chat else text.strip().split("\nQuestion:")[0].split("\n\n")[0].strip()
+                replies[index] = read(text).content.strip() if self.chat else text.strip().split("\nQuestion:")[0].split("\n\n")[0].strip()
             if advance:
                 advance(len(part))
         return replies

@@ -188,6 +188,16 @@ class ChatRequest(Sampling):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of."""
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model may think first; None leaves it to the template."""
+        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+
     def request(self, engine: Engine) -> Request:
         self.refuse_unsupported()
         if self.response_format and self.response_format.get("type") != "text":
@@ -196,9 +206,8 @@ class ChatRequest(Sampling):
             raise BadRequest("tool_choice can only be auto or none here; leave it out", "tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
-        tools = None if self.tool_choice == "none" else self.tools
-        thinking = self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
-        prompt = tuple(engine.vocabulary.chat_prompt([message.plain() for message in self.messages], tools, thinking))
+        messages = [message.plain() for message in self.messages]
+        prompt = tuple(engine.vocabulary.chat_prompt(messages, self.offered_tools, self.thinking))
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
         return Request((prompt,) * self.n, options, self.seed, self.stops)

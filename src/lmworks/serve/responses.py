@@ -12,6 +12,7 @@ from lmworks.model.generate import Token
 from lmworks.serve.engine import Delta, Engine, Request, Scores
 from lmworks.serve.protocol import ChatRequest, CompletionRequest, finite
 from lmworks.serve.text import Placed
+from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
 
 
 @dataclass
@@ -144,11 +145,21 @@ def _top(token: Token, text: Any) -> dict[str, float | None] | None:
     return {text(other): finite(value) for other, value in reversed(token.top)}
 
 
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
 class Chat(_Reply):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. Thoughts come as `reasoning_content`, calls of the tools offered as `tool_calls`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _asked: ChatRequest
+
+    def __init__(self, engine: Engine, asked: ChatRequest, request: Request) -> None:
+        super().__init__(engine, asked, request)
+        self._readers = [ReplyReader(asked.offered_tools, asked.thinking is not False) for _ in request.prompts]
+        self._calls = [0] * len(request.prompts)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._choices)):
@@ -158,17 +169,37 @@ class Chat(_Reply):
         self.add(event)
         if isinstance(event, Scores):
             return
-        if event.text or event.tokens:
-            yield self._part(event.index, {"content": event.text}, self._logprobs(event.tokens))
+        index, reader = event.index, self._readers[event.index]
+        reply, logprobs = reader.push(event.text), self._logprobs(event.tokens)
+        if reply or event.tokens:
+            yield self._part(index, self._delta(index, reply), logprobs)
         if event.finish:
-            yield self._part(event.index, {}, finish=event.finish)
+            if rest := reader.finish():
+                yield self._part(index, self._delta(index, rest))
+            yield self._part(index, {}, finish="tool_calls" if self._calls[index] else event.finish)
 
-    def _part(self, index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish: str | None = None) -> dict[str, Any]:
+    def _delta(self, index: int, reply: Reply) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": reply.content} if reply.content or not reply else {}
+        if reply.reasoning:
+            delta["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            first = self._calls[index]
+            delta["tool_calls"] = [{"index": first + number, **_call(call)} for number, call in enumerate(reply.calls)]
+            self._calls[index] += len(reply.calls)
+        return delta
+
+    def _part(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None) -> dict[str, Any]:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": choice.finish}
+        reply = read(choice.text, self._asked.offered_tools, self._asked.thinking is not False)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message |= {"content": reply.content or None, "tool_calls": [_call(call) for call in reply.calls]}
+        finish = "tool_calls" if reply.calls else choice.finish
+        return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": finish}
 
     def _logprobs(self, tokens: Iterable[Placed]) -> dict[str, Any] | None:
         if not self._asked.logprobs:

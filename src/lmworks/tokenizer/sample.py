@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
+from lmworks.recipe.buckets import expand
 from lmworks.recipe.recipe import Recipe
 
 Shares = dict[tuple[str, str], float]  # (source, language) -> share of the sample's bytes
@@ -24,9 +25,10 @@ def source_weights(recipe: Recipe, corpus_dir: Path) -> dict[str, float]:
     available = corpus_files(corpus_dir, "train")
     if not available:
         raise UserError(f"{Path(corpus_dir) / 'train'} has no .parquet files; run `lmworks corpus prepare RECIPE` first")
+    sizes = {output: sum(path.stat().st_size for path in paths) for output, paths in available.items()}
     weights: dict[str, float] = {}
     for phase in recipe.train.phases:
-        for source, weight in phase.mixture.items():
+        for source, weight in expand(phase.mixture, recipe.corpus.sources, sizes).items():
             if source in available:
                 weights[source] = weights.get(source, 0.0) + weight * phase.tokens
     weights = weights or dict.fromkeys(sorted(available), 1.0)

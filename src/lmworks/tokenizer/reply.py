@@ -1,0 +1,153 @@
+"""What the assistant wrote, taken apart: thoughts, the answer, and tool calls in OpenAI's form. The way back from the chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_THINK, _THOUGHT, _CALL, _CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+@dataclass
+class ToolCall:
+    """A call as the model wrote it; `arguments` is a JSON object as text, as OpenAI sends it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass
+class Reply:
+    """Parts of an answer; of a whole one, or of what has just come in."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+class ReplyReader:
+    """Text of an answer in pieces, as it is generated, to its parts.
+
+    Thoughts stand at the beginning, between <think> and </think>; calls anywhere after them. The joined parts do not depend on how the
+    text is cut into pieces. Text without such markup comes out as it went in. White space that only sets off markup is left out; a call
+    that is not whole, or not well formed, stays text. `tools` are those offered: without any, nothing is a call. `thinking`: whether
+    the prompt left it to the model to think.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True) -> None:
+        self._types = dict(map(_types, tools or ()))
+        self._held = self._gap = ""
+        self._state = "start" if thinking else "content"
+        self._trim = not thinking  # markup has just ended: the newline behind it is no content
+
+    def push(self, text: str) -> Reply:
+        """The parts that `text` completes."""
+        self._held += text
+        return self._read(last=False)
+
+    def finish(self) -> Reply:
+        """No more text comes: what was held back."""
+        return self._read(last=True)
+
+    def _read(self, last: bool) -> Reply:
+        reply, state = Reply(), ""
+        while state != self._state:  # a state that has changed may find something to do in what is left
+            state = self._state
+            getattr(self, f"_{state}")(reply, last)
+        return reply
+
+    def _start(self, reply: Reply, last: bool) -> None:
+        begun = self._held.lstrip()
+        if begun.startswith(_THINK):
+            self._held, self._state = begun[len(_THINK) :], "thoughts"
+        elif last or not _THINK.startswith(begun):
+            self._state = "content"
+
+    def _thoughts(self, reply: Reply, last: bool) -> None:
+        thought, closed, rest = self._held.partition(_THOUGHT)
+        if closed:
+            reply.reasoning += thought
+            self._held, self._state, self._trim = rest, "content", True
+        else:
+            keep = 0 if last else _undecided(self._held, _THOUGHT)
+            reply.reasoning += self._held[: len(self._held) - keep]
+            self._held = self._held[len(self._held) - keep :]
+
+    def _content(self, reply: Reply, last: bool) -> None:
+        if self._trim:
+            self._held = self._held.lstrip()
+            self._trim = not self._held
+        text, opened, rest = self._held.partition(_CALL) if self._types else (self._held, "", "")
+        if opened:
+            reply.content += text.rstrip()
+            self._gap = text[len(text.rstrip()) :]
+            self._held, self._state = rest, "call"
+            return
+        keep = _undecided(text, _CALL) if self._types and not last else 0
+        if self._types and not last:  # white space before a call is no content, and one may come
+            keep = len(text) - len(text[: len(text) - keep].rstrip())
+        reply.content += text[: len(text) - keep]
+        self._held = text[len(text) - keep :]
+
+    def _call(self, reply: Reply, last: bool) -> None:
+        body, closed, rest = self._held.partition(_CALLED)
+        if not closed and not last:
+            return
+        call = _parse(body, self._types) if closed else None
+        if call is None:
+            reply.content += self._gap + _CALL + body + closed
+        else:
+            reply.calls.append(call)
+        self._held, self._state, self._trim = rest, "content", call is not None
+
+
+def read(text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True) -> Reply:
+    """The parts of a whole answer."""
+    reader = ReplyReader(tools, thinking)
+    first, rest = reader.push(text), reader.finish()
+    return Reply(first.reasoning + rest.reasoning, first.content + rest.content, first.calls + rest.calls)
+
+
+def _undecided(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that `mark` begins with."""
+    return next(size for size in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:size]))
+
+
+def _types(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    function = tool.get("function", tool)
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return str(function.get("name")), {key: value.get("type") for key, value in properties.items() if isinstance(value, dict)}
+
+
+def _parse(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None:
+    """name, then <arg_key> and <arg_value> pairs. None if it is not that, or names no tool that was offered."""
+    name, _, rest = body.partition("<arg_key>")
+    name = name.strip()
+    if name not in types:
+        return None
+    rest = body[body.index(name) + len(name) :]
+    if _ARGUMENT.sub("", rest).strip():
+        return None
+    arguments = {key: _value(value, types[name].get(key)) for key, value in _ARGUMENT.findall(rest)}
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Strings are written bare, everything else as JSON: the tool's schema says which it was, and without one what reads as JSON is."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
