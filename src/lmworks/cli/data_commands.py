@@ -1,24 +1,29 @@
-"""`lmworks data`: what any step, past or future, is trained on."""
+"""`lmworks data`: what any step, past or future, is trained on, how often text is read, and changes of the mixture on the way."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from lmworks.cli.options import JsonOption, RunArgument
-from lmworks.cli.output import console
+from lmworks.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from lmworks.shards.batch import Batches
+    from lmworks.shards.order import Change
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     data = typer.Typer(no_args_is_help=True, help="The data order of a run.")
-    data.command("batch")(batch)
+    for name, command in (("batch", batch), ("plan", plan), ("mixture", mixture), ("verify", verify)):
+        data.command(name)(command)
     app.add_typer(data, name="data")
 
 
@@ -29,11 +34,9 @@ def batch(
     text: Annotated[int, typer.Option("--text", help="Characters of each sequence to show.")] = 60,
 ) -> None:
     """Print the batch of a step with the documents it comes from."""
-    from lmworks.run.walk import require_run
-    from lmworks.shards.batch import Batches
     from lmworks.tokenizer import load
 
-    batches = Batches(require_run(Path(run)), Path(run) / "shards")
+    batches = _batches(run)
     rows, found = batches.documents(step), batches.batch(step)
     tokenizer = load(Path(run) / "tokenizer")
     if as_json:
@@ -48,3 +51,80 @@ def batch(
         begin = tokenizer.decode(tokens[: text + 8].tolist())[:text].replace("\n", "\\n")
         table.add_row(f"{row.number}", row.source, str(row.epoch), Text(documents), Text(begin))
     console().print(table)
+
+
+def plan(run: RunArgument, as_json: JsonOption = False) -> None:
+    """How often each source is read, in each phase and over all, what phases share, and what packing cuts or pads."""
+    from lmworks.shards.report import warnings
+
+    batches = _batches(run)
+    order, limit = batches.order, batches.recipe.shards.warn_epochs
+    shared, lost = batches.shared_documents(), batches.waste()
+    if as_json:
+        print_json({
+            "shares": [asdict(share) | {"epochs": share.epochs} for share in order.shares()],
+            "readings": order.readings(),
+            "shared_documents": [{"before": before, "after": after, "id": span.id} for before, after, span in shared],
+            "waste": [{"source": source, "sequence_length": length, **asdict(one)} for (source, length), one in lost.items()],
+            "warnings": list(warnings(order, limit)),
+        })
+        return
+    _print_shares(batches)
+    table = Table(title=f"Packing ({batches.recipe.shards.packing} is used)", title_justify="left", box=None)
+    for heading in ("source", "length", "cut by concatenate", "padding of best_fit"):
+        table.add_column(heading, justify="left" if heading == "source" else "right")
+    for (source, length), one in lost.items():
+        table.add_row(source, f"{length:,}", f"{one.cut:.1%} of the documents that fit", f"{one.padding:.2%} of the tokens")
+    console().print(table)
+    console().print(f"{len(shared)} documents are read in part by two phases" + "".join(f"\n  {span.id} {a}, {b}" for a, b, span in shared))
+
+
+def mixture(
+    run: RunArgument,
+    weights: Annotated[list[str], typer.Option("--set", metavar="SOURCE=WEIGHT", help="Weight of a source; all that are to be read.")],
+    at: Annotated[int | None, typer.Option("--at", metavar="STEP", help="The first step to draw so; the next one when left out.")] = None,
+) -> None:
+    """Change the mixture of a run that has begun, up to the end of the phase or its next planned change."""
+    from lmworks.shards.order import Change
+    from lmworks.train.mixture import ask, check, now
+
+    step = now(Path(run)) if at is None else at
+    change = Change(step, check(Path(run), step, weights))
+    batches = _batches(run, change)
+    _print_shares(batches)
+    if ask(Path(run), change):
+        console().print(f"asked for from step {step:,} on; the run, which is at work, takes it up before the next batch that it reads")
+    else:
+        console().print(f"asked for from step {step:,} on; it is taken up when the run goes on")
+
+
+def verify(run: RunArgument) -> None:
+    """Read every token file and compare it with its hash."""
+    from lmworks.shards.manifest import verify
+
+    verify(Path(run) / "shards")
+    console().print("every file is what was written")
+
+
+def _batches(run: str, *more: Change) -> Batches:
+    from lmworks.run.walk import require_run
+    from lmworks.shards.batch import Batches
+    from lmworks.train.mixture import read_changes
+
+    return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
+
+
+def _print_shares(batches: Batches) -> None:
+    from lmworks.shards.report import warnings
+
+    table = Table(title="What each phase reads", title_justify="left", box=None)
+    for heading in ("phase", "source", "tokens of the source", "reads", "times"):
+        table.add_column(heading, justify="left" if heading in ("phase", "source") else "right")
+    for share in batches.order.shares():
+        length = batches.order.length_of(share.phase)
+        table.add_row(share.phase, share.source, f"{share.start:,} to {share.stop:,}", f"{share.planned * length:,}", f"{share.epochs:.2f}")
+    for source, times in batches.order.readings().items():
+        table.add_row("all phases", source, "", "", f"{times:.2f}", style="bold")
+    console().print(table)
+    for line in warnings(batches.order, batches.recipe.shards.warn_epochs):
+        console().print(f"[yellow]warning: {line}[/yellow]")

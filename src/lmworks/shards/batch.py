@@ -18,6 +18,7 @@ from lmworks.shards.manifest import Manifest
 from lmworks.shards.opening import ShardFiles
 from lmworks.shards.order import Change, Order
 from lmworks.shards.packing import IGNORE
+from lmworks.shards.report import Waste, waste
 from lmworks.shards.rows import RowPlans
 from lmworks.shards.sequences import BestFit, Concatenated, Filled, Sequences
 
@@ -72,7 +73,7 @@ class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
     def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[Change] = ()) -> None:
-        self.shards_dir, self._recipe = Path(shards_dir), recipe
+        self.shards_dir, self.recipe = Path(shards_dir), recipe
         self.manifest = Manifest.load(self.shards_dir)
         self._files = ShardFiles(self.shards_dir, self.manifest)
         self._streams = {
@@ -86,7 +87,7 @@ class Batches:
 
     def change(self, changes: Sequence[Change]) -> None:
         """From now on, the batches of the run with these changes of its mixture: all of them, those told before included."""
-        order = Order(self._recipe, self.manifest, changes, self._plans.rows if self._plans else None)
+        order = Order(self.recipe, self.manifest, changes, self._plans.rows if self._plans else None)
         self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
         self.order = order
 
@@ -131,6 +132,11 @@ class Batches:
                 if span.start > 0:
                     cut.append((before.phase, after.phase, span))
         return cut
+
+    def waste(self) -> dict[tuple[str, int], Waste]:
+        """What either packing costs, by source and sequence length, on the first documents of each source."""
+        wanted = {(share.source, self.order.length_of(share.phase)) for share in self.order.shares()}
+        return {(source, length): waste(self._streams[source].file(0), length) for source, length in sorted(wanted)}
 
     def validation(self, domain: str, sequence_length: int, rows: int, max_bytes: int | None = None) -> Validation:
         """The held-out documents of a domain, in batches of `rows` sequences; see `Validation`."""

@@ -91,6 +91,10 @@ class Manifest(_Record):
         files = {source.name: [[shard.sha256[".bin"], shard.sha256[".idx"]] for shard in source.train.shards] for source in self.sources}
         return hashlib.sha256(json.dumps([self.tokenizer_sha256, files], sort_keys=True).encode()).hexdigest()
 
+    def digests(self) -> dict[str, str]:
+        """By source, a short hash of its token files and of the tokenizer: whether a run still reads what it began with."""
+        return {source.name: self.model_copy(update={"sources": (source,)}).fingerprint()[:16] for source in self.sources}
+
     def source(self, name: str) -> SourceShards:
         if name in self._by_name:
             return self._by_name[name]

@@ -129,6 +129,10 @@ class Order:
     def share(self, phase: int, source: str) -> Share:
         return self._shares[phase][source]
 
+    def length_of(self, phase: str) -> int:
+        """The sequence length of a phase."""
+        return next(one.sequence_length for one in self.timeline.phases if one.name == phase)
+
     def locate(self, phase: int, g: np.ndarray) -> Located:
         """The sequences with numbers `g` (n,) of a phase."""
         plan = self.mixtures[phase]
@@ -182,7 +186,7 @@ class Order:
 
     def _mixture(self, where: str, weights: Mapping[str, float]) -> Mixture:
         """With buckets in the place of bucketed sources, and without the optional sources that could not be had."""
-        optional = {source.name for source in self._declared if source.optional}
+        optional = {name for source in self._declared if source.optional for name in (source.name, *source.outputs)}
         weights = expand(weights, self._declared, self._tokens)
         missing = [name for name in sorted(weights) if name not in self._tokens]
         needed = [name for name in missing if name not in optional]
@@ -238,12 +242,11 @@ class Order:
             start = borders[-1]
 
     def _check(self, max_epochs: float) -> None:
-        lengths = {phase.name: phase.sequence_length for phase in self.timeline.phases}
         for share in self.shares():
             if share.planned and not share.sequences:
                 raise UserError(
                     f"phase {share.phase}: its share of source {share.source} is {share.stop - share.start:,} tokens, less than one "
-                    f"sequence of {lengths[share.phase]:,}; add text, shorten sequence_length, or leave it out of the mixture"
+                    f"sequence of {self.length_of(share.phase):,}; add text, shorten sequence_length, or leave it out of the mixture"
                 )
             if share.epochs > max_epochs:
                 raise UserError(

@@ -16,13 +16,16 @@ from lmworks.model.init import initialize
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.schedules import Schedules
 from lmworks.precision import dtype_for
+from lmworks.progress import console
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.manifest import Manifest, check_vocabulary, verify
+from lmworks.shards.report import warnings
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.course import Stage
+from lmworks.train.mixture import LEDGER, Follower, read_changes
 from lmworks.train.rematerialize import checkpoint_activations
 from lmworks.train.sampling import Sampler
 from lmworks.train.trainer import Trainer
@@ -40,14 +43,17 @@ _LEARNING = {
 class Pretraining:
     """The phases as a `Course`."""
 
-    def __init__(self, recipe: Recipe, batches: Batches) -> None:
+    def __init__(self, recipe: Recipe, batches: Batches, ledger: Ledger | None = None) -> None:
         self.batches = batches
+        self._follower = Follower(ledger, batches) if ledger else None
         self.timeline = batches.order.timeline
         self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
         self.stages = stages(recipe, batches)
         self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
 
     def batch(self, step: int) -> Batch:
+        if self._follower:
+            self._follower.follow(step)
         return self.batches.batch(step)
 
     def rate(self, step: int) -> float:
@@ -101,8 +107,7 @@ def identity(recipe: Recipe) -> dict[str, object]:
 
 
 def _size(manifest: Manifest) -> int:
-    splits = [split for source in manifest.sources for split in (source.train, source.validation) if split]
-    return sum(size for split in splits for shard in split.shards for size in shard.size.values())
+    return sum(size for shard in manifest.shards() for size in shard.size.values())
 
 
 def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) -> dict[str, Validation]:
@@ -118,25 +123,29 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
     `other_data` allows it.
 
     Reads `tokenizer/` and `shards/`; writes `checkpoints/`, `metrics.jsonl`, `samples.jsonl` and lines into `ledger.jsonl`.
-    The shards are compared with their hashes before the first step, and where that takes seconds before any resumed one.
+    Token files of a few gigabytes are compared with their hashes before the first step; larger ones block by block as they are read.
+    Changes of the mixture that the ledger asks for are taken up.
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    batches = Batches(recipe, run_dir / "shards")
+    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).taken)
+    for line in warnings(batches.order, recipe.shards.warn_epochs):
+        console.print(f"[yellow]{line}[/yellow]")
     assert recipe.model.vocab_size
     check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
-    course = Pretraining(recipe, batches)
     model = build_model(recipe)
     optimizer: Optimizer = build_optimizer(model, recipe.optimizer)
-    length = course.stages[0].sequence_length
-    rows = max(1, (recipe.train.micro_batch or 1) * max(stage.sequence_length for stage in course.stages) // length)
-    data = batches.manifest.fingerprint()
+    lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
+    length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
+    rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
+    data = batches.manifest.digests()
     with (
-        Ledger(run_dir / "ledger.jsonl") as ledger,
+        Ledger(run_dir / LEDGER) as ledger,
         Checkpoints(
-            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens
+            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens
         ) as checkpoints,
     ):
+        course = Pretraining(recipe, batches, ledger)
         bad_steps = BadSteps(run_dir / "bad_batches", recipe.stability.max_bad_steps, recipe.stability.save_bad_batches, ledger.write)
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
@@ -145,14 +154,15 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data},
         )  # fmt: skip
         first = trainer.resume()
-        if trainer.began_with.get("shards", data) != data:
-            if not other_data:
+        before = trainer.began_with.get("shards", data)
+        if before != data:
+            if not other_data and any(data.get(name) != digest for name, digest in before.items()):  # sources that were added are no matter
                 raise UserError(
                     f"the token files in {run_dir / 'shards'} are not those that this run began with; put the old text and tokenizer back, "
                     "choose another run_dir, or go on with --allow shards"
                 )
             ledger.write("data_changed", step=first, shards=data)
-        if first == 0 or _size(batches.manifest) <= _QUICKLY_READ:
+        if _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
         pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
         with MetricLog(run_dir, recipe.metrics, resume_step=first + 1) as metrics:

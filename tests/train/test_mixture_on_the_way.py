@@ -1,0 +1,91 @@
+"""A mixture that is changed while a run is at work: taken up once, kept through restarts, and no batch before it moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted
+from lmworks.shards.batch import Batches
+from lmworks.shards.order import Change
+from lmworks.train.mixture import ask, check, now, read_changes
+from lmworks.watch.ledger import read_ledger
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+AT = 12
+MORE_DOCS = Change(AT, {"code": 0.25, "docs": 0.75})
+
+
+@pytest.fixture(scope="module")
+def changed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Asked for in step 5, while the run was at work."""
+    made = tiny.copy(tmp_path_factory.mktemp("changed") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, lambda step: ask(made.run_dir, MORE_DOCS) and None if step == 5 else None)
+        made.pretrain()
+    return made
+
+
+def events(run: Tiny, name: str) -> list[dict[str, object]]:
+    return [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == name]
+
+
+def test_a_change_is_taken_up_by_the_run_that_is_at_work(changed: Tiny, tiny_copy: Tiny) -> None:
+    tiny_copy.pretrain()
+    before, after = curve(tiny_copy.run_dir), curve(changed.run_dir)
+    assert before[:AT] == after[:AT], "nothing before it moves"
+    assert before[AT]["train/loss"] != after[AT]["train/loss"]
+    (line,) = events(changed, "mixture_changed")
+    assert (line["step"], line["mixture"]) == (AT, MORE_DOCS.mixture)
+    assert read_changes(changed.run_dir).taken == [MORE_DOCS]
+    batches = Batches(changed.resolve().recipe, changed.run_dir / "shards", read_changes(changed.run_dir).all)
+    drawn = [row.source for step in range(AT, FIRST) for row in batches.documents(step)]
+    assert abs(drawn.count("docs") - 0.75 * len(drawn)) <= 1
+    assert {row.source for row in batches.documents(FIRST)} == {"docs"}, "the next phase has its own mixture"
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tiny, tiny_copy: Tiny) -> None:
+    ask(tiny_copy.run_dir, MORE_DOCS)
+    for stop in (7, AT + 2):
+        with pytest.MonkeyPatch.context() as patch:
+            before_each_step(patch, lambda step, stop=stop: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
+            with pytest.raises(Interrupted):
+                tiny_copy.pretrain()
+    tiny_copy.pretrain()
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(changed.run_dir)) == []
+    assert curve(tiny_copy.run_dir) == curve(changed.run_dir)
+    assert len(events(tiny_copy, "mixture_changed")) == 1
+
+
+def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: Tiny) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, lambda step: ask(tiny_copy.run_dir, Change(3, {"code": 1.0})) and None if step == 9 else None)
+        tiny_copy.pretrain()
+    (line,) = events(tiny_copy, "mixture_changed")
+    assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"
+
+
+def test_a_change_that_cannot_be_is_refused_and_the_run_goes_on(tiny_copy: Tiny) -> None:
+    ask(tiny_copy.run_dir, Change(4, {"poems": 1.0}))
+    ask(tiny_copy.run_dir, Change(STEPS, {"docs": 1.0}))
+    tiny_copy.pretrain()
+    reasons = [str(line["reason"]) for line in events(tiny_copy, "mixture_refused")]
+    assert "names source poems, which has no tokens" in reasons[0]
+    assert f"step {STEPS} does not exist" in reasons[1]
+    assert not events(tiny_copy, "mixture_changed")
+    assert read_changes(tiny_copy.run_dir).waiting == {}
+
+
+def test_what_is_asked_for_is_checked_first(changed: Tiny, tmp_path: Path) -> None:
+    assert now(changed.run_dir) == STEPS
+    with pytest.raises(UserError, match=rf"step 3 was trained already; the run is at step {STEPS}"):
+        check(changed.run_dir, 3, ["code=1"])
+    for weights, message in ((["code=0.5"], "sum to 0.5"), (["code=x"], "write SOURCE=WEIGHT"), (["code=1.5", "docs=-0.5"], "positive")):
+        with pytest.raises(UserError, match=message):
+            check(tmp_path, 0, weights)
+    assert check(tmp_path, 0, ["code=0.5", "docs=0.5"]) == {"code": 0.5, "docs": 0.5}
