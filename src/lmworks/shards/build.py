@@ -18,6 +18,8 @@ from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
 from lmworks.pool import each
 from lmworks.progress import bar
+from lmworks.recipe.corpus import Infill
+from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.encode import Encoded, encode_part, find, open_parquet
 from lmworks.shards.indexed import token_dtype, with_ending
@@ -87,6 +89,7 @@ class _Job:
     parts: tuple[Path, ...]
     digests: tuple[str, ...]
     inputs: str
+    infill: Infill | None
 
     def folder(self, out_dir: Path) -> Path:
         return out_dir / _ASIDE / self.split / self.name
@@ -111,28 +114,31 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[_Job]
     paths = [path for some in filled.values() for path in some]
     processes = _processes(recipe, sum(path.stat().st_size for path in paths) // _QUICKER)
     sha256 = {task[0]: digest for task, digest in each(processes, sha256_file, [(path,) for path in paths])}
+    infills = {output: source.infill for source in recipe.corpus.sources for output in source.outputs}
     jobs = []
     for name in splits["train"]:
         for split in _SPLITS:
             if some := filled.get((split, name)):
-                digests = tuple(_digest([_FORMAT, sha256[path], tokenizer_sha256]) for path in some)
+                infill = infills.get(name) if split == "train" else None
+                order = [as_tree(infill), recipe.seed] if infill else []
+                digests = tuple(_digest([_FORMAT, sha256[path], tokenizer_sha256, *order]) for path in some)
                 inputs = _digest([_FORMAT, digests, recipe.seed, int(recipe.shards.shard_tokens), split, name])
-                jobs.append(_Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs))
+                jobs.append(_Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs, infill))
     return jobs
 
 
 def _encode(recipe: Recipe, jobs: Sequence[_Job], tokenizer_dir: Path, out_dir: Path) -> None:
     """Every part to tokens, in the order of the corpus: reading text in shuffled order would unpack a group of rows for each document."""
     missing = [
-        (path, job.prefix(out_dir, number), digest)
+        (path, job.prefix(out_dir, number), digest, job.infill)
         for job in jobs
         for number, (path, digest) in enumerate(zip(job.parts, job.digests, strict=True))
         if find(job.prefix(out_dir, number), digest) is None
     ]
-    total = sum(path.stat().st_size for path, _, _ in missing)
+    total = sum(path.stat().st_size for path, *_ in missing)
     processes = min(_processes(recipe, total), max(1, len(missing)))
     threads = max(1, (recipe.threads or 1) // processes)
-    tasks = [(path, tokenizer_dir, prefix, digest, threads) for path, prefix, digest in missing]
+    tasks = [(path, tokenizer_dir, prefix, digest, threads, infill, recipe.seed) for path, prefix, digest, infill in missing]
     with bar("tokens", total) as progress:
         for task, _ in each(processes, encode_part, tasks):
             progress.advance(task[0].stat().st_size)

@@ -16,7 +16,9 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, read_json, sha256_file, write_json
+from lmworks.recipe.corpus import Infill
 from lmworks.shards.indexed import IndexedWriter, token_dtype, with_ending
+from lmworks.shards.infill import encode
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,15 +94,18 @@ def find(prefix: Path, inputs: str) -> Encoded | None:
     return Encoded(prefix, made["documents"], made["tokens"], made["bytes"]) if made.get("inputs") == inputs else None
 
 
-def encode_part(path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int) -> None:
-    """Encode the documents of a corpus file; a UserError if the tokenizer loses bytes of one."""
+def encode_part(
+    path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int, infill: Infill | None = None, seed: int = 0
+) -> None:
+    """Encode the documents of a corpus file, some of them in `infill`ing order; a UserError if the tokenizer loses bytes of one."""
     tokenizer = _load(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
     number = 0
     with EncodedWriter(prefix, token_dtype(tokenizer.vocab_size), inputs) as writer:
         for batch in _texts(open_parquet(path)):
             texts: list[str] = batch.column("text").to_pylist()
-            known = zip(*(batch.column(name).to_pylist() for name in _KNOWN), strict=True)
-            for text, ids, about in zip(texts, tokenizer.encode_batch(texts, threads=threads), known, strict=True):
+            known = list(zip(*(batch.column(name).to_pylist() for name in _KNOWN), strict=True))
+            encoded = encode(tokenizer, [about[0] for about in known], texts, infill, seed, threads)
+            for text, ids, about in zip(texts, encoded, known, strict=True):
                 size = len(text) if text.isascii() else len(text.encode())
                 if int(tokenizer.byte_lengths[ids].sum()) != size:
                     raise UserError(
