@@ -133,7 +133,7 @@ def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Hash of each file, and listing of each folder, that an entry of `corpus.steps` names: a change of it is a change of the step."""
     found = {}
     for node in recipe.corpus.steps:
-        for value in _strings(as_tree(node)):
+        for value in _strings({key: value for key, value in as_tree(node).items() if key != "cache"}):  # it grows while a step works
             path = folder / value
             try:
                 if path.is_file():

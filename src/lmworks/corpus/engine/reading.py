@@ -192,3 +192,8 @@ def check_facts(job: Job) -> None:
                         "a step that makes it before this one"
                     )
             known.update(step.makes)
+        if source.buckets and source.bucket_by not in known:
+            raise UserError(
+                f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither it nor a step for it gives: add a step "
+                "that makes it, or name another bucket_by"
+            )
