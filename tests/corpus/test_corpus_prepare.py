@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from lmworks.corpus import prepare, table
+from lmworks.corpus.contamination import Question
 from lmworks.corpus.engine.counts import SAMPLES
 from lmworks.corpus.report import Report
 from lmworks.corpus.units import ngrams, units
@@ -73,7 +74,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
 def test_every_document_is_accounted_for(stdlib: tuple[Path, Report]) -> None:
     out, report = stdlib
     assert json.loads((out / "report.json").read_text()) == report.as_json()
-    made = ["decisions", "quarantine.jsonl", "rejected.jsonl", "report.json", "staging", "train", "validation"]
+    made = ["decisions", "manifest.json", "quarantine.jsonl", "rejected.jsonl", "report.json", "staging", "train", "validation"]
     assert sorted(path.name for path in out.iterdir()) == made
     for source in report.sources:
         lost = sum(count.documents for count in [*source.quarantined.values(), *source.dropped.values()])
@@ -200,11 +201,10 @@ def test_evaluation_texts_are_kept_out(tmp_path: Path) -> None:
     question = "If three trains leave the station at noon and each of them travels sixty miles an hour, when do they meet?"
     texts = numbered(30)
     texts[4] += " " + question
-    report = prepare(
-        recipe(mine(write_rows(tmp_path / "a.jsonl", texts)), validation_fraction=0), tmp_path / "out", iter([question, "Yes."])
-    )
-    assert report.contamination == [{"id": "mine/0/4", "against": "evaluation/0", "passage": question.rstrip("?")}]
-    assert report.trivial_evaluation_texts == 1
+    asked = [Question("trains/0", question), Question("trains/1", "Why?", "Yes."), Question("trains/2", "Who was the first?", "Nobody")]
+    report = prepare(recipe(mine(write_rows(tmp_path / "a.jsonl", texts)), validation_fraction=0), tmp_path / "out", iter(asked))
+    assert report.contamination == [{"id": "mine/0/4", "against": "trains/0", "passage": question.rstrip("?")}]
+    assert report.protected == {"trains": {"items": 2, "trivial": 1, "found": 1, "documents": 1}}
     assert "mine/0/4" not in documents(tmp_path / "out", "train", "mine")
 
 

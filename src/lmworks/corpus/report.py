@@ -86,7 +86,9 @@ class Report:
     """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them.
 
     `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `would_drop` is what deduplication would drop
-    where it only checks; `bytes_per_document` is what comparing all documents holds in memory for each.
+    where it only checks; `bytes_per_document` is what comparing all documents holds in memory for each. `protected` says of each
+    evaluation set, and of the held-out documents, how many `items` are looked for, how many are too `trivial` to be, how many of them were
+    `found`, and in how many `documents`.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -96,8 +98,7 @@ class Report:
     statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
     boilerplate: list[dict[str, Any]] = field(default_factory=list)
-    protected_texts: int = 0
-    trivial_evaluation_texts: int = 0
+    protected: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "sources": [source.as_json() for source in self.sources]}

@@ -18,6 +18,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from lmworks.corpus import wheels
+from lmworks.corpus.contamination import Question
 from lmworks.corpus.items import Unavailable
 from lmworks.errors import UserError
 
@@ -197,11 +198,13 @@ def load(name: str, most: int | None = None) -> list[Item]:
     return ranked[:most]
 
 
-def evaluation_texts(names: Iterable[str]) -> Iterator[str]:
+def questions(names: Iterable[str]) -> Iterator[Question]:
     """Question and right answer of every item of the sets (not of the samples only), for decontamination. Raises `Unavailable`."""
     for name in names:
         for item in load_all(name):
-            yield item.text
+            answer = item.continuations[item.answer].strip()
+            bare = item.text.removesuffix(f" {answer}")
+            yield Question(f"{name}/{item.id}", bare, answer if bare != item.text else "")
 
 
 def chance_level(items: Sequence[Item]) -> float:

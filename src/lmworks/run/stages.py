@@ -20,23 +20,24 @@ from lmworks.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage is given: the resolved recipe, where everything lies, the command that goes on after an interruption, and whether
-    a started run may go on with other token files."""
+    """What a stage is given: the resolved recipe, where everything lies, the command that goes on after an interruption, whether
+    a started run may go on with other token files, and the folder of the recipe."""
 
     recipe: Recipe
     run_dir: Path
     resume_command: str
     other_data: bool = False
+    folder: Path = Path()
 
 
 @dataclass(frozen=True)
 class Stage:
     """`folder` is made by the stage alone; `reads` are recipe paths (a node with all below it, or a pattern of leaves).
 
-    A stage that `resumes` goes on in a folder that the same recipe has half filled. One that `keeps` goes on in any folder: the shards
-    compare contents, and before pretraining changed recipes are refused, so that no checkpoint is cleared behind the user's back.
+    A stage that `resumes` goes on in a folder that the same recipe has half filled. One that `keeps` goes on in any folder: corpus and
+    shards compare what each part was made from, and before pretraining changed recipes are refused, so that no checkpoint is cleared behind the user's back.
     `makes` are patterns of the files in the folder that later stages read: their stamps hold what is in them, not only how it was made.
-    `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
+    One with `files` reads the sources, and what lies there is part of its stamp. `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
     """
 
     name: str
@@ -47,21 +48,22 @@ class Stage:
     resumes: bool = False
     keeps: bool = False
     makes: tuple[str, ...] = ()
+    files: bool = False
     check: Callable[[Recipe], None] | None = None
 
 
 def _corpus(context: Context) -> RenderableType | None:
     from lmworks.corpus import prepare, table
     from lmworks.corpus.items import Unavailable
-    from lmworks.evaluate.benchmarks import evaluation_texts
+    from lmworks.evaluate.benchmarks import questions
     from lmworks.progress import console
 
     try:
-        texts = list(evaluation_texts(context.recipe.evaluate.benchmarks))
+        asked = list(questions(context.recipe.evaluate.benchmarks))
     except Unavailable as reason:
         console.print(f"[yellow]not decontaminated against the benchmark sets, which will not be scored either: {reason}[/yellow]")
-        texts = []
-    return table(prepare(context.recipe, context.run_dir / "corpus", texts))
+        asked = []
+    return table(prepare(context.recipe, context.run_dir / "corpus", asked, context.folder))
 
 
 def _tokenizer(context: Context) -> RenderableType | None:
@@ -139,10 +141,8 @@ _TOKENIZER = ("seed", "tokenizer", "model.max_length", "train.phases.*.mixture.*
 _TRAINING = ("seed", "threads", "model", "optimizer", "train", "layout")
 _TUNING = ("seed", "tune", "optimizer", "train.precision", "train.micro_batch", "train.compile", "evaluate.tasks", "evaluate.task_items")
 
-_DOCUMENTS = ("train/*/*.parquet", "validation/*/*.parquet")
-
 STAGES = (
-    Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, makes=_DOCUMENTS),
+    Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, keeps=True, makes=("manifest.json",), files=True),
     Stage("tokenizer", "tokenizer", _TOKENIZER, ("corpus",), _tokenizer, makes=("tokenizer.json", "chat_template.jinja")),
     Stage("shards", "shards", ("seed", "shards"), ("corpus", "tokenizer"), _shards, keeps=True, makes=("manifest.json",)),
     Stage("pretrain", "checkpoints", _TRAINING, ("shards",), _pretrain, keeps=True),

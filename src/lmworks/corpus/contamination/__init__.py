@@ -16,6 +16,6 @@ On many machines: every process makes the same `Gate` from the same protected te
 `Findings` are added up by `seen`; with that sum each part's `suspects` are judged one by one.
 """
 
-from lmworks.corpus.contamination.gate import Boilerplate, Findings, Gate, Match
+from lmworks.corpus.contamination.gate import HELD_OUT, Boilerplate, Findings, Gate, Match, Question
 
-__all__ = ["Boilerplate", "Findings", "Gate", "Match"]
+__all__ = ["HELD_OUT", "Boilerplate", "Findings", "Gate", "Match", "Question"]

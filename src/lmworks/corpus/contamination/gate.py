@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,23 @@ BOILERPLATE_DOCUMENTS = 10
 SHORTEST, ALONE, ANSWER_WITHIN = 5, 8, 48
 
 
+HELD_OUT = "held out"
+
+
+@dataclass(frozen=True)
+class Question:
+    """An item of an evaluation set: `name` is SET/ITEM, `answer` the right one as it is written, if there is one to write."""
+
+    name: str
+    text: str
+    answer: str = ""
+
+
 @dataclass(frozen=True)
 class Match:
     """A passage of a training document (code points start to end) that protected text `against` has too.
 
-    `evaluation` says that it is an item of an evaluation set; `set` is that set, or the source of the held-out document.
+    `evaluation` says that it is an item of an evaluation set, not a held-out document.
     """
 
     against: str
@@ -30,7 +43,13 @@ class Match:
 
     @property
     def set(self) -> str:
-        return self.against.split("/", 1)[0]
+        """The evaluation set, or `held out`."""
+        return set_of(self.against) if self.evaluation else HELD_OUT
+
+
+def set_of(name: str) -> str:
+    """The set of an item called SET/ITEM."""
+    return name.split("/", 1)[0]
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,8 @@ class Gate:
 
         Only `evaluation` ones are looked for whole, as whole questions are what a test asks; `answers` are their right answers. Items too
         short to be looked for at all are counted in `trivial`, by set.
+
+        A held-out document shorter than the n-gram is passed over.
         """
         assert self._made is None, "protect everything before the first scan"
         asked, replied = units(texts), units(answers if answers is not None else [""] * len(texts))
@@ -117,9 +138,8 @@ class Gate:
                 self.names.append(name)
                 self.evaluation.append(evaluation)
                 self.texts.append(text)
-            else:
-                kind = name.split("/", 1)[0]
-                self.trivial[kind] = self.trivial.get(kind, 0) + 1
+            elif evaluation:
+                self.trivial[set_of(name)] = self.trivial.get(set_of(name), 0) + 1
 
     def _add(self, owner: int, question: np.ndarray, answer: np.ndarray, scale: int, evaluation: bool) -> bool:
         length = self.ngram * scale
@@ -139,6 +159,12 @@ class Gate:
         by_hash = self._shorts.setdefault((scale, len(question)), {})
         by_hash.setdefault(int(whole(question)[0]), []).append(_Short(owner, question, needed))
         return True
+
+    @property
+    def protected(self) -> dict[str, int]:
+        """How many items of each evaluation set, and how many held-out documents, are looked for."""
+        sets = (set_of(name) if evaluation else HELD_OUT for name, evaluation in zip(self.names, self.evaluation, strict=True))
+        return dict(sorted(Counter(sets).items()))
 
     @property
     def _tables(self) -> _Tables:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.counts import Counts, Samples, merge
+from lmworks.corpus.engine.counts import Counts, Samples, Touched, merge
 from lmworks.corpus.engine.gate import on
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.writing import MOST_PASSAGES, decisions_path, outputs
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_text
+from lmworks.files import read_json, write_json, write_text
 from lmworks.recipe.corpus import Source
 
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
@@ -73,6 +73,7 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
     report = Report(missing={**missing, **_emptiness(job)})
     would_drop: Counts = {}
     measured: dict[str, dict[str, Histogram]] = {}
+    touched: dict[str, Touched] = {}
     for source_report, source in zip(_read(job), job.sources, strict=True):
         if source.name in report.missing:
             continue
@@ -82,14 +83,23 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
             merge(would_drop, counts["would_drop"])
             report.contamination += counts["contamination"][: MOST_PASSAGES - len(report.contamination)]
             _measure(measured, source, counts["statistics"])
+            for name, one in counts["touched"].items():
+                touched.setdefault(name, Touched()).add(one["documents"], one["items"])
         report.sources.append(source_report)
     report.would_drop = would_drop
     report.statistics = {name: {split: one.as_json() for split, one in kinds.items()} for name, kinds in sorted(measured.items())}
     report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
     if on(job):
         found = read_json(job.path("common", "all", ".found.json"))
-        report.boilerplate, report.protected_texts = found["boilerplate"], found["protected_texts"]
-        report.trivial_evaluation_texts = found["trivial_evaluation_texts"]
+        report.boilerplate = found["boilerplate"]
+        for name in sorted({*found["protected"], *found["trivial"]}):
+            one = touched.get(name, Touched())
+            report.protected[name] = {
+                "items": found["protected"].get(name, 0),
+                "trivial": found["trivial"].get(name, 0),
+                "found": len(one.items),
+                "documents": one.documents,
+            }
     return report
 
 
@@ -97,6 +107,13 @@ def _measure(measured: dict[str, dict[str, Histogram]], source: Source, statisti
     for name, kinds in statistics.items():
         for kind, value in kinds.items():
             measured.setdefault(f"{source.name}/{name}", {}).setdefault(kind, Histogram()).merge(Histogram.from_json(value))
+
+
+def write_manifest(job: Job, report: Report) -> None:
+    """Write manifest.json: each file of train/ and validation/ with its hash."""
+    pieces = [piece for piece in job.pieces if piece.source.name not in report.missing]
+    files = [read_json(job.path("write", piece, ".counts.json"))["files"] for piece in pieces]
+    write_json(job.out / "manifest.json", {"files": {name: found[name] for found in files for name in sorted(found)}})
 
 
 def require_training_text(report: Report) -> None:

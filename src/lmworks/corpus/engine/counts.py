@@ -63,6 +63,21 @@ class Passage:
         self.edited += other["edited"]
 
 
+@dataclass
+class Touched:
+    """What is known of a protected set's appearance in the training text: in how many documents, and which items."""
+
+    documents: int = 0
+    items: set[str] = field(default_factory=set)
+
+    def add(self, documents: int, items: Iterable[str]) -> None:
+        self.documents += documents
+        self.items.update(items)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"documents": self.documents, "items": sorted(self.items)}
+
+
 class Samples:
     """The first few of each (source, reason)."""
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Findings, Gate, Match
 from lmworks.corpus.engine.fates import Fates, texts_of
 from lmworks.corpus.engine.job import Job, Piece
@@ -25,7 +26,7 @@ from lmworks.corpus.units import units
 from lmworks.files import sha256_file, write_json
 
 EVALUATION = "evaluation.parquet"
-PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("evaluation", pa.bool_())])
+PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("answer", pa.string()), ("evaluation", pa.bool_())])
 _BATCH = 1024
 _MOST_BOILERPLATE = 50
 
@@ -46,7 +47,8 @@ def protect(job: Job, task: str, advance: Advance) -> None:
             fates = Fates.load(job, piece)
             if fates.held.any():
                 for batch in texts_of(job, piece, fates.held):
-                    out.write_table(pa.table([batch.ids, batch.texts, [False] * len(batch.ids)], schema=PROTECTED))
+                    count = len(batch.ids)
+                    out.write_table(pa.table([batch.ids, batch.texts, [""] * count, [False] * count], schema=PROTECTED))
         with pq.ParquetFile(job.staging / EVALUATION) as file:
             for rows in file.iter_batches(_BATCH):
                 out.write_batch(rows)
@@ -70,7 +72,8 @@ def _made(path: Path, size: int, changed: int, ngram: int) -> Gate:
         for rows in file.iter_batches(_BATCH):
             for evaluation in (False, True):
                 of_kind = rows.filter(pa.compute.equal(rows["evaluation"], evaluation))
-                gate.protect(of_kind["name"].to_pylist(), of_kind["text"].to_pylist(), evaluation=evaluation)
+                names, texts, answers = (of_kind[name].to_pylist() for name in ("name", "text", "answer"))
+                gate.protect(names, [clean(text) for text in texts], [clean(answer) for answer in answers], evaluation=evaluation)
     return gate
 
 
@@ -125,7 +128,7 @@ def common(job: Job, task: str, advance: Advance) -> None:
     shown = [asdict(one) for one in gate.boilerplate(seen, _MOST_BOILERPLATE)]
     write_json(
         job.path("common", "all", ".found.json"),
-        {"protected_texts": len(gate.names), "trivial_evaluation_texts": sum(gate.trivial.values()), "boilerplate": shown},
+        {"protected": gate.protected, "trivial": gate.trivial, "boilerplate": shown},
     )
 
 

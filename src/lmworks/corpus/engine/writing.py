@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.contamination import Match
 from lmworks.corpus.document import Document
-from lmworks.corpus.engine.counts import Counts, Passage, Samples, count
+from lmworks.corpus.engine.counts import Counts, Passage, Samples, Touched, count
 from lmworks.corpus.engine.fates import Fates, staged
 from lmworks.corpus.engine.gate import verdict_inputs, verdicts
 from lmworks.corpus.engine.job import Job, Piece
@@ -26,7 +26,7 @@ from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.items import EXCERPT
 from lmworks.documents import COLUMNS, part_path
-from lmworks.files import write_json
+from lmworks.files import sha256_file, write_json
 from lmworks.recipe.fingerprint import as_tree
 
 MOST_PASSAGES = 1000
@@ -66,6 +66,7 @@ class _Writing:
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()
         self._passages: list[dict[str, str]] = []
+        self._touched: dict[str, Touched] = {}
         self._ends: list[tuple[str, str, str, str]] = []  # fate, reason, detail, copy of
 
     def run(self, advance: Advance) -> None:
@@ -95,7 +96,9 @@ class _Writing:
                 **{split: {output: asdict(one) for output, one in found.items()} for split, found in self._kept.items()},
                 "rejected": self._rejected.rows,
                 "contamination": self._passages,
+                "touched": {name: one.as_json() for name, one in self._touched.items()},
                 "statistics": statistics,
+                "files": {str(path.relative_to(job.out)): sha256_file(path) for path in outputs(job, piece) if path.exists()},
             },
         )
 
@@ -131,9 +134,12 @@ class _Writing:
         self._rejected.add(document.source, reason, document.id, document.origin, document.text, **more)
 
     def _tell(self, document: Document, matches: Sequence[Match]) -> None:
-        for match in matches:
-            if len(self._passages) < MOST_PASSAGES:
-                self._passages.append({"id": document.id, "against": match.against, "passage": _passage(document, match)})
+        for name in {match.set for match in matches}:
+            items = {match.against for match in matches if match.set == name}
+            self._touched.setdefault(name, Touched()).add(1, items)
+        if len(self._passages) < MOST_PASSAGES:
+            longest = matches[0]
+            self._passages.append({"id": document.id, "against": longest.against, "passage": _passage(document, longest)})
 
     def _write_decisions(self) -> dict[str, Any]:
         """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
