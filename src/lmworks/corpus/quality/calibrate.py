@@ -7,15 +7,15 @@ import numpy as np
 from lmworks.corpus.quality.classifier import Curve
 from lmworks.corpus.quality.library import needed
 
-_GROUPS, _FEWEST_IN_GROUP = 20, 50
+_FEWEST_GROUPS, _MOST_GROUPS, _FEWEST_IN_GROUP = 10, 20, 50
 _TILT = 0.01  # of what is left to 0 and 1: beyond the last groups the curve still rises
 
 
 def calibrate(evidence: np.ndarray, good: np.ndarray) -> tuple[Curve, float]:
     """The curve that fits these documents, and the log loss of its logistic part, by which classifiers are compared. Both (N,).
 
-    With at least 50 documents in each of two or more groups of like evidence, the logistic curve is bent to the share of good ones in
-    each, made to rise (isotonic regression); with fewer it is left as it is.
+    With at least 50 documents in each of 10 groups of like evidence, the logistic curve is bent to the share of good ones in each, made
+    to rise (isotonic regression); with fewer documents it is left as it is.
     """
     spread = float(evidence.std()) or 1.0
     model = needed("sklearn.linear_model").LogisticRegression(C=100.0, max_iter=1000)
@@ -23,9 +23,10 @@ def calibrate(evidence: np.ndarray, good: np.ndarray) -> tuple[Curve, float]:
     logistic = Curve(float(model.coef_[0, 0]) / spread, float(model.intercept_[0]))
     scores = logistic(evidence)
     loss = float(needed("sklearn.metrics").log_loss(good, scores, labels=[False, True]))
-    groups = np.array_split(np.argsort(scores, kind="stable"), min(_GROUPS, len(scores) // _FEWEST_IN_GROUP) or 1)
-    if len(groups) < 2:
+    count = min(len(scores) // _FEWEST_IN_GROUP, _MOST_GROUPS)
+    if count < _FEWEST_GROUPS:
         return logistic, loss
+    groups = np.array_split(np.argsort(scores, kind="stable"), count)
     sizes = np.array([len(group) for group in groups], np.float64)
     xs = np.array([scores[group].mean() for group in groups])
     # two documents that the logistic curve imagines keep a group without a single bad one from being called certain
