@@ -1,0 +1,122 @@
+"""Figures about some documents, made part by part and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lmworks.corpus.engine.counts import Count
+from lmworks.corpus.histogram import Histogram
+
+
+@dataclass
+class Texts:
+    """What only the texts themselves tell: how many were looked at, their bytes, words, tokens, and how surprising they are."""
+
+    documents: int = 0
+    bytes: int = 0
+    words: int = 0
+    tokens: int = 0
+    perplexity: Histogram = field(default_factory=Histogram)
+
+    def add(self, sizes: Sequence[int], words: Sequence[int], tokens: Sequence[int], perplexity: Sequence[float]) -> None:
+        """Some more; any list may be empty where it was not measured."""
+        self.documents += len(sizes)
+        self.bytes += sum(sizes)
+        self.words += sum(words)
+        self.tokens += sum(tokens)
+        self.perplexity.add(perplexity)
+
+    def merge(self, other: Texts) -> None:
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.words += other.words
+        self.tokens += other.tokens
+        self.perplexity.merge(other.perplexity)
+
+
+@dataclass
+class Side:
+    """Documents before (`read`) or after (`train`): all of them counted by language and length, and some texts measured.
+
+    Lengths and the bytes of languages are those that were read; a step may have changed the text since.
+    """
+
+    count: Count = field(default_factory=Count)
+    languages: dict[str, Count] = field(default_factory=dict)
+    lengths: Histogram = field(default_factory=Histogram)
+    texts: Texts = field(default_factory=Texts)
+
+    def add(self, rows: pa.Table) -> None:
+        """Count rows of the decisions."""
+        sizes = rows["bytes"]
+        self.count.add(pc.sum(sizes).as_py() or 0, rows.num_rows)
+        grouped = rows.group_by("language").aggregate([("bytes", "sum"), ("bytes", "count")])
+        for language, total, documents in zip(*(grouped[name].to_pylist() for name in grouped.column_names), strict=True):
+            self.languages.setdefault(language, Count()).add(total, documents)
+        self.lengths.add(sizes.to_pylist())
+
+    def merge(self, other: Side) -> None:
+        self.count.add(other.count.bytes, other.count.documents)
+        for language, one in other.languages.items():
+            self.languages.setdefault(language, Count()).add(one.bytes, one.documents)
+        self.lengths.merge(other.lengths)
+        self.texts.merge(other.texts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The words and tokens of all documents are those of the texts measured, scaled up by bytes; null where none were."""
+        scale = self.count.bytes / self.texts.bytes if self.texts.bytes else 0.0
+        return {
+            **asdict(self.count),
+            "words": round(self.texts.words * scale) if self.texts.words else None,
+            "tokens": round(self.texts.tokens * scale) if self.texts.tokens else None,
+            "measured": {"documents": self.texts.documents, "bytes": self.texts.bytes},
+            "languages": {name: asdict(one) for name, one in sorted(self.languages.items(), key=lambda pair: -pair[1].bytes)},
+            "lengths": self.lengths.as_json(),
+            "perplexity": self.texts.perplexity.as_json(),
+        }
+
+
+@dataclass
+class Tally:
+    """A part, a source, a domain or the whole: before (sound documents), after, and what was dropped by (step, reason).
+
+    `copied` are the documents that duplicates are copies of, one entry for each duplicate, as `measuring.packed` makes them.
+    """
+
+    read: Side = field(default_factory=Side)
+    train: Side = field(default_factory=Side)
+    validation: Count = field(default_factory=Count)
+    dropped: dict[tuple[str, str], Side] = field(default_factory=dict)
+    duplicates: dict[str, Count] = field(default_factory=dict)
+    copied: list[np.ndarray] = field(default_factory=list)
+
+    def merge(self, other: Tally) -> None:
+        self.read.merge(other.read)
+        self.train.merge(other.train)
+        self.validation.add(other.validation.bytes, other.validation.documents)
+        for why, side in other.dropped.items():
+            self.dropped.setdefault(why, Side()).merge(side)
+        for reason, one in other.duplicates.items():
+            self.duplicates.setdefault(reason, Count()).add(one.bytes, one.documents)
+        self.copied += other.copied
+
+    def as_json(self) -> dict[str, Any]:
+        ranked = sorted(self.dropped.items(), key=lambda pair: (-pair[1].count.documents, pair[0]))
+        return {
+            "read": self.read.as_json(),
+            "train": self.train.as_json(),
+            "validation": asdict(self.validation),
+            "dropped": [{"step": step, "reason": reason, **asdict(side.count), **_typical(side)} for (step, reason), side in ranked],
+            "duplicates": {reason: asdict(one) for reason, one in sorted(self.duplicates.items())},
+        }
+
+
+def _typical(side: Side) -> dict[str, Any]:
+    lengths, perplexity = side.lengths, side.texts.perplexity
+    return {"median_bytes": lengths.quantile(0.5), "median_perplexity": perplexity.quantile(0.5) if perplexity.count else None}
