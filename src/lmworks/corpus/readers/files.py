@@ -1,39 +1,132 @@
-"""Files of text: each is a document, or as its layout has it."""
+"""Files of text, Markdown, HTML, LaTeX, notebooks and code, in directories and archives: each is a document, or as its layout has it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 
-from lmworks.corpus.items import Item
-from lmworks.corpus.layouts import Layout, Member, layout
-from lmworks.corpus.opening import File, find, open_binary
+from lmworks.corpus.items import Item, broken, decoded, shown
+from lmworks.corpus.layouts import Member, layout
+from lmworks.corpus.opening import open_binary
+from lmworks.corpus.readers import notebook
+from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
+from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.jsonl import line_parts, lines_of
+from lmworks.corpus.readers.listing import File, find, fits
 from lmworks.corpus.readers.part import Part, packed
+from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
+FACTS = ("path",)
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": (),
     "markdown": (".md", ".markdown", ".mdown"),
+    "html": (".html", ".htm", ".xhtml"),
+    "latex": (".tex", ".latex"),
+    "notebook": (".ipynb",),
     "code": (
         ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts", ".jsx", ".tsx",
         ".go", ".rs", ".rb", ".php", ".cs", ".swift", ".sh", ".sql", ".lua", ".jl", ".r", ".R", ".m", ".pl", ".hs", ".ml", ".ex",
         ".clj", ".zig", ".tex", ".md", ".rst",
     ),
 }  # fmt: skip
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_TITLE = re.compile(r"^title:[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
+
+Convert = Callable[[Member, int], Iterator[Item]]
+
+
+def _suffixes(source: Source) -> tuple[str, ...]:
+    return () if source.include else SUFFIXES[source.kind]
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    layout(source.layout or "file")
-    files = find(source, SUFFIXES[source.kind] if not source.include else ())
-    return list(packed(files, part_bytes))
+    with ExitStack() as stack:
+        _convert(source, stack)
+    suffixes = _suffixes(source)
+    files = find(source, (*suffixes, *ARCHIVES) if suffixes else ())
+    return list(line_parts(files, part_bytes) if source.layout == "lines" else packed(files, part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
-    make = layout(source.layout or "file")
-    for file in part.files:
-        yield from guarded(_items(make, file, limit), file.path)
+    with ExitStack() as stack:
+        convert = _convert(source, stack)
+        for file in part.files:
+            if is_archive(file.path):
+                yield from guarded(_archived(source, convert, file, limit), file.path)
+            elif source.layout == "lines":
+                yield from guarded(_lines(file, part.span, limit), file.path)
+            else:
+                yield from guarded(_one(convert, file, limit), file.path)
 
 
-def _items(make: Layout, file: File, limit: int) -> Iterator[Item]:
+def _one(convert: Convert, file: File, limit: int) -> Iterator[Item]:
     with open_binary(file.path) as (stream, _):
-        yield from make(iter([Member(file.path, file.size, stream)]), limit)
+        yield from _named(convert(Member(file.path, file.size, stream), limit), file.path)
+
+
+def _lines(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Item]:
+    for line, complete, origin, consumed in lines_of(file, span, limit):
+        if not complete:
+            yield broken("enormous", origin, line, consumed)
+        elif line.strip():
+            yield from _named(iter([decoded(line, origin, limit, consumed)]), file.path)
+
+
+def _archived(source: Source, convert: Convert, file: File, limit: int) -> Iterator[Item]:
+    for member in members(file):
+        if isinstance(member, Item):
+            yield member
+        elif fits(member.name, _suffixes(source)) and fnmatch.fnmatch(member.name, source.include or "*"):
+            name = f"{file.path}/{member.name}"
+            yield from guarded(_named(convert(replace(member, name=name), limit), name), name)
+
+
+def _named(items: Iterator[Item], path: str) -> Iterator[Item]:
+    for item in items:
+        yield replace(item, origin=shown(item.origin), facts={**item.facts, "path": shown(path)}) if item.reason is None else item
+
+
+def _convert(source: Source, stack: ExitStack) -> Convert:
+    """From an open file to its items. Raises UserError for a layout that the kind does not have."""
+    kind, name = source.kind, source.layout
+    if kind in ("text", "code"):
+        make = layout(name or "file")
+        return lambda member, limit: make(iter([member]), limit)
+    known = notebook.LAYOUTS if kind == "notebook" else ("file",)
+    if name is not None and name not in known:
+        raise UserError(f"unknown layout {name!r} of kind {kind}; known are {', '.join(known)}")
+    if kind == "notebook":
+        return _whole(lambda data, origin, limit, size: notebook.text_of(data, origin, limit, size, outputs=name == "outputs"))
+    if kind == "markdown":
+        return _whole(_markdown)
+    extractor = stack.enter_context(Extractor(kind))
+    return _whole(lambda data, origin, limit, size: extractor.text(data, origin, size))
+
+
+def _whole(text_of: Callable[[bytes, str, int, int], Item]) -> Convert:
+    """A file is one document. Markup, outputs and pictures take room, so that it may be four times as long as its text."""
+
+    def convert(member: Member, limit: int) -> Iterator[Item]:
+        data = member.stream.read(4 * limit + 1)
+        if len(data) > 4 * limit:
+            yield broken("enormous", shown(member.name), data, member.size)
+        else:
+            yield text_of(data, shown(member.name), limit, member.size)
+
+    return convert
+
+
+def _markdown(data: bytes, origin: str, limit: int, size: int) -> Item:
+    """As it is written; of a block of metadata before it only the title stays, as a heading."""
+    item = decoded(data.replace(b"\r\n", b"\n"), origin, limit, size)
+    front = _FRONT_MATTER.match(item.text) if item.reason is None else None
+    if front is None:
+        return item
+    title = _TITLE.search(front[1])
+    body = item.text[front.end() :].lstrip("\n")
+    return replace(item, text=f"# {title[2]}\n\n{body}" if title and not body.startswith("# ") else body)

@@ -1,4 +1,4 @@
-"""What may go wrong while a file is read, and is the file's fault."""
+"""What may go wrong while a file is read: damage costs the rest of the file, a lost connection stops the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lmworks.errors import UserError
 
 
 @lru_cache(maxsize=1)
-def _damages() -> tuple[type[Exception], ...]:
+def _damage() -> tuple[type[Exception], ...]:
     import pyarrow as pa
 
     known: tuple[type[Exception], ...]
-    known = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
+    # of zipfile and tarfile: unknown compression, impossible offsets and numbers
+    known = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError, pa.ArrowException)
     try:
         import zstandard
     except ImportError:
@@ -27,13 +28,22 @@ def _damages() -> tuple[type[Exception], ...]:
     return (*known, zstandard.ZstdError)
 
 
+@lru_cache(maxsize=1)
+def _lost() -> tuple[type[Exception], ...]:
+    try:
+        import aiohttp
+    except ImportError:
+        return (ConnectionError, TimeoutError)
+    return (ConnectionError, TimeoutError, aiohttp.ClientError)
+
+
 def guarded(rows: Iterator[Item], path: str) -> Iterator[Item]:
-    """Rows until the file breaks off. A damaged file costs its rest, which is counted; a lost connection stops the run."""
+    """Rows until the file breaks off. Raises UserError when a URL does, which is nobody's data."""
     try:
         yield from rows
     except Bomb as error:
         yield broken("bomb", shown(path), str(error))
-    except _damages() as error:
-        if "://" in path and isinstance(error, OSError) and type(error).__name__ != "BadGzipFile":
+    except (*_damage(), *_lost()) as error:
+        if "://" in path and (isinstance(error, _lost()) or getattr(error, "errno", None) is not None):
             raise UserError(f"cannot go on reading {path}: {str(error) or type(error).__name__}; run the same command again") from None
         yield broken("damaged_file", shown(path), str(error))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.items import Item, Unavailable
-from lmworks.corpus.opening import File
+from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError

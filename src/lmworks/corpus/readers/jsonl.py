@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import COMPRESSED, File, bounded_lines, can_seek, find, open_binary, skip_line
+from lmworks.corpus.opening import COMPRESSED, bounded_lines, can_seek, open_binary, skip_line
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.corpus.readers.rows import Columns
 from lmworks.recipe.corpus import Source

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import File, find, open_binary
+from lmworks.corpus.opening import open_binary
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed, spans
 from lmworks.corpus.readers.rows import Columns
 from lmworks.recipe.corpus import Source

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.corpus.opening import File
+from lmworks.corpus.readers.listing import File
 
 _MOST_FILES = 4096
 

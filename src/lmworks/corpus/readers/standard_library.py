@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmworks.corpus.items import Item, broken, decoded
-from lmworks.corpus.opening import File
+from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from lmworks.corpus.items import Item
 from lmworks.corpus.layouts import WHOLE, Member, layout
-from lmworks.corpus.opening import File, decompress
+from lmworks.corpus.opening import decompress
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part, spans
 from lmworks.corpus.wheels import wheel
 from lmworks.errors import UserError

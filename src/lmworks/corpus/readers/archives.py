@@ -1,0 +1,69 @@
+"""Archives of files (zip, tar), read member by member where they lie. Nothing is ever unpacked to disk."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from lmworks.corpus.items import Item, broken, shown
+from lmworks.corpus.layouts import Member
+from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, decompress, open_binary
+from lmworks.corpus.readers.listing import File
+
+_TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+ARCHIVES = (".zip", *_TARS)
+
+
+def is_archive(path: str) -> bool:
+    """By its name."""
+    return path.endswith(ARCHIVES)
+
+
+def members(file: File) -> Iterator[Member | Item]:
+    """The files in an archive, each open until the next is asked for; what cannot be opened is an item with its reason.
+
+    A name that leads out of the archive, one that was there before, and an encrypted or damaged member cost that member only. Links and
+    devices are passed over.
+    """
+    seen: set[str] = set()
+    with open_binary(file.path, seek=file.path.endswith(".zip")) as (stream, _):
+        for member in _zip(stream, file) if file.path.endswith(".zip") else _tar(stream):
+            if isinstance(member, Item):
+                yield member
+                continue
+            origin = f"{shown(file.path)}/{shown(member.name)}"
+            if member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
+                yield broken("unsafe_name", origin, member.name, 0)
+            elif member.name in seen:
+                yield broken("duplicate_member", origin, "", 0)
+            else:
+                seen.add(member.name)
+                yield member
+
+
+def _zip(stream: Any, file: File) -> Iterator[Member | Item]:
+    with zipfile.ZipFile(stream) as archive:
+        infos = [info for info in archive.infolist() if not info.is_dir()]
+        whole = sum(info.file_size for info in infos)
+        if whole > HARMLESS and whole > MOST_EXPANSION * file.size:
+            raise Bomb(f"would expand to {whole:,} bytes")
+        for info in infos:
+            origin = f"{shown(file.path)}/{shown(info.filename)}"
+            if info.flag_bits & 1:
+                yield broken("encrypted", origin, "", info.compress_size)
+                continue
+            try:
+                with archive.open(info) as opened:
+                    yield Member(info.filename, info.compress_size, decompress(opened, info.filename))
+            except (zipfile.BadZipFile, NotImplementedError, zlib.error, EOFError) as error:
+                yield broken("damaged_member", origin, str(error), info.compress_size)
+
+
+def _tar(stream: Any) -> Iterator[Member]:
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for info in archive:
+            if info.isreg() and (opened := archive.extractfile(info)):
+                yield Member(info.name, info.size, decompress(opened, info.name))

@@ -1,0 +1,96 @@
+"""The text of a LaTeX document: sections as Markdown headings, formulas as they are written, no preamble, comments or bibliography."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_BODY = re.compile(r"\\begin\s*\{document\}(.*?)(?:\\end\s*\{document\}|\Z)", re.DOTALL)
+_TITLE = re.compile(r"\\title\s*(?:\[[^\]]*\])?\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_COMMENT = re.compile(r"(?<!\\)((?:\\\\)*)%[^\n]*")
+_BIBLIOGRAPHY = re.compile(r"\\begin\s*\{thebibliography\}.*?(?:\\end\s*\{thebibliography\}|\Z)", re.DOTALL)
+_VERBATIM = re.compile(r"\\begin\{(verbatim\*?|lstlisting|minted|Verbatim)\}((?:\[[^\]]*\])?(?:\{[^}]*\})?)\n?(.*?)\\end\{\1\}", re.DOTALL)
+_HEADING = re.compile(r"(?=\\(?:part|chapter|(?:sub)*section)\b\*?\s*[\[{])")
+_MACRO = re.compile(r"\\(?:(?:re)?newcommand\*?\s*\{?\\([A-Za-z]+)\}?|def\s*\\([A-Za-z]+))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_LONGEST_MACRO = 200
+_MOST_GROWTH = 4
+_BLANK = re.compile(r"[ \t]*\n(?:[ \t]*\n){2,}")
+
+
+def extractor() -> Callable[[bytes], str]:
+    """The function from LaTeX source to text. Raises ImportError without pylatexenc (extra `web`)."""
+    import logging
+
+    from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
+
+    logging.disable()
+
+    def heading(level: int) -> Any:
+        return lambda node, l2tobj: f"\n\n{'#' * level} {l2tobj.node_arg_to_text(node, 2).strip()}\n\n"
+
+    levels = {"part": 1, "chapter": 1, "section": 2, "subsection": 3, "subsubsection": 4}
+    quiet = ["label", "today", "maketitle", "tableofcontents", "includegraphics", "bibliography", "bibliographystyle", "vspace", "hspace"]
+    known = get_default_latex_context_db()
+    known.add_context_category(
+        "lmworks",
+        prepend=True,
+        macros=[
+            *(MacroTextSpec(name, simplify_repl=heading(level)) for name, level in levels.items()),
+            *(MacroTextSpec(name, simplify_repl="") for name in quiet),
+            *(MacroTextSpec(name, simplify_repl=_key) for name in ("cite", "citet", "citep", "ref", "eqref", "autoref", "cref", "Cref")),
+        ],
+    )
+    converter = LatexNodes2Text(known, math_mode="verbatim", keep_braced_groups=False, strict_latex_spaces=False)
+
+    def extract(data: bytes) -> str:
+        return to_text(decoded_latex(data), converter.latex_to_text)
+
+    return extract
+
+
+def _key(node: Any, l2tobj: Any) -> str:
+    """What a citation or a reference names, in brackets."""
+    arguments = [argument for argument in node.nodeargs or () if argument is not None] if node.nodeargd else []
+    return f"[{arguments[-1].latex_verbatim().strip('{}[]')}]" if arguments else ""
+
+
+def decoded_latex(data: bytes) -> str:
+    """UTF-8, or the Latin-1 of older sources."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def to_text(source: str, convert: Callable[[str], str]) -> str:
+    """The document with `convert` applied to each section by itself (its cost grows with the square of the length)."""
+    source = source.replace("\r\n", "\n")
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        kept.append(f"\n```\n{match[3].rstrip()}\n```\n")
+        return f"\n\nVERBATIM{len(kept) - 1}X\n\n"
+
+    source = _COMMENT.sub(r"\1", _VERBATIM.sub(keep, source))
+    title, body = _TITLE.search(source), _BODY.search(source)
+    text = _expanded(body[1] if body else source, source)
+    text = _BIBLIOGRAPHY.sub("", text)
+    pieces = [f"# {convert(title[1]).strip()}"] if title else []
+    pieces += [convert(section).strip() for section in _HEADING.split(text)]
+    joined = "\n\n".join(filter(None, pieces))
+    joined = re.sub(r"VERBATIM(\d+)X", lambda match: kept[int(match[1])] if int(match[1]) < len(kept) else match[0], joined)
+    return _BLANK.sub("\n\n", joined).strip()
+
+
+def _expanded(body: str, source: str) -> str:
+    """The body with the document's own macros without arguments written out, once."""
+    found = ((match[1] or match[2], match[3]) for match in _MACRO.finditer(source))
+    macros = {name: meaning for name, meaning in found if len(meaning) <= _LONGEST_MACRO and "#" not in meaning}
+    if not macros:
+        return body
+    body = _MACRO.sub("", body)
+    names = "|".join(sorted(map(re.escape, macros), key=len, reverse=True))
+    used = re.compile(rf"\\({names})(?![A-Za-z])")
+    grown = sum(len(macros[match[1]]) for match in used.finditer(body))
+    return used.sub(lambda match: macros[match[1]], body) if grown <= _MOST_GROWTH * len(body) else body

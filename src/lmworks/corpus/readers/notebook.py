@@ -1,0 +1,58 @@
+"""Jupyter notebooks as text: Markdown cells as they are, code cells fenced, and on request what they printed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lmworks.corpus.items import Item, broken, decoded
+
+LAYOUTS = ("cells", "outputs")
+
+
+def text_of(data: bytes, origin: str, limit: int, consumed: int, outputs: bool) -> Item:
+    """A notebook (format 3 or 4) as an item; one that is none is `broken_json` or `not_a_notebook`."""
+    raw = decoded(data, origin, len(data), consumed)
+    if raw.reason is not None:
+        return raw
+    try:
+        notebook = json.loads(raw.text)
+    except (ValueError, RecursionError):
+        return broken("broken_json", origin, raw.text, consumed)
+    try:
+        sheets = notebook["cells"] if "cells" in notebook else [cell for sheet in notebook["worksheets"] for cell in sheet["cells"]]
+        language = _language(notebook)
+        blocks = [block for cell in sheets for block in _blocks(cell, language, outputs)]
+    except (KeyError, TypeError, AttributeError):
+        return broken("not_a_notebook", origin, raw.text, consumed)
+    return Item("\n\n".join(blocks), origin, consumed)
+
+
+def _language(notebook: dict[str, Any]) -> str:
+    about = notebook.get("metadata") or {}
+    name = (about.get("language_info") or {}).get("name") or (about.get("kernelspec") or {}).get("language") or "python"
+    return name if isinstance(name, str) and name.isidentifier() else ""
+
+
+def _blocks(cell: dict[str, Any], language: str, outputs: bool) -> list[str]:
+    source = _joined(cell.get("source", cell.get("input", ""))).strip("\n")
+    if not source.strip():
+        return []
+    if cell["cell_type"] != "code":
+        return [f"{'#' * int(cell.get('level', 1))} {source}" if cell["cell_type"] == "heading" else source]
+    printed = "".join(_printed(output) for output in cell.get("outputs", ())).strip("\n") if outputs else ""
+    return [f"```{language}\n{source}\n```", *([f"```\n{printed}\n```"] if printed else [])]
+
+
+def _printed(output: dict[str, Any]) -> str:
+    """Text that a cell printed or gave back; pictures and HTML are left out."""
+    if output.get("output_type") in ("stream", "pyout"):
+        return _joined(output.get("text", ""))
+    return _joined((output.get("data") or {}).get("text/plain", "")) + "\n" if "data" in output else ""
+
+
+def _joined(value: Any) -> str:
+    text = "".join(value) if isinstance(value, list) else value
+    if not isinstance(text, str):
+        raise TypeError("no text")
+    return text
