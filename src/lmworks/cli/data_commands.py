@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     data = typer.Typer(no_args_is_help=True, help="The data order of a run.")
-    for name, command in (("batch", batch), ("plan", plan), ("mixture", mixture), ("verify", verify)):
+    for name, command in (("batch", batch), ("plan", plan), ("mixture", mixture), ("verify", verify), ("import", import_)):
         data.command(name)(command)
     app.add_typer(data, name="data")
 
@@ -104,6 +104,38 @@ def verify(run: RunArgument) -> None:
 
     verify(Path(run) / "shards")
     console().print("every file is what was written")
+
+
+def import_(
+    kind: Annotated[str, typer.Argument(metavar="FORMAT", help="megatron, datatrove, nanotron or olmo.")],
+    path: Annotated[Path, typer.Argument(help="A token file, or a folder of them.")],
+    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Folder of the tokenizer that made them, as lmworks writes it.")],
+    name: Annotated[str, typer.Option("--name", help="What mixtures will call the source.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write it; imported/NAME when left out.")] = None,
+    domain: Annotated[str, typer.Option("--domain", help="What the text is about, for reports.")] = "imported",
+    language: Annotated[str, typer.Option("--language", help="Its language, if it is one.")] = "",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="uint16 or uint32, where the files do not say it.")] = None,
+    eos: Annotated[int | None, typer.Option("--eos", help="The token that closes documents, if not the tokenizer's own.")] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Processes.")] = 1,
+) -> None:
+    """Make a source of ours from token files of another tool; a recipe then names its folder under shards.imported."""
+    from typing import cast, get_args
+
+    from lmworks.errors import UserError
+    from lmworks.shards.foreign import Format
+    from lmworks.shards.importing import import_tokens
+
+    if kind not in get_args(Format):
+        raise UserError(f"{kind!r} is no format that can be imported; there are: {', '.join(get_args(Format))}")
+    place = out or Path("imported") / name
+    options = {"domain": domain, "language": language, "dtype": dtype, "eos": eos, "threads": threads}
+    made = import_tokens(cast(Format, kind), path, tokenizer, name, place, **options)  # type: ignore[arg-type]
+    train = made.manifest.source(name).train
+    console().print(f"{train.documents:,} documents, {train.tokens:,} tokens in {len(train.shards)} files below {place}")
+    console().print(f"{made.closed:,} documents got a closing token, {made.empty:,} were empty and are left out; some begin:")
+    for text in made.begins:
+        console().print(Text("  " + text.replace("\n", "\\n")))
+    console().print(f"in the recipe: shards: {{imported: {{{name}: {place.resolve()}}}}}, and the tokenizer's folder as tokenizer.path")
 
 
 def _batches(run: str, *more: Change) -> Batches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,12 +63,8 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
     finished = _finished(recipe, jobs, out_dir)
     waiting = [job for job in jobs if job.inputs not in finished]
     _encode(recipe, waiting, tokenizer_dir, out_dir)
-    for job, split in _shuffle(recipe, waiting, out_dir):
+    for job, split in shuffled(waiting, out_dir, recipe.seed, int(recipe.shards.shard_tokens), recipe.threads or 1):
         finished[job.inputs] = split
-        write_json(job.folder(out_dir) / _DONE, split.model_dump())
-        for path in job.folder(out_dir).iterdir():
-            if path.name != _DONE:
-                path.unlink()
     manifest = _with_sources(manifest, jobs, finished)
     manifest = manifest.model_copy(update={"sources": (*manifest.sources, *_imported(recipe, manifest))})
     _remove_strangers(out_dir, manifest)
@@ -80,7 +75,7 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One split of one source. `digests` are the hashes of what the parts are made from, `inputs` that of all the shards are made from."""
 
     name: str
@@ -102,7 +97,7 @@ class _Job:
         return sum(path.stat().st_size for path in self.parts)
 
 
-def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[_Job]:
+def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
     """All that there is to make, sources in the order of their names."""
     splits = {split: corpus_files(corpus_dir, split) for split in _SPLITS}
     if not splits["train"]:
@@ -112,7 +107,7 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[_Job]
         if not filled["train", name]:
             raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
     paths = [path for some in filled.values() for path in some]
-    processes = _processes(recipe, sum(path.stat().st_size for path in paths) // _QUICKER)
+    processes = _processes(recipe.threads or 1, sum(path.stat().st_size for path in paths) // _QUICKER)
     sha256 = {task[0]: digest for task, digest in each(processes, sha256_file, [(path,) for path in paths])}
     infills = {output: source.infill for source in recipe.corpus.sources for output in source.outputs}
     jobs = []
@@ -123,11 +118,11 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[_Job]
                 order = [as_tree(infill), recipe.seed] if infill else []
                 digests = tuple(_digest([_FORMAT, sha256[path], tokenizer_sha256, *order]) for path in some)
                 inputs = _digest([_FORMAT, digests, recipe.seed, int(recipe.shards.shard_tokens), split, name])
-                jobs.append(_Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs, infill))
+                jobs.append(Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs, infill))
     return jobs
 
 
-def _encode(recipe: Recipe, jobs: Sequence[_Job], tokenizer_dir: Path, out_dir: Path) -> None:
+def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: Path) -> None:
     """Every part to tokens, in the order of the corpus: reading text in shuffled order would unpack a group of rows for each document."""
     missing = [
         (path, job.prefix(out_dir, number), digest, job.infill)
@@ -136,7 +131,7 @@ def _encode(recipe: Recipe, jobs: Sequence[_Job], tokenizer_dir: Path, out_dir: 
         if find(job.prefix(out_dir, number), digest) is None
     ]
     total = sum(path.stat().st_size for path, *_ in missing)
-    processes = min(_processes(recipe, total), max(1, len(missing)))
+    processes = min(_processes(recipe.threads or 1, total), max(1, len(missing)))
     threads = max(1, (recipe.threads or 1) // processes)
     tasks = [(path, tokenizer_dir, prefix, digest, threads, infill, recipe.seed) for path, prefix, digest, infill in missing]
     with bar("tokens", total) as progress:
@@ -145,35 +140,35 @@ def _encode(recipe: Recipe, jobs: Sequence[_Job], tokenizer_dir: Path, out_dir: 
             progress.note(f"{task[2].parent.name} {task[2].name}")
 
 
-def _shuffle(recipe: Recipe, jobs: Sequence[_Job], out_dir: Path) -> Iterator[tuple[_Job, Split]]:
-    """The shards of each job, which are written in any order; a job is given as soon as its last one is there."""
+def shuffled(jobs: Sequence[Job], out_dir: Path, seed: int, shard_tokens: int, threads: int) -> Iterator[tuple[Job, Split]]:
+    """The shards of each job from its encoded parts, which are removed; a job is given as soon as its last shard is there."""
     parts = {job: [_found(job, number, out_dir) for number in range(len(job.parts))] for job in jobs}
-    shards: dict[_Job, list[Shard | None]] = {}
-    tasks: dict[str, tuple[_Job, int, Path]] = {}
+    shards: dict[Job, list[Shard | None]] = {}
+    tasks: dict[str, tuple[Job, int, Path]] = {}
     work = []
     for job in jobs:
-        begins = cuts(parts[job], recipe.seed, job.name, int(recipe.shards.shard_tokens))
+        begins = cuts(parts[job], seed, job.name, shard_tokens)
         shards[job] = [None] * (len(begins) - 1)
         for number, (start, stop) in enumerate(pairwise(begins)):
             name, marker = f"{job.split}/{job.name}-{number:05d}", job.folder(out_dir) / f"shard-{number:05d}.json"
             shards[job][number] = _marked(marker, job.inputs, out_dir)
             if shards[job][number] is None:
                 tasks[name] = job, number, marker
-                work.append((out_dir, name, parts[job], recipe.seed, job.name, start, stop))
+                work.append((out_dir, name, parts[job], seed, job.name, start, stop))
     tokens = {job: sum(part.tokens for part in parts[job]) for job in jobs}
-    yield from ((job, _split(job, shards[job], parts[job])) for job in jobs if all(shards[job]))
+    yield from ((job, _finish(job, shards[job], parts[job], out_dir)) for job in jobs if all(shards[job]))
     with bar("shards", sum(tokens.values())) as progress:
-        for task, shard in each(_processes(recipe, 4 * sum(tokens.values())), write_shard, work):
+        for task, shard in each(_processes(threads, 4 * sum(tokens.values())), write_shard, work):
             job, number, marker = tasks[task[1]]
             write_json(marker, {"inputs": job.inputs, "shard": shard.model_dump()})
             shards[job][number] = shard
             progress.advance(shard.tokens)
             progress.note(task[1])
             if all(shards[job]):
-                yield job, _split(job, shards[job], parts[job])
+                yield job, _finish(job, shards[job], parts[job], out_dir)
 
 
-def _found(job: _Job, number: int, out_dir: Path) -> Encoded:
+def _found(job: Job, number: int, out_dir: Path) -> Encoded:
     part = find(job.prefix(out_dir, number), job.digests[number])
     assert part is not None, "every part was encoded"
     return part
@@ -188,17 +183,23 @@ def _marked(marker: Path, inputs: str, out_dir: Path) -> Shard | None:
     return shard if _intact(out_dir, shard) else None
 
 
-def _split(job: _Job, shards: Sequence[Shard | None], parts: Sequence[Encoded]) -> Split:
-    return Split(
+def _finish(job: Job, shards: Sequence[Shard | None], parts: Sequence[Encoded], out_dir: Path) -> Split:
+    """Write down that the job is done, and make room."""
+    split = Split(
         tokens=sum(part.tokens for part in parts),
         bytes=sum(part.bytes for part in parts),
         documents=sum(part.documents for part in parts),
         inputs=job.inputs,
         shards=tuple(shard for shard in shards if shard),
     )
+    write_json(job.folder(out_dir) / _DONE, split.model_dump())
+    for path in job.folder(out_dir).iterdir():
+        if path.name != _DONE:
+            path.unlink()
+    return split
 
 
-def _with_sources(manifest: Manifest, jobs: Iterable[_Job], splits: Mapping[str, Split]) -> Manifest:
+def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, Split]) -> Manifest:
     """The manifest with the sources whose text to train on is there."""
     made: dict[str, dict[str, Split]] = {}
     domains: dict[str, str] = {}
@@ -226,7 +227,7 @@ def _imported(recipe: Recipe, manifest: Manifest) -> Iterator[SourceShards]:
         yield other.source(name).model_copy(update={"train": train.model_copy(update={"shards": shards})})
 
 
-def _finished(recipe: Recipe, jobs: Sequence[_Job], out_dir: Path) -> dict[str, Split]:
+def _finished(recipe: Recipe, jobs: Sequence[Job], out_dir: Path) -> dict[str, Split]:
     """What an earlier try completed and is still there in full, by the hash of its inputs."""
     marked = [Split.model_validate(read_json(path)) for job in jobs if (path := job.folder(out_dir) / _DONE).exists()]
     sources = Manifest.load(out_dir).sources if (out_dir / MANIFEST).exists() else ()
@@ -234,7 +235,7 @@ def _finished(recipe: Recipe, jobs: Sequence[_Job], out_dir: Path) -> dict[str, 
     there |= {split.inputs: split for split in marked}
     splits = {job.inputs: there[job.inputs] for job in jobs if job.inputs in there}
     tasks = [(out_dir, shard) for split in splits.values() for shard in split.shards]
-    processes = _processes(recipe, sum(sum(shard.size.values()) for _, shard in tasks) // _QUICKER)
+    processes = _processes(recipe.threads or 1, sum(sum(shard.size.values()) for _, shard in tasks) // _QUICKER)
     broken = {task[1].prefix for task, good in each(processes, _intact, tasks) if not good}
     return {inputs: split for inputs, split in splits.items() if not any(shard.prefix in broken for shard in split.shards)}
 
@@ -255,8 +256,8 @@ def _remove_strangers(out_dir: Path, manifest: Manifest) -> None:
         shutil.rmtree(out_dir / ROWS)
 
 
-def _processes(recipe: Recipe, size: int) -> int:
-    return max(1, min(recipe.threads or os.cpu_count() or 1, size // _WORTH_A_PROCESS))
+def _processes(threads: int, size: int) -> int:
+    return max(1, min(threads, size // _WORTH_A_PROCESS))
 
 
 def _digest(value: object) -> str:
