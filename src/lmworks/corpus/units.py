@@ -176,4 +176,6 @@ def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
 
 def whole(hashes: np.ndarray) -> np.ndarray:
     """One hash for the run of all units, equal to `ngrams(hashes, len(hashes))`: (1,) uint64."""
-    return ngrams(hashes, max(len(hashes), 1))
+    if not 0 < len(hashes) <= _BLOCK:
+        return ngrams(hashes, max(len(hashes), 1))
+    return mix((hashes * _powers()[0][len(hashes) - 1 :: -1]).sum(keepdims=True))

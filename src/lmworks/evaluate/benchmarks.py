@@ -95,8 +95,9 @@ def _piqa(name: str, number: str, row: Row) -> Item:
 
 
 def _boolq(name: str, number: str, row: Row) -> Item:
+    """In a contaminated document stand question and answer: the passage alone is an encyclopedia's, and gives nothing away."""
     text = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
-    return _item(name, number, (text, ["yes", "no"], 0 if row["answer"] else 1), f"{row['passage']} {row['question']}")
+    return _item(name, number, (text, ["yes", "no"], 0 if row["answer"] else 1), row["question"])
 
 
 def _sciq(name: str, number: str, row: Row) -> Item:

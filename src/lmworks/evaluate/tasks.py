@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate.statistics import Score
 
@@ -71,10 +72,17 @@ def generate_tasks(name: str, count: int, seed: int = SEED) -> list[Task]:
 
 
 def questions(names: Iterable[str], count: int) -> Iterator[str]:
-    """The evaluation's questions, for exact removal from tuning data and for decontamination."""
+    """The evaluation's questions, for exact removal from tuning data."""
     for name in names:
         for task in generate_tasks(name, count):
             yield task.question
+
+
+def protected(names: Iterable[str], count: int) -> Iterator[Question]:
+    """The same with their answers, for decontamination."""
+    for name in names:
+        for task in generate_tasks(name, count):
+            yield Question(task.id, task.question, task.answer)
 
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)

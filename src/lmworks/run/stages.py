@@ -34,10 +34,11 @@ class Context:
 class Stage:
     """`folder` is made by the stage alone; `reads` are recipe paths (a node with all below it, or a pattern of leaves).
 
-    A stage that `resumes` goes on in a folder that the same recipe has half filled. One that `keeps` goes on in any folder: corpus and
-    shards compare what each part was made from, and before pretraining changed recipes are refused, so that no checkpoint is cleared behind the user's back.
+    With `files`, what lies at the sources' paths is read, too. A stage that `resumes` goes on in a folder that the same recipe has half
+    filled. One that `keeps` goes on in any folder: corpus and shards compare what each part was made from, and before pretraining
+    changed recipes are refused, so that no checkpoint is cleared behind the user's back.
     `makes` are patterns of the files in the folder that later stages read: their stamps hold what is in them, not only how it was made.
-    One with `files` reads the sources, and what lies there is part of its stamp. `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
+    `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
     """
 
     name: str
@@ -55,14 +56,16 @@ class Stage:
 def _corpus(context: Context) -> RenderableType | None:
     from lmworks.corpus import prepare, table
     from lmworks.corpus.items import Unavailable
-    from lmworks.evaluate.benchmarks import questions
+    from lmworks.evaluate import benchmarks, tasks
     from lmworks.progress import console
 
+    wanted = context.recipe.evaluate
     try:
-        asked = list(questions(context.recipe.evaluate.benchmarks))
+        asked = list(benchmarks.questions(wanted.benchmarks))
     except Unavailable as reason:
         console.print(f"[yellow]not decontaminated against the benchmark sets, which will not be scored either: {reason}[/yellow]")
         asked = []
+    asked += tasks.protected(wanted.tasks, wanted.task_items)
     return table(prepare(context.recipe, context.run_dir / "corpus", asked, context.folder))
 
 

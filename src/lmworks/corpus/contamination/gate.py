@@ -148,7 +148,7 @@ class Gate:
             self._runs.setdefault(length, []).append((both, owner))
             if evaluation:
                 item = question if len(question) >= length else both
-                self._long.setdefault(int(ngrams(item, length)[0]), []).append((owner, item))
+                self._long.setdefault(int(whole(item[:length])[0]), []).append((owner, item))
         if not evaluation or len(question) >= length:
             return len(both) >= length
         if len(question) < SHORTEST * scale:
@@ -302,10 +302,13 @@ class _Tables:
         self.entries = 0
         self._all: list[tuple[int, Table]] = []
         for length, texts in sorted(runs.items()):
-            grams = [ngrams(hashes, length) for hashes, _ in texts]
-            owners = np.repeat(np.array([owner for _, owner in texts]), [len(part) for part in grams])
-            places = np.concatenate([np.arange(len(part)) for part in grams])
-            self.runs[length] = self._numbered(Table(length, np.concatenate(grams), owners, places))
+            sizes = np.array([len(hashes) for hashes, _ in texts])
+            grams = ngrams(np.concatenate([hashes for hashes, _ in texts]), length)
+            text = np.repeat(np.arange(len(texts)), sizes)[: len(grams)]
+            places = np.arange(len(grams)) - (np.cumsum(sizes) - sizes)[text]
+            inside = places + length <= sizes[text]
+            owners = np.array([owner for _, owner in texts])[text]
+            self.runs[length] = self._numbered(Table(length, grams[inside], owners[inside], places[inside]))
         begun: dict[int, list[np.ndarray]] = {}
         for (scale, length), by_hash in sorted(shorts.items()):
             hashes = np.array(list(by_hash), dtype=np.uint64)
