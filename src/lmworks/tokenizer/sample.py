@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -20,9 +20,18 @@ Shares = dict[tuple[str, str], float]  # (source, language) -> share of the samp
 _LOOKED_AT = 64  # row groups of a source from which its languages are estimated
 
 
-def source_weights(recipe: Recipe, corpus_dir: Path) -> dict[str, float]:
-    """The share of each source that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases."""
+def source_weights(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str] = ()) -> dict[str, float]:
+    """The share of each output that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases.
+
+    Those to `leave_out` have none; `UserError` if one of them is not there, or nothing else is.
+    """
     available = corpus_files(corpus_dir, "train")
+    for name in leave_out:
+        if name not in available:
+            raise UserError(f"{Path(corpus_dir) / 'train'} has no source {name}; it has {', '.join(available) or 'none'}")
+        del available[name]
+    if leave_out and not available:
+        raise UserError("every source is left out; leave one to train a tokenizer on")
     if not available:
         raise UserError(f"{Path(corpus_dir) / 'train'} has no .parquet files; run `lmworks corpus prepare RECIPE` first")
     sizes = {output: sum(path.stat().st_size for path in paths) for output, paths in available.items()}

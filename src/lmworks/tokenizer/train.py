@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation f
 _RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, one in so many of the text, become bytes
 
 
-def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
-    """Make the tokenizer of `recipe` from `corpus_dir`/train and write it into `out_dir`.
+def train(recipe: Recipe, corpus_dir: Path, out_dir: Path, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """Make the tokenizer of `recipe` from `corpus_dir`/train, without the outputs to `leave_out`, and write it into `out_dir`.
 
     Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and report.json (returned), the last with an evaluation on
     `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries; a corpus too small for that many
@@ -38,7 +38,7 @@ def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     started = time.monotonic()
-    spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir)
+    spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir, leave_out)
     bpe.check_same_ids(bpe.read(spec, report["origin"]), report["origin"])
     write_text(out_dir / "tokenizer.json", json.dumps(spec, ensure_ascii=False, indent=1) + "\n")
     write_text(out_dir / "chat_template.jinja", shipped_template(recipe.tokenizer.chat_template))
@@ -51,10 +51,10 @@ def train(recipe: Recipe, corpus_dir: Path, out_dir: Path) -> dict[str, Any]:
     return report
 
 
-def _learn(recipe: Recipe, corpus_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     options = recipe.tokenizer
     names = special.names(options.special_tokens)
-    weights = source_weights(recipe, corpus_dir)
+    weights = source_weights(recipe, corpus_dir, leave_out)
     wanted = shares(corpus_dir, weights, options.language_balance, recipe.seed)
     sources, languages = Counter[str](), Counter[str]()
     with bar("tokenizer: counting", total=options.sample_bytes) as progress:

@@ -1,0 +1,57 @@
+"""How large the vocabulary of a planned model should be: what an entry costs against the tokens that it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmworks.plan.counts import count
+from lmworks.plan.flops import per_token
+from lmworks.recipe.model import Model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NEAR = 0.01  # costs this close are the same: the smaller vocabulary then has fewer entries that are rarely seen
+
+
+def verdict(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `tokenizer.sizes.at_sizes` with what each size means for `model` at sequence length `length`.
+
+    Adds `parameters`, `embedding_share` and `active_share` (embedding and head among all, and among active parameters), `head_share`
+    (of the training FLOPs), `flops_per_byte` of training text, and `recommended`: the smallest size whose FLOPs per byte of text are
+    within 1% of the least. A larger vocabulary makes fewer tokens of a text, but each token costs a larger head; a small model is all
+    head, a large one hardly notices (arXiv:2407.13623 finds the same with losses instead of costs).
+    """
+    rows = []
+    for size in measured:
+        cut = model.model_copy(update={"vocab_size": size["entries"]})
+        counts, flops = count(cut), per_token(cut, length)
+        ends = counts.embedding * (1 if counts.tied else 2)
+        rows.append({
+            **size, "parameters": counts.total, "embedding_share": ends / counts.total, "active_share": ends / counts.active,
+            "head_share": 6.0 * counts.embedding / flops.total, "flops_per_byte": flops.total * size["tokens_per_byte"],
+        })
+    least = min(row["flops_per_byte"] for row in rows)
+    chosen = min((row for row in rows if row["flops_per_byte"] <= least * (1 + _NEAR)), key=lambda row: int(row["entries"]))
+    return [row | {"recommended": row is chosen} for row in rows]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of `verdict` for the terminal, and why."""
+    from rich.table import Table
+
+    least = min(row["flops_per_byte"] for row in rows)
+    chosen = next(row for row in rows if row["recommended"])
+    why = (f"{chosen['entries']:,} entries: the smallest vocabulary within {100 * _NEAR:.0f}% of the least training work per byte of text; "
+           f"embedding and head are {100 * chosen['embedding_share']:.1f}% of the parameters")
+    shown = Table(title="Vocabulary sizes for this model", title_justify="left", caption=why, caption_justify="left")
+    for column in ("entries", "bytes/token", "tokens/word", "parameters", "embedding", "of active", "head's FLOPs", "work per byte"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(
+            f"{row['entries']:,}{' *' if row['recommended'] else ''}", f"{row['bytes_per_token']:.2f}", f"{row['fertility']:.2f}",
+            f"{row['parameters'] / 1e6:,.1f}M", f"{100 * row['embedding_share']:.1f}%", f"{100 * row['active_share']:.1f}%",
+            f"{100 * row['head_share']:.1f}%", f"{row['flops_per_byte'] / least:.3f}",
+        )  # fmt: skip
+    return shown

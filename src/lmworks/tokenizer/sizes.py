@@ -1,0 +1,53 @@
+"""One training, many sizes: the merges of a small vocabulary are the first merges of a large one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.files import read_json
+from lmworks.tokenizer.evaluate import evaluate
+from lmworks.tokenizer.spec import truncated
+from lmworks.tokenizer.tokenizer import load
+
+
+def at_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Measure the tokenizer of `directory` cut to each of `sizes` on the held-out text of `documents`, sources by their `weights`.
+
+    A row has `entries`, `tokens_per_byte`, `bytes_per_token` and `fertility`. Sizes that its text had no merges for are left out;
+    `UserError` if none is left. The tokenizer must be one that lmworks trained.
+    """
+    path = Path(directory) / "tokenizer.json"
+    spec = read_json(path)
+    merges, symbols = len(spec["model"]["merges"]), len(spec["model"]["vocab"]) - len(spec["model"]["merges"])
+    named = [token for token in spec["added_tokens"] if not token["content"].startswith("<|reserved_")]
+    spec = spec | {"added_tokens": named}  # what a corpus too small has left over is no part of a smaller vocabulary
+    smallest, largest = symbols + len(named), symbols + merges + len(named)
+    fitting = sorted({size for size in sizes if smallest <= size <= largest})
+    if not fitting:
+        raise UserError(f"{path} can be cut to {smallest} to {largest} entries; none of the sizes asked for lies between")
+    rows = []
+    for size in fitting:
+        with tempfile.TemporaryDirectory() as folder:
+            cut = json.dumps(truncated(spec, size), ensure_ascii=False)
+            (Path(folder) / "tokenizer.json").write_text(cut, encoding="utf-8")
+            rows.append({"entries": size, **_mean(evaluate({"cut": load(Path(folder))}, documents), weights)})
+    return rows
+
+
+def _mean(measured: list[dict[str, Any]], weights: Mapping[str, float]) -> dict[str, float]:
+    """Over the bytes of the mixture: each source counts by its weight, not by how much of it happens to be held out."""
+    held: dict[str, int] = {}
+    for row in measured:
+        held[row["source"]] = held.get(row["source"], 0) + row["bytes"]
+    share = {source: weights.get(source, 0.0) / size for source, size in held.items() if size}
+    total = sum(share[source] * size for source, size in held.items() if size)
+    if not total:
+        raise UserError("no source of the mixture has held-out text to measure on; raise corpus.validation_fraction")
+    tokens = sum(share[row["source"]] * row["tokens"] for row in measured if row["bytes"]) / total
+    words = sum(share[row["source"]] * row["tokens"] / row["fertility"] for row in measured if row["fertility"]) / total
+    return {"tokens_per_byte": tokens, "bytes_per_token": 1 / tokens, "fertility": tokens / words if words else 0.0}
