@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -39,9 +41,10 @@ def run(finished: Tiny, tmp_path: Path) -> Tiny:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of all files by path; what holds a clock or says where the run lies left out."""
+    """Of all files by path; what holds a clock or says where things lie left out."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: sha256_file(path) for name, path in files.items() if name not in {*CLOCKED, *RECIPES} and path.name != "stage.json"}
+    left_out = {*CLOCKED, *RECIPES, "stage.json", "job.json"}
+    return {name: sha256_file(path) for name, path in files.items() if not {name, path.name} & left_out}
 
 
 def times(folder: Path) -> dict[str, int]:
@@ -90,12 +93,35 @@ def test_other_text_reaches_the_later_stages_and_a_started_run_refuses_it(tmp_pa
     made.walk(last="pretrain")
     with open(made.texts / "docs.jsonl", "a") as lines:
         lines.writelines(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)[60:])
-    shutil.rmtree(made.run_dir / "corpus")
+    with pytest.raises(UserError, match=r"sources\.docs\.files \(1 file -> 1 changed .* go on with --allow corpus.sources.docs.files$"):
+        made.walk()
+    (made.run_dir / "sources.json").unlink()  # had nobody looked at the files
     with pytest.raises(UserError, match=r"token files in .*shards are not those that this run began with; .* go on with --allow shards$"):
         made.walk(last="pretrain")
     assert done(made.walk(last="shards")) == [], "the new text was tokenized before training refused it"
     made.walk(last="pretrain", allow=["shards"])
     assert [line["event"] for line in read_ledger(made.run_dir / "ledger.jsonl")].count("data_changed") == 1
+
+
+def test_an_added_file_is_noticed_and_costs_its_own_part(tmp_path: Path) -> None:
+    made = prepare(tmp_path / "own")
+    made.walk(last="corpus")
+    read = made.run_dir / "corpus" / "staging" / "read"
+    before = {path: path.stat().st_mtime_ns for path in read.rglob("*.parquet")}
+    (made.texts / "code" / "zzz.py").write_text(inspect.getsource(argparse))
+    told = made.walk(last="corpus")
+    assert [what for stage, what in told if stage == "corpus"] == ["note", "begin", "end"]
+    redone = {path.parent.name for path, when in before.items() if path.stat().st_mtime_ns != when}
+    assert redone == {"code"}
+    assert [what for stage, what in made.walk(last="corpus")] == ["skip"]
+
+
+def test_files_that_are_gone_do_not_undo_a_finished_corpus(run: Tiny) -> None:
+    texts = run.texts.rename(run.texts.with_name("moved"))
+    try:
+        assert run.walk() == [(stage, "skip") for stage in ALL]
+    finally:
+        texts.rename(run.texts)
 
 
 def test_an_extended_budget_keeps_tokenizer_and_shards(run: Tiny) -> None:

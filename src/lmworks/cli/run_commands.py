@@ -6,17 +6,17 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from lmworks.cli import corpus_commands
+from lmworks.cli import corpus_commands, corpus_jobs, tokenizer_commands
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption
 from lmworks.cli.output import console, print_json
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
-    "tokenizer": "Tokenizer: byte-level BPE",
+    "tokenizer": "Tokenizer: byte-pair merges and special tokens",
     "shards": "Shards: documents to token files",
     "pretrain": "Pretraining",
     "tune": "Tuning: conversations and tasks",
@@ -28,17 +28,18 @@ _HEADINGS = {
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("run")(run)
+    corpus = typer.Typer(no_args_is_help=True, help=_HEADINGS["corpus"])
+    corpus_jobs.register(corpus, _walk)
+    corpus_commands.register(corpus)
+    app.add_typer(corpus, name="corpus")
     for name, stage, text in (
-        ("prepare", "corpus", "Make the clean corpus of a recipe."),
         ("train", "tokenizer", "Train (or import) the tokenizer."),
         ("build", "shards", "Write the token shards."),
     ):
         noun = typer.Typer(no_args_is_help=True, help=_HEADINGS[stage])
         noun.command(name, help=text)(_stage_command(stage))
         if stage == "tokenizer":
-            noun.command("eval")(tokenizer_eval)
-        if stage == "corpus":
-            corpus_commands.register(noun)
+            tokenizer_commands.register(noun)
         app.add_typer(noun, name=stage)
     for stage in ("pretrain", "tune", "evaluate", "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
@@ -72,6 +73,8 @@ def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequen
     def tell(told: Told) -> None:
         if told.what == "skip":
             out.print(f"[dim]{_HEADINGS[told.stage]}: done before[/dim]")
+        elif told.what == "note":
+            out.print(told.printable)
         elif told.what == "begin":
             out.print(f"\n[bold]{_HEADINGS[told.stage]}[/bold]")
         else:
@@ -82,20 +85,6 @@ def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequen
     run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=shlex.join(["lmworks", *sys.argv[1:]]))
     if last is None:
         out.print(summary(run_dir))
-
-
-def tokenizer_eval(
-    run: RunArgument,
-    against: Annotated[
-        list[Path], typer.Option("--against", help="Another tokenizer.json; may be repeated.", default_factory=list, show_default=False)
-    ],
-) -> None:
-    """Fertility, bytes per token and round trip per domain and language, beside other tokenizers."""
-    from lmworks.tokenizer import load
-    from lmworks.tokenizer.evaluate import evaluate, table
-
-    tokenizers = {"this": load(Path(run) / "tokenizer")} | {str(path): path for path in against}
-    console().print(table(evaluate(tokenizers, Path(run) / "corpus" / "validation")))
 
 
 def ckpt_list(run: RunArgument, as_json: JsonOption = False) -> None:

@@ -29,7 +29,7 @@ from lmworks.recipe.recipe import Recipe
 
 
 def prepare(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> Report:
-    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, report.json, rejected.jsonl, quarantine.jsonl, manifest.json.
+    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, and files that tell about them.
 
     `folder` is where the recipe lies; files that its steps name are relative to it.
 

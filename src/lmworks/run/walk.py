@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lmworks import __version__
+from lmworks.corpus.engine.listing import Listing, changes, listing
 from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
@@ -25,15 +26,16 @@ from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 
 STAMP = "stage.json"
+SOURCES = "sources.json"
 _DATA = ("corpus", "tokenizer", "shards")  # --allow of any of these lets a started run go on with other token files
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the walk tells the terminal: a stage begins, was done before, or has ended with something to print."""
+    """What the walk tells the terminal: a stage begins, was done before, or has ended with something to print; or a note about it."""
 
     stage: str
-    what: str  # begin | skip | end
+    what: str  # begin | skip | end | note
     seconds: float = 0.0
     printable: RenderableType | None = None
 
@@ -50,27 +52,32 @@ def walk(
     assert recipe.run_dir
     run_dir = Path(recipe.run_dir)
     stages = stages_for(recipe, last)
-    context = Context(recipe, run_dir, resume_command, other_data=any(name.split(".")[0] in _DATA for name in allow))
+    other_data = any(name.split(".")[0] in _DATA for name in allow)
+    context = Context(recipe, run_dir, resume_command, other_data, resolved.path.parent)
     with RunLock(run_dir):
-        _accept_changes(run_dir, recipe, allow)
-        stamps = stamps_of(recipe, run_dir)
+        files = _look_at_sources(run_dir, recipe, allow, tell)
+        stamps = stamps_of(recipe, run_dir, files)
         if not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
             for stage in stages_for(recipe):
                 if stage.check:
                     stage.check(recipe)
         resolved.save(run_dir)
+        if files != _seen(run_dir):
+            write_json(run_dir / SOURCES, files)
         for stage in stages:
-            _bring(context, stage, stamps_of(recipe, run_dir)[stage.name], tell)
+            _bring(context, stage, stamps_of(recipe, run_dir, files)[stage.name], tell)
     return run_dir
 
 
-def stamps_of(recipe: Recipe, run_dir: Path) -> dict[str, str]:
-    """By stage, hex SHA-256 of all that it reads: values of the recipe, and how what it builds on was made and what came out."""
+def stamps_of(recipe: Recipe, run_dir: Path, files: Listing) -> dict[str, str]:
+    """By stage, hex SHA-256 of all that it reads: values of the recipe, `files` of the sources, how what it builds on was made and what
+    came out.
+    """
     tree = flat(as_tree(recipe)) | {"train.phases": _phases(recipe)}
     stamps: dict[str, str] = {}
     for stage in stages_for(recipe):
-        read = [path for path in sorted(tree) if _under(path, stage.reads) and not (path.startswith("train.") and harmless(path))]
-        values = {path: tree[path] for path in read}
+        read = [path for path in sorted(tree) if _under(path, stage.reads) and not _passed_over(path)]
+        values = {path: tree[path] for path in read} | ({"files": files} if stage.files and files else {})
         built_on = [need for need in STAGES if need.name in stage.needs and need.name in stamps]
         needs = {need.name: [stamps[need.name], _made(run_dir / need.folder)] for need in built_on}
         stamps[stage.name] = fingerprint({"values": values, "needs": needs})
@@ -93,6 +100,11 @@ def _content(folder: Path, patterns: Sequence[str]) -> str:
 def _phases(recipe: Recipe) -> list[str]:
     """The order of the phases, which the paths of their values do not tell."""
     return [phase.name for phase in recipe.train.phases]
+
+
+def _passed_over(path: str) -> bool:
+    """What says how the work is done, not what comes out."""
+    return path.startswith(("train.", "corpus.")) and harmless(path)
 
 
 def _under(path: str, nodes: Sequence[str]) -> bool:
@@ -132,22 +144,43 @@ def _bring(context: Context, stage: Stage, expected: str, tell: Callable[[Told],
     tell(Told(stage.name, "end", seconds, result))
 
 
-def _accept_changes(run_dir: Path, recipe: Recipe, allow: Sequence[str]) -> None:
-    """Once training has begun, a changed recipe is refused unless each changed key is allowed by name; what was allowed is written down."""
+def _seen(run_dir: Path) -> Listing:
+    """The files of the sources as they were when the corpus was last looked after."""
+    path = run_dir / SOURCES
+    seen: Listing = read_json(path) if path.exists() else {}
+    return seen
+
+
+def _look_at_sources(run_dir: Path, recipe: Recipe, allow: Sequence[str], tell: Callable[[Told], None]) -> Listing:
+    """What the sources' files are now. Changed ones are noticed as changes of the recipe are."""
+    before = _seen(run_dir)
+    now = listing(recipe, before)
+    found = list(changes(before, now))
+    _accept_changes(run_dir, recipe, allow, found)
+    for change in found:
+        tell(Told("corpus", "note", printable=f"the files of source {change.path.split('.')[2]} have changed: {change.new}"))
+    return now
+
+
+def _accept_changes(run_dir: Path, recipe: Recipe, allow: Sequence[str], files: Sequence[Change]) -> None:
+    """Once training has begun, a changed recipe is refused unless each changed key is allowed by name; what was allowed is written down.
+
+    Changed `files` of a source count as a change of it.
+    """
     path = run_dir / "resolved.json"
     if not path.exists() or not any((run_dir / "checkpoints").glob("step-*")):
         return
     before = load_resolved(path)
-    changes = [change for change in changed_keys(before, recipe) if change.path != "run_dir"]
+    changed = [*(change for change in changed_keys(before, recipe) if change.path != "run_dir"), *files]
     if sorted(_phases(before)) == sorted(_phases(recipe)) and _phases(before) != _phases(recipe):
-        changes.append(Change("train.phases", _phases(before), _phases(recipe)))
-    accepted = require_allowed(changes, allow)
-    if changes:
+        changed.append(Change("train.phases", _phases(before), _phases(recipe)))
+    accepted = require_allowed(changed, allow)
+    if changed:
         with Ledger(run_dir / "ledger.jsonl") as ledger:
             ledger.write(
                 "recipe_changed",
                 allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
-                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changes if harmless(c.path)],
+                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c.path)],
             )
 
 

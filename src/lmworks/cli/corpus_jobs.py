@@ -1,0 +1,56 @@
+"""`lmworks corpus prepare`, what it would do, and a task of it on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmworks.cli.options import AllowOption, RecipeArgument, SetOption, SizeOption
+from lmworks.cli.output import console
+
+Walk = Callable[..., None]
+
+
+def register(noun: typer.Typer, walk: Walk) -> None:
+    """Add the commands to `lmworks corpus`; `walk` brings a run up to date to a stage."""
+
+    def prepare(
+        recipe: RecipeArgument,
+        overrides: SetOption,
+        allow: AllowOption,
+        size: SizeOption = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the parts, tasks and scripts, and do nothing.")] = False,
+    ) -> None:
+        """Make the clean corpus of a recipe."""
+        if dry_run:
+            _preview(recipe, overrides, size)
+        else:
+            walk(recipe, overrides, size, allow, "corpus")
+
+    noun.command()(prepare)
+    noun.command(hidden=True)(task)
+
+
+def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
+    from lmworks.corpus.pipeline import preview
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(recipe, overrides, size=size)
+    assert resolved.recipe.run_dir
+    for one in preview(resolved.recipe, Path(resolved.recipe.run_dir) / "corpus", resolved.path.parent):
+        console().print(one, soft_wrap=True)
+
+
+def task(
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="The corpus directory of a run in which a job is under way.")],
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the job, such as read.")],
+    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Of the task.")],
+    of: Annotated[int, typer.Option("--of", min=1, help="Do tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
+) -> None:
+    """Do some tasks of a corpus job; what its executor runs on other machines."""
+    from lmworks.corpus.engine.batch import do
+
+    do(corpus, stage, number, of)

@@ -1,0 +1,53 @@
+"""What lies at the sources' paths: names, sizes and times, so that an added or changed file is noticed.
+
+Sources that are pinned (wheels), come with Python, or live on a hub are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lmworks.corpus.readers import parts
+from lmworks.errors import UserError
+from lmworks.progress import bar
+from lmworks.recipe.fingerprint import Change
+from lmworks.recipe.recipe import Recipe
+
+Listing = dict[str, dict[str, list[int]]]
+"""Source to file to numbers that change with its contents."""
+
+_ELSEWHERE = ("wheel", "stdlib", "huggingface")
+_WHOLE = 1 << 62
+
+
+def listing(recipe: Recipe, before: Listing) -> Listing:
+    """What is there now. A source that cannot be looked at now is taken to be as it was `before`: a finished corpus does not need it."""
+    sources = [source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE]
+    found: Listing = {}
+    with bar("look at sources", len(sources)) as progress:
+        for source in sources:
+            try:
+                files = [file for part in parts(source, _WHOLE) for file in part.as_json()["files"]]
+                found[source.name] = {str(name): list(rest) for name, *rest in files}
+            except UserError:
+                if source.name in before:
+                    found[source.name] = before[source.name]
+            progress.advance()
+    return found
+
+
+def changes(before: Listing, now: Listing) -> Iterator[Change]:
+    """A change for each source whose files differ; sources that only one of the two has are changes of the recipe."""
+    for name in sorted(before.keys() & now.keys()):
+        old, new = before[name], now[name]
+        told = [
+            f"{len(files)} {what} ({sorted(files)[0]}{', ...' if len(files) > 1 else ''})"
+            for what, files in (
+                ("added", new.keys() - old.keys()),
+                ("gone", old.keys() - new.keys()),
+                ("changed", {path for path in old.keys() & new.keys() if old[path] != new[path]}),
+            )
+            if files
+        ]
+        if told:
+            yield Change(f"corpus.sources.{name}.files", f"{len(old)} file{'s' if len(old) != 1 else ''}", ", ".join(told))

@@ -1,0 +1,115 @@
+"""The executor of a Slurm cluster: a job array per stage, each after the one before; the tasks are dealt out among the jobs of an array."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmworks.corpus.engine.job import Job
+from lmworks.corpus.engine.task import Stage, weight
+from lmworks.errors import UserError
+from lmworks.files import write_text
+from lmworks.progress import Bar, bar
+
+_LOOK_SECONDS = 5.0
+
+
+def execute(job: Job, stages: Sequence[Stage]) -> None:
+    """Submit what is not done and wait for it. Raises UserError without Slurm, and for a job that failed."""
+    if shutil.which("sbatch") is None:
+        raise UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
+    stages = [stage for stage in stages if stage.tasks(job)]
+    first = next((place for place, stage in enumerate(stages) if not _all_done(job, stage)), len(stages))
+    shutil.rmtree(failures(job), ignore_errors=True)
+    submitted: list[str] = []
+    try:
+        for stage in stages[first:]:
+            submitted.append(_submit(job, stage, submitted[-1] if submitted else None))
+        for stage in stages[first:]:
+            _wait(job, stage, submitted)
+    except BaseException:
+        if submitted:
+            subprocess.run(["scancel", *submitted], capture_output=True, check=False)
+        raise
+
+
+def _all_done(job: Job, stage: Stage) -> bool:
+    return all(stage.is_done(job, task) for task in stage.tasks(job))
+
+
+def failures(job: Job) -> Path:
+    """Where a job writes why it failed."""
+    return job.staging / "failures"
+
+
+def script(job: Job, stage: Stage) -> str:
+    """The batch script of a stage."""
+    node = job.recipe.corpus.executor
+    jobs = min(len(stage.tasks(job)), node.jobs)
+    reduces = not any(map(weight, stage.tasks(job)))
+    options = {
+        "job-name": f"lmworks-{stage.name}",
+        "array": f"0-{jobs - 1}" + (f"%{node.running}" if node.running else ""),
+        "output": f"{job.staging}/slurm/{stage.name}-%A-%a.log",
+        "cpus-per-task": str(node.cpus),
+        "mem": node.reduce_memory or node.memory if reduces else node.memory,
+        "time": node.time,
+        "partition": node.partition,
+        "account": node.account,
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in node.options)]
+    work = [sys.executable, "-m", "lmworks.cli.main", "corpus", "task", str(job.out), stage.name]
+    command = f'exec {shlex.join(work)} "$SLURM_ARRAY_TASK_ID" --of {jobs}'
+    return "\n".join(["#!/bin/bash", *lines, "set -euo pipefail", "export OMP_NUM_THREADS=1", *node.setup, command, ""])
+
+
+def _submit(job: Job, stage: Stage, after: str | None) -> str:
+    path = job.staging / "slurm" / f"{stage.name}.sh"
+    write_text(path, script(job, stage))
+    waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    done = subprocess.run(["sbatch", "--parsable", *waiting, str(path)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; mend corpus.executor")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _wait(job: Job, stage: Stage, submitted: Sequence[str]) -> None:
+    """Until all tasks of a stage are done; raises if its jobs end before that."""
+    tasks = list(stage.tasks(job))
+    with bar(stage.label, sum(map(weight, tasks)) or None) as progress:
+        while tasks:
+            alive = _alive(submitted)  # asked before looking, so that what ends in between is seen as done
+            tasks = _look(job, stage, tasks, progress)
+            if tasks and (not alive or failures(job).exists()):
+                raise UserError(_why(job, stage, len(tasks)))
+            if tasks:
+                time.sleep(_LOOK_SECONDS)
+
+
+def _look(job: Job, stage: Stage, tasks: list[object], progress: Bar) -> list[object]:
+    left = [task for task in tasks if not stage.is_done(job, task)]
+    progress.advance(sum(map(weight, tasks)) - sum(map(weight, left)))
+    progress.note(f"{len(left)} of {len(stage.tasks(job))} tasks left")
+    return left
+
+
+def _alive(submitted: Sequence[str]) -> bool:
+    command = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(submitted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return bool(done.stdout.strip()) or (done.returncode != 0 and "Invalid job id" not in done.stderr)
+
+
+def _why(job: Job, stage: Stage, left: int) -> str:
+    told = sorted(failures(job).glob("*.txt"))
+    if told:
+        return told[0].read_text(encoding="utf-8").strip()
+    return (
+        f"the Slurm jobs of the stage {stage.name!r} ended with {left} tasks not done; see the logs in {job.staging / 'slurm'}, mend the "
+        "cause (often memory or time: corpus.executor.memory, .time), and run the same command again"
+    )
