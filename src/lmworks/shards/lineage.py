@@ -50,7 +50,7 @@ class Lineage:
         """All that is known about a document of the shard."""
         group, row = divmod(document, ROWS_PER_GROUP)
         if group != self._group:
-            self._file = self._file or _open(self._path)
+            self._file = self._file or open_lineage(self._path)
             self._group, self._rows = group, self._file.read_row_group(group).to_pylist()
         return self._rows[row]
 
@@ -59,7 +59,8 @@ class Lineage:
         return DocumentSpan(found["id"], found["origin"], start, stop)
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def open_lineage(path: Path) -> pq.ParquetFile:
+    """The table as it lies on the disk; UserError if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

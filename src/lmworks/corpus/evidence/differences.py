@@ -1,0 +1,47 @@
+"""What a step has changed in a text, short enough to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from itertools import takewhile
+
+MOST_LINES = 3000  # beyond this comparing line by line takes too long
+_AROUND = 60
+
+
+def differences(before: str, after: str, most: int = 12) -> list[str]:
+    """Lines that are gone (`- `), new (`+ `), or changed (both), of each what lies around its first difference; at most `most`."""
+    old, new = before.split("\n"), after.split("\n")
+    head = _common(old, new)
+    tail = _common(old[head:][::-1], new[head:][::-1])
+    old, new = old[head : len(old) - tail], new[head : len(new) - tail]
+    if len(old) + len(new) > MOST_LINES:
+        return [f"{len(old):,} lines have become {len(new):,}, from line {head + 1:,} on"]
+    shown: list[str] = []
+    for kind, first, last, begin, end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            shown += _pairs(old[first:last], new[begin:end])
+    more = len(shown) - most
+    return shown if more <= 0 else [*shown[:most], f"... and {more:,} more lines"]
+
+
+def _pairs(old: list[str], new: list[str]) -> list[str]:
+    found = []
+    for place in range(max(len(old), len(new))):
+        gone, come = old[place] if place < len(old) else None, new[place] if place < len(new) else None
+        at = 0
+        if gone is not None and come is not None:
+            at = _common(gone, come)
+        found += [f"{sign} {_around(line, at)}" for sign, line in (("-", gone), ("+", come)) if line is not None]
+    return found
+
+
+def _common(old: Sequence[str], new: Sequence[str]) -> int:
+    """How many begin alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+
+
+def _around(line: str, at: int) -> str:
+    start, stop = max(0, at - _AROUND // 2), at + _AROUND
+    return ("..." if start else "") + line[start:stop] + ("..." if stop < len(line) else "")

@@ -1,0 +1,192 @@
+"""`lmworks corpus trace`: one document from its row in the source through every decision, each step done again before your eyes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmworks.corpus.document import Batch, Document, Drop, Fact, Step
+from lmworks.corpus.engine.copies import REASONS
+from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.reading import BATCH_CHARACTERS, steps_of
+from lmworks.corpus.evidence.differences import differences
+from lmworks.corpus.evidence.opened import SPLITS, Kept, Prepared, split_id
+from lmworks.corpus.evidence.passages import passages
+from lmworks.corpus.evidence.sample import documents
+from lmworks.corpus.items import EXCERPT, Item
+from lmworks.errors import UserError
+from lmworks.progress import bar
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one stage or step did: `outcome` in a few words, facts that are new or have changed, and lines of text that have."""
+
+    stage: str
+    outcome: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    changed: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The way of a document. `decision` is what was written down when the corpus was made, `text` its beginning as it stands last.
+
+    `agrees` is false where doing the steps again ends otherwise than the decision says: the source, a file that a step reads, or lmworks
+    itself has changed since.
+    """
+
+    id: str
+    origin: str
+    source: str
+    domain: str
+    decision: dict[str, Any]
+    moments: list[Moment]
+    text: str
+    kept: str | None
+    agrees: bool
+
+
+def trace(corpus: Prepared, identity: str) -> Trace:
+    """Follow the document. Raises UserError for an id that the corpus has not and for a source that cannot be read again or has changed.
+
+    The steps are first given the document alone. Where that ends otherwise than it did (`lines` may look at what came before), its part
+    is gone through from the start.
+    """
+    piece = corpus.piece_of(identity)
+    decision = documents(corpus, [identity])[0].decision
+    number = split_id(identity)[2]
+    item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
+    if item.origin != decision["origin"]:
+        raise UserError(f"source {piece.source.name} has changed since the corpus was made: run lmworks corpus prepare again")
+    moments = [Moment("read", _read(decision, item), item.facts)]
+    kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
+    # where passages are cut afterwards, what the steps have left is not what was kept
+    final = kept.columns["text"] if kept and not corpus.job.recipe.corpus.dedup.substring else None
+    if decision["fate"] in ("quarantine", "max_bytes"):
+        agrees, text = (decision["fate"] == "quarantine") == (item.reason is not None), item.text
+        moments.append(Moment(decision["fate"], f"dropped: {decision['reason']}"))
+    elif item.reason is not None:
+        agrees, text = False, item.text
+    else:
+        document = _document(piece, identity, item)
+        steps = steps_of(corpus.job, piece)
+        way = _Way(decision, final)
+        if not way.go(steps, [[document]]):
+            way = _Way(decision, final)
+            way.go(steps_of(corpus.job, piece), _batches(corpus, piece, number))
+        agrees, text = way.agrees, way.text
+        moments += [*way.moments, *_later(corpus, piece, decision, kept, text)]
+    place = f"{kept.path.relative_to(corpus.out)}:{kept.row}" if kept else None
+    shown = kept.columns["text"] if kept else text
+    return Trace(identity, item.origin, piece.source.name, piece.source.domain, decision, moments, shown[:EXCERPT], place, agrees)
+
+
+def _read(decision: Mapping[str, Any], item: Item) -> str:
+    return f"{decision['bytes']:,} bytes" + (f", no document: {item.reason}" if item.reason else "")
+
+
+def _document(piece: Piece, identity: str, item: Item) -> Document:
+    source = piece.source
+    return Document(identity, item.text, item.origin, source.name, source.domain, item.language or source.language, item.facts)
+
+
+def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Document]]:
+    """The documents of a part that went through the steps, up to this one."""
+    entered: list[bool] = []
+    for _, rows in corpus.decisions(piece, ("fate",)):
+        entered += [fate not in ("quarantine", "max_bytes") for fate in rows["fate"].to_pylist()]
+    batch: list[Document] = []
+    characters = 0
+    with bar(f"replay {piece}", number + 1) as progress:
+        for place, item in enumerate(corpus.items(piece)):
+            if entered[place] and item.reason is None:
+                batch.append(_document(piece, f"{piece.source.name}/{piece.number}/{place}", item))
+                characters += len(item.text)
+            if characters >= BATCH_CHARACTERS or place == number:
+                progress.advance(len(batch))
+                yield batch
+                batch, characters = [], 0
+            if place == number:
+                return
+
+
+class _Way:
+    """A document among others on its way through the steps."""
+
+    def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
+        self._identity, self._decision, self._final = decision["id"], decision, final
+        self.moments: list[Moment] = []
+        self.text = ""
+        self._dropped: tuple[str, str] | None = None
+
+    def go(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
+        """Put batches through the steps; the last holds the document. Returns whether it ended as it was written down."""
+        for batch in batches:
+            self.moments = []
+            for step in steps:
+                batch = self._one(step, batch) if batch else batch
+            self.text = next((document.text for document in batch if document.id == self._identity), self.text)
+        return self.agrees
+
+    def _one(self, step: Step, batch: list[Document]) -> list[Document]:
+        left = []
+        for document, outcome in zip(batch, step(Batch(batch)), strict=True):
+            if isinstance(outcome, Document) and outcome.text is not document.text and not outcome.text.strip():
+                outcome = Drop("empty_text")
+            if document.id == self._identity:
+                self._tell(step, document, outcome)
+            if isinstance(outcome, Document):
+                left.append(outcome)
+        return left
+
+    def _tell(self, step: Step, before: Document, after: Document | Drop) -> None:
+        new = {name: value for name, value in after.facts.items() if before.facts.get(name) != value}
+        self.text = before.text
+        if isinstance(after, Drop):
+            self._dropped = step.name, after.reason
+            detail = f" ({after.detail})" if after.detail else ""
+            self.moments.append(Moment(step.name, f"dropped: {after.reason}{detail}", new))
+            return
+        if after.language != before.language:
+            new["language"] = after.language
+        self.text = after.text
+        outcome = "unchanged"
+        if after.text != before.text:
+            outcome = f"changed: {len(before.text.encode()):,} to {len(after.text.encode()):,} bytes"
+        self.moments.append(Moment(step.name, outcome, new, differences(before.text, after.text) if after.text != before.text else ()))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this is how it ended when the corpus was made."""
+        fate, reason = self._decision["fate"], self._decision["reason"]
+        if self._dropped:
+            return self._dropped == (fate, reason)
+        return fate in (*SPLITS, "dedup", "decontaminate") and self._final in (None, self.text)
+
+
+def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
+    """What came after the steps."""
+    fate, reason = decision["fate"], decision["reason"]
+    if fate not in (*SPLITS, "dedup", "decontaminate"):
+        return
+    if reason in REASONS[1:]:
+        copied = documents(corpus, [decision["copy_of"]])[0].decision
+        verb = "dropped" if fate == "dedup" else "would be dropped"
+        where = f"{copied['id']} ({copied['origin']}), which came to {copied['fate']}"
+        yield Moment("dedup", f"{verb}: {reason} of {where}")
+        if fate == "dedup":
+            return
+    else:
+        yield Moment("dedup", "no copy of an earlier document")
+    if kept and kept.columns["text"] != text:
+        yield Moment("substring", "passages cut", changed=differences(text, kept.columns["text"]))
+    if fate == "validation":
+        yield Moment("hold out", "held out for validation")
+    elif corpus.job.recipe.corpus.decontaminate:
+        found = passages(corpus, piece, decision["id"], text)
+        verb = "dropped" if fate == "decontaminate" else "kept, but holds protected text" if found else "no protected text"
+        yield Moment("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
+    if kept:
+        yield Moment("write", f"{kept.path.relative_to(corpus.out)}, row {kept.row:,}")
