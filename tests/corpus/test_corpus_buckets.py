@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pyarrow.parquet as pq
 import pytest
-from pydoc_data.topics import topics
 
 from lmworks.corpus import prepare
 from lmworks.corpus.buckets import bucket_of

@@ -67,6 +67,7 @@ def train(good: Sequence[str], bad: Sequence[str], method: Method = "logistic", 
         "bits": bits,
         **removed,
         "learnt_from": {"good": int(labels[learn].sum()), "bad": int((~labels[learn]).sum())},
+        "calibrated_on": int(tune.sum()),
         "held_out": measure(scores, labels[test]),
     }
     return replace(found, report=report)
