@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lmworks.cli import evidence_commands
 from lmworks.cli.options import JsonOption
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
@@ -32,6 +33,7 @@ def register(noun: typer.Typer) -> None:
     for command in (train, show, evaluate):
         classifier.command()(command)
     noun.add_typer(classifier, name="classifier")
+    evidence_commands.register(noun)
 
 
 def train(

@@ -36,7 +36,7 @@ def batch(
     """Print the batch of a step with the documents it comes from."""
     from lmworks.tokenizer import load
 
-    batches = _batches(run)
+    batches = batches_of(run)
     rows, found = batches.documents(step), batches.batch(step)
     tokenizer = load(Path(run) / "tokenizer")
     if as_json:
@@ -57,7 +57,7 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     """How often each source is read, in each phase and over all, what phases share, and what packing cuts or pads."""
     from lmworks.shards.report import warnings
 
-    batches = _batches(run)
+    batches = batches_of(run)
     order, limit = batches.order, batches.recipe.shards.warn_epochs
     shared, lost = batches.shared_documents(), batches.waste()
     if as_json:
@@ -90,7 +90,7 @@ def mixture(
 
     step = now(Path(run)) if at is None else at
     change = Change(step, check(Path(run), step, weights))
-    batches = _batches(run, change)
+    batches = batches_of(run, change)
     _print_shares(batches)
     if ask(Path(run), change):
         console().print(f"asked for from step {step:,} on; the run, which is at work, takes it up before the next batch that it reads")
@@ -138,7 +138,8 @@ def import_(
     console().print(f"in the recipe: shards: {{imported: {{{name}: {place.resolve()}}}}}, and the tokenizer's folder as tokenizer.path")
 
 
-def _batches(run: str, *more: Change) -> Batches:
+def batches_of(run: str, *more: Change) -> Batches:
+    """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
     from lmworks.run.walk import require_run
     from lmworks.shards.batch import Batches
     from lmworks.train.mixture import read_changes

@@ -140,7 +140,7 @@ class Axis:
     def __init__(self, low: float, high: float, log: bool = False) -> None:
         self.low, self.high = low, high if high > low else low + 1
         self._of: Callable[[float], float] = (lambda v: math.log(max(v, 1e-300))) if log else float
-        self._log = log
+        self.log = log
         self._start, self._length = self._of(self.low), self._of(self.high) - self._of(self.low)
 
     def place(self, value: float) -> float:
@@ -148,7 +148,7 @@ class Axis:
 
     def ticks(self, about: int) -> list[float]:
         """Round values within the scale, about so many."""
-        if self._log and self.high / self.low > 3:
+        if self.log and self.high / self.low > 3:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = next((s for s in ((1, 2, 5), (1, 3), (1,)) if len(decades) * len(s) <= 2 * about + 2), (1,))
             ticks = [factor * 10.0**decade for decade in decades for factor in steps]

@@ -7,7 +7,7 @@ texts, those that were dropped included, which are read again from the sources; 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.evidence.measuring import CountTokens, measure_part, reference, unpacked
 from lmworks.corpus.evidence.opened import Prepared
 from lmworks.corpus.evidence.tally import Tally
+from lmworks.corpus.histogram import Histogram
 from lmworks.pool import each
 from lmworks.progress import bar
 
@@ -26,7 +27,7 @@ _MOST_COPIED = 20
 
 
 def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
-    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `copied`, `reference`, `unread`.
+    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `reference`, `missing`, `unread`.
 
     The texts of at most `most_parts` parts of each source are looked at, evenly spaced over it. Memory: one batch of texts per process, and
     8 bytes for each duplicate. Raises UserError for a corpus that is not finished.
@@ -66,14 +67,14 @@ def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]
         whole.merge(tallies[source.name])
         domains[source.domain].merge(tallies[source.name])
     about = {source.name: {key: getattr(source, key) for key in ("name", "domain", "language", "licence")} for source in corpus.job.sources}
+    statistics = {name: _statistics(corpus, name) for name in tallies}
     model = reference(corpus.out)
     return {
         "name": corpus.job.recipe.name,
         "whole": whole.as_json(),
-        "sources": [
-            {**about[name], **tally.as_json(), "statistics": _statistics(corpus, name)} for name, tally in tallies.items()
-        ],
+        "sources": [{**about[name], **tally.as_json(), "statistics": statistics[name]} for name, tally in tallies.items()],
         "domains": {name: tally.as_json() for name, tally in sorted(domains.items())},
+        "statistics": _summed(statistics.values()),
         "copied": _copied(corpus, whole),
         "reference": {"bytes": model.bytes, "documents": model.documents},
         "missing": corpus.report["missing"],
@@ -84,6 +85,16 @@ def _statistics(corpus: Prepared, name: str) -> dict[str, Any]:
     """The distributions of what the steps have measured, by fact: as read and as trained on."""
     prefix = f"{name}/"
     return {key.removeprefix(prefix): value for key, value in corpus.report["statistics"].items() if key.startswith(prefix)}
+
+
+def _summed(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same over all sources."""
+    found: dict[str, dict[str, Histogram]] = {}
+    for of_source in statistics:
+        for fact, sides in of_source.items():
+            for side, value in sides.items():
+                found.setdefault(fact, {}).setdefault(side, Histogram()).merge(Histogram.from_json(value))
+    return {fact: {side: one.as_json() for side, one in sides.items()} for fact, sides in sorted(found.items())}
 
 
 def _copied(corpus: Prepared, whole: Tally) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""The corpus page: one static HTML file that shows what `lmworks.corpus.evidence.analyze` has found. No script, nothing loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from lmworks import __version__
+from lmworks.doctor.distributions import Distribution
+from lmworks.doctor.figures import compact, percent, significant, size
+from lmworks.files import write_text
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Json = Mapping[str, Any]
+_MOST_DOMAINS = 9
+_MOST_REASONS = 24
+
+
+def write_corpus_page(path: Path, analysis: Json) -> None:
+    """Write the page. `analysis` is what `analyze` returns; its size grows with the number of sources only."""
+    write_text(path, render(analysis))
+
+
+def render(analysis: Json) -> str:
+    """The page as text."""
+    return _template().render(
+        name=analysis["name"],
+        tiles=_tiles(analysis),
+        funnel=_funnel(analysis),
+        charts=[chart.view() for chart in _charts(analysis)],
+        domains=[chart.view() for chart in _by_domain(analysis)],
+        reasons=_reasons(analysis["whole"]),
+        copies=_copies(analysis),
+        languages=_languages(analysis["whole"]),
+        sources=[_source(source) for source in analysis["sources"]],
+        notes=list(_notes(analysis)),
+        style=Markup(_text("page.css") + _text("corpus.css")),
+        written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
+        version=__version__,
+    )
+
+
+def _tiles(analysis: Json) -> list[tuple[str, str, str]]:
+    whole = analysis["whole"]
+    read, train = whole["read"], whole["train"]
+    copies = sum(one["documents"] for one in whole["duplicates"].values())
+    return [
+        ("documents", compact(train["documents"]), f"of {compact(read['documents'])} read, {_share(train, read, 'documents')}"),
+        ("text", size(train["bytes"]), f"of {size(read['bytes'])} read, {_share(train, read, 'bytes')}"),
+        *(_measured(name, train, read) for name in ("tokens", "words") if train[name]),
+        ("duplicates", _part(copies, read["documents"]), f"{copies:,} documents"),
+        ("held out", compact(whole["validation"]["documents"]), f"documents, {size(whole['validation']['bytes'])}"),
+        ("languages", f"{len(train['languages'])}", ", ".join(list(train["languages"])[:4])),
+        ("sources", f"{len(analysis['sources'])}", f"in {len(analysis['domains'])} domains"),
+    ]
+
+
+def _measured(name: str, train: Json, read: Json) -> tuple[str, str, str]:
+    about = f"of {compact(read[name])} read" if read[name] else "to train on"
+    return name, compact(train[name]), f"{about}, {significant(train['bytes'] / train[name], 3)} bytes each"
+
+
+def _part(some: float, whole: float) -> str:
+    return percent(some / whole) if whole else "–"
+
+
+def _share(train: Json, read: Json, what: str) -> str:
+    return _part(train[what], read[what])
+
+
+def _funnel(analysis: Json) -> list[dict[str, Any]]:
+    """Per source the shares of its bytes; what steps have edited counts as dropped."""
+    rows = [("all sources", "", analysis["whole"]), *((one["name"], one["domain"], one) for one in analysis["sources"])]
+    found = []
+    for name, domain, one in rows:
+        came = one["read"]["bytes"] or 1
+        aside = sum(why["bytes"] for why in one["dropped"] if why["step"] == "max_bytes")
+        train, held = one["train"]["bytes"], one["validation"]["bytes"]
+        parts = [("train", train), ("validation", held), ("dropped", max(came - train - held - aside, 0)), ("left aside", aside)]
+        parts = [(kind, value) for kind, value in parts if value]
+        found.append({
+            "name": name,
+            "domain": domain,
+            "came": size(one["read"]["bytes"]),
+            "parts": [(kind, size(value), value / came) for kind, value in parts],
+        })
+    return found[:1] if len(found) == 2 else found
+
+
+def _charts(analysis: Json) -> Iterator[Distribution]:
+    whole = analysis["whole"]
+    yield Distribution("lengths", "Length of documents", "bytes, as they were read", _sides(whole, "lengths"), shown="bytes")
+    if whole["train"]["perplexity"]["count"]:
+        hint = "per byte, under a small model of the held-out text: high is unlike the corpus, low is like it or repeats it"
+        yield Distribution("perplexity", "Perplexity", hint, _sides(whole, "perplexity"))
+    for fact, sides in analysis["statistics"].items():
+        named = {"read": sides["read"], "to train on": sides["train"]}
+        if any(value["count"] for value in named.values()):
+            wide = max(value.get("most", 0) for value in named.values()) > 20
+            yield Distribution(f"fact-{fact}", fact.replace("_", " "), "as a step has measured it", named, log=wide)
+
+
+def _sides(one: Json, what: str) -> dict[str, Any]:
+    return {"read": one["read"][what], "to train on": one["train"][what]}
+
+
+def _by_domain(analysis: Json) -> Iterator[Distribution]:
+    """Perplexity of each domain, of those with the most text."""
+    ranked = sorted(analysis["domains"].items(), key=lambda pair: -pair[1]["train"]["bytes"])
+    for name, one in ranked[:_MOST_DOMAINS] if len(ranked) > 1 else ():
+        if one["train"]["perplexity"]["count"]:
+            yield Distribution(f"domain-{name}", name, f"perplexity, {size(one['train']['bytes'])}", _sides(one, "perplexity"))
+
+
+def _reasons(whole: Json) -> list[dict[str, Any]]:
+    most = max((one["documents"] for one in whole["dropped"]), default=1)
+    return [
+        {
+            "step": one["step"],
+            "reason": one["reason"].replace("_", " "),
+            "documents": f"{one['documents']:,}",
+            "bytes": size(one["bytes"]),
+            "median": size(one["median_bytes"]),
+            "perplexity": significant(one["median_perplexity"], 3) if one["median_perplexity"] else "",
+            "share": one["documents"] / most,
+        }
+        for one in whole["dropped"][:_MOST_REASONS]
+    ]
+
+
+def _copies(analysis: Json) -> dict[str, Any] | None:
+    copied = analysis["copied"]
+    if not copied["documents"]:
+        return None
+    most = max(copied["copies"].values())
+    return {
+        "kinds": [(name.replace("_", " "), f"{one['documents']:,}") for name, one in analysis["whole"]["duplicates"].items()],
+        "documents": f"{copied['documents']:,}",
+        "sizes": [(int(number), f"{count:,}", count / most) for number, count in list(copied["copies"].items())[:12]],
+        "most": copied["most"][:8],
+    }
+
+
+def _languages(whole: Json) -> list[dict[str, Any]]:
+    read, train = whole["read"]["languages"], whole["train"]["languages"]
+    most = max((one["bytes"] for one in read.values()), default=1) or 1
+    nothing = {"documents": 0, "bytes": 0}
+    return [
+        {
+            "name": name,
+            "read": f"{before['documents']:,}",
+            "train": f"{train.get(name, nothing)['documents']:,}",
+            "bytes": size(train.get(name, nothing)["bytes"]),
+            "before": before["bytes"] / most,
+            "after": train.get(name, nothing)["bytes"] / most,
+        }
+        for name, before in list(read.items())[:20]
+    ]
+
+
+def _source(source: Json) -> dict[str, Any]:
+    read, train = source["read"], source["train"]
+    copies = sum(one["documents"] for one in source["duplicates"].values())
+    return {
+        "name": source["name"],
+        "about": f"{source['domain']}, {source['language']}, {source['licence']}",
+        "read": f"{read['documents']:,}",
+        "train": f"{train['documents']:,}",
+        "kept": _share(train, read, "bytes"),
+        "bytes": size(train["bytes"]),
+        "tokens": compact(train["tokens"] or train["words"] or 0),
+        "length": size(train["lengths"]["quantiles"]["50%"]) if train["lengths"]["count"] else "–",
+        "perplexity": " → ".join(_median(side["perplexity"]) for side in (read, train)),
+        "duplicates": _part(copies, read["documents"]),
+    }
+
+
+def _median(histogram: Json) -> str:
+    return significant(histogram["quantiles"]["50%"], 3) if histogram["count"] else "–"
+
+
+def _notes(analysis: Json) -> Iterator[str]:
+    measured, model = analysis["whole"]["train"]["measured"], analysis["reference"]
+    documents = f"{measured['documents']:,} of the documents to train on ({size(measured['bytes'])})"
+    yield f"Words, tokens and perplexity were measured on {documents}."
+    yield f"The model behind the perplexity has read {size(model['bytes'])} of held-out text."
+    for name, why in analysis["unread"].items():
+        yield f"What was dropped of {name} could not be looked at: {why}."
+    for name, why in analysis["missing"].items():
+        yield f"{name} could not be had: {why}."
+
+
+@cache
+def _text(name: str) -> str:
+    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    import jinja2
+
+    loader = jinja2.DictLoader({"corpus.html": _text("corpus.html")})
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
+    return environment.get_template("corpus.html")
