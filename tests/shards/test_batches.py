@@ -17,6 +17,8 @@ from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.indexed import IndexedFile
+from lmworks.shards.manifest import Manifest
+from lmworks.shards.opening import ShardFiles
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load
 
@@ -170,6 +172,11 @@ def test_a_token_outside_the_vocabulary_is_refused(recipe: Recipe, copied_shards
         tokens = np.fromfile(path, "<u2")
         tokens[:] = 700
         tokens.tofile(path)
+    state = json.loads((copied_shards / "manifest.json").read_text())
+    for source in state["sources"]:
+        for shard in source["train"]["shards"]:
+            del shard["sha256"][".crc"]  # as if they had been written so
+    (copied_shards / "manifest.json").write_text(json.dumps(state))
     batches = Batches(recipe, copied_shards)
     with pytest.raises(UserError, match=r"step 2: a token shard below .* holds token 700, outside the vocabulary of 700; the file is d"):
         batches.batch(2)
@@ -183,3 +190,21 @@ def test_a_shard_of_another_length_than_the_manifest_states_is_refused(recipe: R
     stream = Batches(recipe, copied_shards).manifest.stream(copied_shards, "docs")
     with pytest.raises(UserError, match=r"holds [\d,]+ tokens where manifest.json states [\d,]+; delete the shards folder"):
         stream.gather(np.array([0]), 10, np.empty((1, 10), np.int32))
+
+
+def test_starting_opens_no_shard(recipe: Recipe, copied_shards: Path) -> None:
+    for path in (copied_shards / "train").iterdir():
+        path.unlink()
+    batches = Batches(recipe, copied_shards)
+    assert batches.order.locate(0, np.arange(10)).start.min() >= 0
+    with pytest.raises(UserError, match=r"\.crc is missing; delete the folder"):
+        batches.batch(0)
+
+
+def test_only_so_many_shards_are_open(recipe: Recipe, shards_dir: Path) -> None:
+    manifest = Manifest.load(shards_dir)
+    files = ShardFiles(shards_dir, manifest, most=2)
+    prefixes = [shards_dir / shard.prefix for shard in manifest.shards()]
+    for prefix in [*prefixes, *prefixes]:
+        assert files(prefix).prefix == prefix
+        assert len(files._open) <= 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
-from lmworks.recipe.units import Bytes, Tokens
+from lmworks.recipe.units import Bytes, Duration, Tokens
 
 
 class Tokenizer(Node):
@@ -32,6 +32,23 @@ class Tokenizer(Node):
     )
 
 
+class Cache(Node):
+    """Blocks of token files on a fast local disk, for files on slow or remote storage; shared by the processes of a machine."""
+
+    dir: str = Field(description="a folder on the local disk")
+    bytes: Bytes = Field(description="of token blocks, at most; indexes of documents come on top (20 bytes a document)")
+    remote: str | None = Field(
+        None, description="folder or fsspec URL with a copy of the run's shards folder; when left out, that folder itself is the slow one"
+    )
+    ahead: Duration = Field(Duration.parse("64 steps"), description="steps whose blocks are fetched before they are needed")
+
+    @model_validator(mode="after")
+    def _in_steps(self) -> Cache:
+        if self.ahead.unit != "steps":
+            raise ValueError(f"shards.cache.ahead {self.ahead.text()!r} must be a number of steps, such as '64 steps'")
+        return self
+
+
 class Shards(Node):
     """Token files in Megatron's indexed format."""
 
@@ -39,9 +56,10 @@ class Shards(Node):
     imported: dict[str, str] = Field(
         default_factory=dict, description="further sources by name: folders that `lmworks data import` made; mixtures may name them"
     )
+    cache: Cache | None = None
     packing: Literal["concatenate", "best_fit"] = Field(
         "concatenate",
-        description="concatenate: documents end to end, cut into sequences, no padding; best_fit: no document is cut that fits (arXiv:2404.10830)",
+        description="concatenate: documents end to end, cut into sequences; best_fit: none is cut that fits, some padding (arXiv:2404.10830)",
     )
     max_epochs: float = Field(
         40.0,

@@ -104,7 +104,7 @@ def _phases(recipe: Recipe) -> list[str]:
 
 def _passed_over(path: str) -> bool:
     """What says how the work is done, not what comes out."""
-    return path.startswith(("train.", "corpus.")) and harmless(path)
+    return path.startswith(("train.", "corpus.", "shards.")) and harmless(path)
 
 
 def _under(path: str, nodes: Sequence[str]) -> bool:

@@ -16,8 +16,9 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.opening import ShardFiles
-from lmworks.shards.order import Change, Order
+from lmworks.shards.order import Change, Located, Order
 from lmworks.shards.packing import IGNORE
+from lmworks.shards.remote import ReadAhead, RemoteShards, Storage
 from lmworks.shards.report import Waste, waste
 from lmworks.shards.rows import RowPlans
 from lmworks.shards.sequences import BestFit, Concatenated, Filled, Sequences
@@ -72,10 +73,11 @@ class Batch:
 class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
-    def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[Change] = ()) -> None:
+    def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[Change] = (), storage: Storage | None = None) -> None:
         self.shards_dir, self.recipe = Path(shards_dir), recipe
         self.manifest = Manifest.load(self.shards_dir)
-        self._files = ShardFiles(self.shards_dir, self.manifest)
+        remote = RemoteShards(recipe.shards.cache, self.shards_dir, storage) if recipe.shards.cache else None
+        self._files = ShardFiles(self.shards_dir, self.manifest, remote)
         self._streams = {
             source.name: self.manifest.stream(self.shards_dir, source.name, open_file=self._files) for source in self.manifest.sources
         }
@@ -84,6 +86,8 @@ class Batches:
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
         self.change(changes)
+        ahead = int(recipe.shards.cache.ahead.value) if recipe.shards.cache else 0
+        self._ahead = ReadAhead(self.bring, ahead, self.steps - 1) if ahead else None
 
     def change(self, changes: Sequence[Change]) -> None:
         """From now on, the batches of the run with these changes of its mixture: all of them, those told before included."""
@@ -101,10 +105,25 @@ class Batches:
         stop = count if stop is None else stop
         assert 0 <= start <= stop <= count, "rows of this step"
         phase = self.order.phase_of(step)
-        filled = self._sequences.fill(phase, self.order.locate(phase, np.arange(first + start, first + stop)))
+        found = self.order.locate(phase, np.arange(first + start, first + stop))
+        if self._ahead:
+            self._ahead.follow(step)
+        self._bring(phase, found)
+        filled = self._sequences.fill(phase, found)
         self._check_vocabulary(filled, step)
         begins = np.append(filled.begins, filled.tokens.size).astype(np.int32)
         return Batch(filled.tokens, filled.labels, begins, phase, step)
+
+    def bring(self, step: int) -> None:
+        """Have what the batch of a step reads in the cache (`shards.cache`)."""
+        first, count = self.order.sequences(step)
+        phase = self.order.phase_of(step)
+        self._bring(phase, self.order.locate(phase, np.arange(first, first + count)))
+
+    def _bring(self, phase: int, found: Located) -> None:
+        if self._files.remote:
+            ranges = self._sequences.ranges(phase, found)
+            self._files.remote.bring((self._files(prefix), start, stop) for prefix, start, stop in ranges)
 
     def documents(self, step: int) -> list[SequenceDocuments]:
         """Where each sequence of a step comes from, down to the row of the raw file."""

@@ -86,32 +86,32 @@ class IndexedWriter:
 class IndexedFile:
     """Reads one shard through memory maps: opening costs the same for a thousand and for a billion documents.
 
-    `mask` is (n,) uint8 or None. `data` is where the tokens come from, if not straight from `PREFIX.bin`. Raises UserError if the
-    files are missing or their sizes contradict each other.
+    `mask` is (n,) uint8 or None. `data` is where the tokens come from, if not straight from `PREFIX.bin`, and `index` the index, if it is
+    not `PREFIX.idx`. Raises UserError if the files are missing or their sizes contradict each other.
     """
 
-    def __init__(self, prefix: Path, data: Data | None = None) -> None:
+    def __init__(self, prefix: Path, data: Data | None = None, index: Path | None = None) -> None:
         self.prefix = Path(prefix)
-        index_path, bin_path = with_ending(self.prefix, ".idx"), with_ending(self.prefix, ".bin")
-        index = map_file(index_path)
-        if len(index) < _HEADER.size:
-            raise damaged(index_path, f"is cut off after {len(index)} bytes")
-        magic, version, code, sequences, entries = _HEADER.unpack_from(index)
+        index_path, bin_path = index or with_ending(self.prefix, ".idx"), with_ending(self.prefix, ".bin")
+        table = map_file(index_path)
+        if len(table) < _HEADER.size:
+            raise damaged(index_path, f"is cut off after {len(table)} bytes")
+        magic, version, code, sequences, entries = _HEADER.unpack_from(table)
         if magic != _MAGIC or version != 1 or code not in _TYPES:
             raise damaged(index_path, "is not a Megatron index (wrong first bytes)")
         expected = _HEADER.size + 12 * sequences + 8 * entries
-        if len(index) != expected:
-            raise damaged(index_path, f"has {len(index)} bytes where its header asks for {expected}")
+        if len(table) != expected:
+            raise damaged(index_path, f"has {len(table)} bytes where its header asks for {expected}")
         self.dtype = np.dtype(_TYPES[code])
         at_pointers = _HEADER.size + 4 * sequences
-        self._lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
-        self._pointers = np.frombuffer(index, "<i8", sequences, at_pointers)
-        self._documents = np.frombuffer(index, "<i8", entries, at_pointers + 8 * sequences)
+        self._lengths = np.frombuffer(table, "<i4", sequences, _HEADER.size)
+        self._pointers = np.frombuffer(table, "<i8", sequences, at_pointers)
+        self._documents = np.frombuffer(table, "<i8", entries, at_pointers + 8 * sequences)
         self.documents = max(entries - 1, 0)
-        self._data: Data = MappedData(bin_path) if data is None else data
+        self.data: Data = MappedData(bin_path) if data is None else data
         promised = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if sequences else 0
-        if len(self._data) != promised:
-            raise damaged(bin_path, f"has {len(self._data)} bytes where its index asks for {promised}")
+        if len(self.data) != promised:
+            raise damaged(bin_path, f"has {len(self.data)} bytes where its index asks for {promised}")
         self._count = promised // self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class IndexedFile:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), (stop - start,) in the file's type; a view of the file where it lies on this machine."""
         width = self.dtype.itemsize
-        return self._data.read(start * width, stop * width).view(self.dtype)
+        return self.data.read(start * width, stop * width).view(self.dtype)
 
     @cached_property
     def mask(self) -> np.ndarray | None:

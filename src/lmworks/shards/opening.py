@@ -9,19 +9,21 @@ from pathlib import Path
 from lmworks.shards import checked
 from lmworks.shards.indexed import IndexedFile, with_ending
 from lmworks.shards.manifest import Manifest, Shard
+from lmworks.shards.remote import RemoteShards
 
 _MOST_OPEN = 256  # each takes two descriptors, and some systems give a process 1,024
 
 
 class ShardFiles:
     """`files(prefix)` is the opened shard. The index of each is hashed when it is first opened; its tokens are compared with their
-    checksums block by block as they are read (see `lmworks.shards.checked`). Threads may share one."""
+    checksums block by block as they are read (see `lmworks.shards.checked`). `remote` opens them where they lie far away. Threads may
+    share one."""
 
-    def __init__(self, shards_dir: Path, manifest: Manifest, most: int = _MOST_OPEN) -> None:
+    def __init__(self, shards_dir: Path, manifest: Manifest, remote: RemoteShards | None = None, most: int = _MOST_OPEN) -> None:
         self._shards = {Path(shards_dir) / shard.prefix: shard for shard in manifest.shards()}
         self._open: OrderedDict[Path, IndexedFile] = OrderedDict()
         self._sound: set[Path] = set()
-        self._most, self._lock = most, threading.Lock()
+        self.remote, self._most, self._lock = remote, most, threading.Lock()
 
     def __call__(self, prefix: Path) -> IndexedFile:
         with self._lock:
@@ -33,6 +35,8 @@ class ShardFiles:
             return self._open[prefix]
 
     def _opened(self, prefix: Path, shard: Shard) -> IndexedFile:
+        if self.remote:
+            return self.remote.open(prefix, shard)
         sums = None
         if checked.ENDING in shard.sha256:
             path = with_ending(prefix, checked.ENDING)

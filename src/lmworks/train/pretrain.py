@@ -123,7 +123,8 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
     `other_data` allows it.
 
     Reads `tokenizer/` and `shards/`; writes `checkpoints/`, `metrics.jsonl`, `samples.jsonl` and lines into `ledger.jsonl`.
-    Token files of a few gigabytes are compared with their hashes before the first step; larger ones block by block as they are read.
+    Token files of a few gigabytes are compared with their hashes before the first step; larger ones and those behind a cache block by block
+    as they are read.
     Changes of the mixture that the ledger asks for are taken up.
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
@@ -162,7 +163,7 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
                     "choose another run_dir, or go on with --allow shards"
                 )
             ledger.write("data_changed", step=first, shards=data)
-        if _size(batches.manifest) <= _QUICKLY_READ:
+        if not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
         pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
         with MetricLog(run_dir, recipe.metrics, resume_step=first + 1) as metrics:
