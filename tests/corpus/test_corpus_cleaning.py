@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pydoc_data.topics
 import unicodedata
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_documents import outcomes_of, step_of
+from test_corpus_rules import ARTICLE
 
 from lmworks.corpus.cleaning import clean, encodable, fingerprint_form
+from lmworks.corpus.document import Document
+from lmworks.recipe.text_steps import Clean
 
 
 def test_line_ends_controls_and_spaces() -> None:
@@ -49,3 +55,51 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
 def test_equal_up_to_case_and_blanks() -> None:
     assert fingerprint_form("The  Same\n\nText ") == fingerprint_form("the same text")
     assert fingerprint_form("a+b") != fingerprint_form("a-b")
+
+
+@pytest.mark.parametrize(
+    ("mangled", "whole"),
+    [
+        ("schÃ¶n und groÃŸ", "schön und groß"),
+        ("itâ€™s â€œquotedâ€\x9d", "it’s “quoted”"),
+        ("РїСЂРёРІРµС‚ РјРёСЂ", "привет мир"),
+        ("caf√© con leche", "café con leche"),
+        ("å\x93\x81è´¨", "品质"),
+    ],
+)
+def test_mojibake_is_mended_where_asked(mangled: str, whole: str) -> None:
+    assert clean(f"one line\n{mangled}\nanother", mojibake=True) == f"one line\n{whole}\nanother"
+    assert clean(mangled) != whole
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+@pytest.mark.parametrize("language", ["cs", "da", "de", "es", "fi", "fr", "it", "pt", "sv", "tr"])
+def test_real_text_survives_being_mangled(language: str, encoding: str) -> None:
+    text = ARTICLE[language]
+    mangled = text.encode().decode(encoding, errors="replace")
+    if "\ufffd" not in mangled and mangled != text:
+        assert clean(mangled, mojibake=True) == text
+
+
+def test_text_that_is_well_is_left_alone() -> None:
+    odd = ["café” said »é”", "РСФСР и США", "naïve Ñandú", "Ã is a letter, â too", "√2 ≈ 1.41", "10 Â°C is mangled, 10 °C is not"[-13:]]
+    for text in [*ARTICLE.values(), *odd]:
+        assert clean(text, mojibake=True) == clean(text)
+    for topic in pydoc_data.topics.topics.values():
+        assert clean(topic, mojibake=True) == clean(topic)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*"Ã¶Â°â€™œ\x9dРїСЂ√© é\n\xa0a1\u0301", "ï»¿", "schÃ¶n", "Ãƒ\x83Â¶"]), max_size=16).map("".join))
+def test_mending_twice_is_mending_once(text: str) -> None:
+    once = clean(text, mojibake=True)
+    assert clean(once, mojibake=True) == once
+
+
+def test_the_step_and_exact_code() -> None:
+    code = "x = 1  \r\n\n\n\n\n# schÃ¶n\n"
+    mended, exact = (outcomes_of(step_of(Clean(exact_code=kept)), [code], domain="code")[0] for kept in (False, True))
+    assert isinstance(mended, Document) and mended.text == "x = 1\n\n\n# schön"
+    assert isinstance(exact, Document) and exact.text == code
+    prose = outcomes_of(step_of(Clean(exact_code=True, mojibake=False)), [code])[0]
+    assert isinstance(prose, Document) and prose.text == "x = 1\n\n\n# schÃ¶n"

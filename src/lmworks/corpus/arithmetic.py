@@ -15,9 +15,9 @@ _NUMBER = r"[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3}){1,5}|[0-9]{1,18})(?:\.[0-9]{1,12
 _CHAIN = re.compile(
     rf"(?<![\w.,)^*/+×÷=<>%\\-])"
     rf"({_NUMBER}(?:(?: [-+*/×÷−] |[+*/×÷]){_NUMBER}){{1,12}}) ?= ?"
-    rf"(-?{_NUMBER})(?![\w%^(]|[.,]\d| ?[-+*/×÷−^=%]| ?\(?mod\b)"
+    rf"(-?{_NUMBER})(?![\w%^(]|[.,]\d| ?[-+*/×÷−^=%\d]| ?\(?mod\b)"
 )
-_OPEN_BEFORE = re.compile(r"[-+*/×÷−=^<>(%]\s*$|\w\s*[*/×÷^]\s*$|\b(?:mod|base|log|of|from)\s*$")
+_OPEN_BEFORE = re.compile(r"(?:[-–+*/×÷−=^<>()%\d]|(?<![^\W\d_])[xX]|\b(?:mod|base|log|of|from))\s*$")
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|([-+*/()%]))")
 _BOXED = re.compile(r"\\boxed\s*\{")
 _FINAL = re.compile(r"^#### ?(.+)$", re.MULTILINE)
@@ -137,7 +137,7 @@ def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> boo
 
 def final_answer(text: str) -> str | None:
     """What the last `\\boxed{}` holds, or else the last line `#### answer`; None if there is neither."""
-    for found in reversed(list(_BOXED.finditer(text))):
+    for found in reversed(list(_BOXED.finditer(text))[-3:]):
         depth = 1
         for place in range(found.end(), min(len(text), found.end() + _LONGEST)):
             depth += {"{": 1, "}": -1}.get(text[place], 0)

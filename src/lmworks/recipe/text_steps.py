@@ -66,7 +66,7 @@ class Code(Node):
 
     step: Literal["code"] = Field("code", description="which step this is")
     errors: float = Field(
-        0.0, ge=0, le=1, description="largest share of bytes inside syntax errors (for Python, which is compiled, any error is too much)"
+        0.05, ge=0, le=1, description="largest share of bytes inside syntax errors, which macros make, too; in Python any is too much"
     )
     unknown: Literal["keep", "drop"] = Field("keep", description="what becomes of documents in a language without a parser here")
     run: bool = Field(False, description="run Python documents in the sandbox and drop what fails; slow")

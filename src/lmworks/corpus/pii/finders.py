@@ -31,7 +31,7 @@ _NOBODY = frozenset({"git", "hg", "svn", "noreply", "no-reply", "donotreply", "d
 
 _IPV4 = re.compile(r"(?<![\w.])(?<![vV=<>~^-])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w-]|\.[\w*])")
 _VERSION = re.compile(
-    r"(?:versions?|release|ver|rev|v|sections?|chapter|build|python|firmware|software|[=<>~^]|==)[.:]?[\s\"'(]*$", re.IGNORECASE
+    r"(?:\b(?:versions?|release|ver|rev|v|sections?|chapter|build|python|firmware|software)|[=<>~^])[.:]?[\s\"'(]*$", re.IGNORECASE
 )
 _NETWORK = re.compile(r"\b(?:ip|addr(?:ess)?|host|from|server|ping|dns|gateway|inet|client|peer)\b[^\n]{0,12}$", re.IGNORECASE)
 _PUBLIC_SERVICES = frozenset({"8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9", "1.2.3.4"})
@@ -39,7 +39,7 @@ _SMALL = 64
 _IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])")
 
 _INTERNATIONAL = re.compile(
-    r"(?<![\w+.*/=^)\]-])\+([1-9][0-9]{0,2})((?:[ .-]?\(?[0-9]{1,5}\)?){2,6})(?![\w(]|[.,-][0-9])"
+    r"(?<![\w+.*/=^)\]-])\+([1-9][0-9]{0,2})((?:[ .-]?(?:\([0-9]{1,5}\)|[0-9]{1,5})){2,6})(?![\w(]|[.,-][0-9])"
 )
 _NORTH_AMERICAN = re.compile(
     r"(?<![\w.,/+-])(?<!\) )(?:1[-. ])?"

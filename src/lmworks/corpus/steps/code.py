@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
@@ -9,15 +10,21 @@ from lmworks.corpus.parsing import KNOWN, error_share, python_error, suffix
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
 from lmworks.recipe.text_steps import Code
-from lmworks.sandbox import Limits, run_python
+from lmworks.sandbox import Limits, Ran, run_python
 
 _PYTHON = ("py", "pyi")
+
+
+@lru_cache(maxsize=8)
+def _trial(limits: Limits) -> Ran:
+    """A program that does nothing: does it run within the limits?"""
+    return run_python("pass", limits)
 
 
 def make(node: Code, context: Context) -> Step:
     """Judge documents of the domain code; others pass. With `run`, raises `UserError` where the machine cannot confine a program."""
     limits = Limits(seconds=float(node.seconds), memory=int(node.memory))
-    if node.run and (trial := run_python("pass", limits)).outcome != "passed":
+    if node.run and (trial := _trial(limits)).outcome != "passed":
         raise UserError(f"step code, run: true: the sandbox does not work here ({trial.detail}); leave run out, or use Linux 5.13 or newer")
 
     def judge(document: Document) -> Outcome:

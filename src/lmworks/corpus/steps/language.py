@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
@@ -27,6 +28,7 @@ def sample(text: str) -> str:
     return " ".join(" ".join(windows).split())
 
 
+@lru_cache(maxsize=1)
 def identifier() -> Identify:
     """A function from text to (ISO 639-1 code, probability). Needs the extra `language`; no network."""
     try:

@@ -34,9 +34,16 @@ def make(node: Python, context: Context) -> Step:
     declared = getattr(function, "declared", {})
 
     def checked(document: Document) -> Outcome:
-        outcome = bound(document)
+        try:
+            outcome = bound(document)
+        except UserError:
+            raise
+        except Exception as error:
+            where = f"document {document.id} ({document.origin})"
+            raise UserError(f"step {node.function} of {path} failed on {where}: {_said(error)}") from error
         if not isinstance(outcome, (Document, Drop)):
-            raise UserError(f"step {node.function} of {path} returned {type(outcome).__name__}; it must return a Document or Drop(reason)")
+            what = f"returned {type(outcome).__name__} for {document.id}"
+            raise UserError(f"step {node.function} of {path} {what}; it must return a Document or Drop(reason)")
         return outcome
 
     return PerDocument(node.name or node.function, checked, **declared)
@@ -47,7 +54,15 @@ def _function(path: Path, name: str) -> Any:
     if spec is None or spec.loader is None or not path.is_file():
         raise UserError(f"{path} is not a Python file; corpus.steps names it as the file of the step {name!r}")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{path}, the file of the step {name!r}, cannot be imported: {_said(error)}") from error
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function {name!r}")
     return getattr(module, name)
+
+
+def _said(error: Exception) -> str:
+    """An error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
 from lmworks.corpus.rules import Text, first_broken, rules_for
@@ -11,6 +12,12 @@ from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.tokens import Vocabulary
 from lmworks.corpus.steps import Context
 from lmworks.recipe.text_steps import Rules
+
+
+@lru_cache(maxsize=64)
+def _vocabulary(language: str) -> Vocabulary:
+    """What is known of a language's words goes from part to part; no decision depends on it."""
+    return Vocabulary(STOP_WORDS.get(language, ()))
 
 
 class _ByDomain:
@@ -41,12 +48,11 @@ class _Published:
 
     def __init__(self, node: Rules) -> None:
         self._sets = node.sets
-        self._vocabularies: dict[str, Vocabulary] = {}
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
         outcomes: list[Outcome] = list(batch.documents)
         for language in dict.fromkeys(document.language for document in batch.documents):
-            vocabulary = self._vocabularies.setdefault(language, Vocabulary(STOP_WORDS.get(language, ())))
+            vocabulary = _vocabulary(language)
             places = [place for place, document in enumerate(batch.documents) if document.language == language]
             for place, outcome in zip(places, self._judge([batch.documents[place] for place in places], vocabulary), strict=True):
                 outcomes[place] = outcome

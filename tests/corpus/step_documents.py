@@ -1,0 +1,28 @@
+"""Documents and steps for the tests of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lmworks.corpus import steps
+from lmworks.corpus.document import Batch, Document, Outcome, Step
+from lmworks.recipe.base import Node
+from lmworks.recipe.corpus import Source
+
+
+def step_of(node: Node, folder: Path = Path(), **source: Any) -> Step:
+    """The step of a node for a source of English web pages, or of what `source` says."""
+    given = {"name": "web", "kind": "text", "path": "texts", "licence": "none", "domain": "web", **source}
+    return steps.make(node, steps.Context(Source(**given), 0, folder))
+
+
+def documents(texts: Sequence[str], part: int = 0, **fields: Any) -> list[Document]:
+    """One document per text, in a part of their own."""
+    given = {"origin": "file.txt", "source": "web", "domain": "web", "language": "en", **fields}
+    return [Document(id=f"web/{part}/{number}", text=text, **given) for number, text in enumerate(texts)]
+
+
+def outcomes_of(step: Step, texts: Sequence[str], **fields: Any) -> list[Outcome]:
+    return list(step(Batch(documents(texts, **fields))))
