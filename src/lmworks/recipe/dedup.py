@@ -33,12 +33,22 @@ class Substring(Node):
     minimum: float = Field(0.2, ge=0, le=1, description="a document of which less than this share is left goes whole")
 
 
+class Semantic(Node):
+    """Documents that say the same in other words, by the cosine of their embeddings (SemDeDup, arXiv:2303.09540)."""
+
+    threshold: float = Field(0.95, gt=0, le=1, description="cosine from which two documents are the same")
+    model: str | None = Field(None, description="folder of an embedding model, relative to the recipe; hashed words when left out")
+    dimensions: int = Field(256, ge=64, le=4096, description="of an embedding by hashed words, two bytes each")
+    per_cluster: int = Field(2000, gt=0, description="documents that are compared with each other; k-means puts like ones together")
+
+
 class Dedup(Node):
     """Which documents are the same, within and across sources and phases. Of several the one of the highest priority is kept."""
 
     exact: bool = Field(True, description="drop documents whose normalised text was seen before")
     url: bool = Field(False, description="drop documents whose address was seen before, once scheme, tracking and the like are taken off")
     minhash: Minhash | None = Minhash()
+    semantic: Semantic | None = None
     substring: Substring | None = None
     priority: tuple[str, ...] = Field((), description="sources whose copy is kept, best first; the others follow in their order")
     check_only: bool = Field(False, description="report what would go, and drop nothing")
@@ -50,6 +60,7 @@ class SourceDedup(Node):
     exact: bool = Field(True, description="documents whose normalised text was seen before")
     url: bool = Field(True, description="documents whose address was seen before")
     minhash: bool = Field(True, description="near-duplicates")
+    semantic: bool = Field(True, description="documents that say the same in other words")
     substring: bool = Field(True, description="repeated passages")
     threshold: float | None = Field(None, gt=0, lt=1, description="replaces the threshold of dedup.minhash")
 

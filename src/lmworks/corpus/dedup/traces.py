@@ -15,6 +15,7 @@ import pyarrow as pa
 from lmworks.corpus.dedup.keys import text_keys, url_keys
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, sketches
 from lmworks.corpus.document import Document
+from lmworks.corpus.semantic import Embed
 from lmworks.corpus.units import Units
 from lmworks.files import atomic_path
 from lmworks.recipe.corpus import Source
@@ -33,8 +34,9 @@ def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
 class TracesWriter:
     """Collects the traces of one part, batch by batch; `close` writes them."""
 
-    def __init__(self, sketching: Sketching | None) -> None:
-        self._sketching = sketching
+    def __init__(self, sketching: Sketching | None, embed: Embed | None = None) -> None:
+        self._sketching, self._embed = sketching, embed
+        self._vectors: list[np.ndarray] = []
         self._texts: list[np.ndarray] = [np.zeros((0, 2), dtype=np.uint64)]
         self._urls: list[np.ndarray] = [np.zeros((0, 2), dtype=np.uint64)]
         self._sketches: list[np.ndarray] = [np.zeros((0, sketching.values if sketching else 0), dtype=np.uint8)]
@@ -45,6 +47,8 @@ class TracesWriter:
         self._urls.append(url_keys([str(document.facts.get("url", "")) for document in documents]))
         if self._sketching:
             self._sketches.append(sketches(units, self._sketching))
+        if self._embed:
+            self._vectors.append(self._embed(documents, units))
 
     def close(self, path: Path) -> None:
         """Write the file, whole or not at all; the same documents give the same bytes."""
@@ -56,6 +60,8 @@ class TracesWriter:
         if self._sketching:
             columns["sketch"] = _binary(table)
             columns |= {f"band{band}": pa.array(keys) for band, keys in enumerate(band_keys(table, self._sketching))}
+        if self._vectors:
+            columns["vector"] = _binary(np.concatenate(self._vectors))
         rows = pa.table(columns)
         with atomic_path(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as out:
             out.write_table(rows, max_chunksize=max(rows.num_rows, 1))
@@ -96,6 +102,11 @@ class Traces:
     def band(self, number: int) -> np.ndarray:
         """(D,) uint64 keys of one band."""
         return self._column(f"band{number}", np.uint64)[:, 0]
+
+    @property
+    def vectors(self) -> np.ndarray:
+        """(D, dimensions) float16"""
+        return self._column("vector", np.float16) if len(self) else np.zeros((0, 0), np.float16)
 
     def _column(self, name: str, dtype: type[np.generic]) -> np.ndarray:
         column = self._table.column(name)

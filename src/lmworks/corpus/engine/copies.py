@@ -15,11 +15,12 @@ from lmworks.corpus.dedup.sketch import shingles
 from lmworks.corpus.engine.fates import Rows, decide_inputs, texts_of
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.semantic import duplicates
 from lmworks.corpus.units import units
 from lmworks.files import atomic_path
 
-REASONS = ("", "duplicate", "duplicate_url", "near_duplicate")
-_NONE, _SAME_TEXT, _SAME_URL, _NEAR = range(4)
+REASONS = ("", "duplicate", "duplicate_url", "near_duplicate", "semantic_duplicate")
+_NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC = range(5)
 
 
 def bands(job: Job) -> Sequence[int]:
@@ -72,6 +73,11 @@ def find(job: Job, rows: Rows) -> Copies:
         near = np.concatenate((sure, _settled(job, rows, doubtful, limits(job, rows))))
         clusters.join(near)
         reasons[near[:, 1]] = _NEAR
+    if dedup.semantic and count:
+        firsts = duplicates(Stacked([one.vectors for one in rows.traces if len(one)]), dedup.semantic, job.recipe.seed)
+        alike = np.flatnonzero((firsts != np.arange(count)) & _allowed(rows, "semantic"))
+        clusters.join(np.stack((firsts[alike], alike), axis=1))
+        reasons[alike[reasons[alike] == _NONE]] = _SEMANTIC
     for wanted, name, reason in ((dedup.url, "url", _SAME_URL), (dedup.exact, "exact", _SAME_TEXT)):
         if not wanted:
             continue

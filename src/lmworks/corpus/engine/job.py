@@ -91,6 +91,7 @@ class Job:
             "code": dict(self.code),
             "max_document": int(corpus.max_document),
             "sketching": asdict(self.sketching) if self.sketching else None,
+            "embedding": [semantic.model, semantic.dimensions] if (semantic := corpus.dedup.semantic) else None,
         }
 
     @cached_property
@@ -130,9 +131,9 @@ class Job:
 
 
 def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """Hash of each file, and listing of each folder, that an entry of `corpus.steps` names: a change of it is a change of the step."""
+    """Hash of each file, and listing of each folder, that a step or an embedding names: a change of it is a change of the step."""
     found = {}
-    for node in recipe.corpus.steps:
+    for node in (*recipe.corpus.steps, *filter(None, [recipe.corpus.dedup.semantic])):
         for value in _strings({key: value for key, value in as_tree(node).items() if key != "cache"}):  # it grows while a step works
             path = folder / value
             try:

@@ -23,6 +23,7 @@ from lmworks.corpus.engine.tables import rows_of, save_array, writing
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.items import Item
 from lmworks.corpus.readers import read
+from lmworks.corpus.semantic import embedding
 from lmworks.corpus.steps import Context, make
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
@@ -113,7 +114,8 @@ class _Reading:
         self._quarantined: Counts = {}
         self._quarantine, self._rejected = Samples(), Samples()
         self._decisions = Decisions()
-        self._traces = TracesWriter(job.sketching)
+        semantic = job.recipe.corpus.dedup.semantic
+        self._traces = TracesWriter(job.sketching, embedding(semantic, job.folder) if semantic else None)
         self._passing = Passing(steps_of(job, piece), self._decisions, self._rejected)
         self._ids: list[str] = []
         self._sizes: list[int] = []

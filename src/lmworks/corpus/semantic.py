@@ -1,0 +1,138 @@
+"""Documents that say the same in other words: near neighbours among embeddings, found inside clusters (SemDeDup, Abbas et al. 2023).
+
+An embedding is either the document's words, each a random direction of its own (a random projection of the bag of words: Achlioptas 2003),
+which needs no model and sees through another order and some other words; or what a sentence-embedding model makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.corpus.dedup.near import Stacked
+from lmworks.corpus.document import Document
+from lmworks.corpus.units import Units, mix
+from lmworks.errors import UserError
+from lmworks.recipe.dedup import Semantic
+
+Embed = Callable[[Sequence[Document], Units], np.ndarray]
+"""(documents, the units of their texts) -> (D, dimensions) float16, of length 1; all 0 for a document without words."""
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 2048
+_ROUNDS, _SAMPLE_PER_CLUSTER = 10, 32
+_MODEL_BATCH, _MODEL_TOKENS = 16, 512
+
+
+def embedding(node: Semantic, folder: Path) -> Embed:
+    """The function that the recipe asks for. Raises `UserError` if its model cannot be had."""
+    if node.model is None:
+        return lambda documents, units: hashed(units, node.dimensions)
+    return _model(folder / node.model)
+
+
+def hashed(units: Units, dimensions: int) -> np.ndarray:
+    """(D, dimensions) float16: the sum of each document's words, a word counting 1 + log of how often it is there, as random +1 and -1."""
+    words, place = np.unique(units.hashes, return_inverse=True)
+    streams = np.arange(-(-dimensions // 64), dtype=np.uint64) * _ODD
+    bits = np.unpackbits(mix(words[:, None] + streams).astype("<u8").view(np.uint8), axis=1)[:, :dimensions]
+    signs = bits.astype(np.float32) * 2 - 1
+    found = np.zeros((units.documents, dimensions), np.float32)
+    for document, (first, last) in enumerate(zip(units.bounds, units.bounds[1:], strict=False)):
+        if last > first:
+            mine, counts = np.unique(place[first:last], return_counts=True)
+            found[document] = (1 + np.log(counts, dtype=np.float32)) @ signs[mine]
+    return _unit(found).astype(np.float16)
+
+
+def duplicates(vectors: Stacked, node: Semantic, seed: int) -> np.ndarray:
+    """(N,) for each row the first row kept that is at least `threshold` alike (cosine) in its cluster; itself if there is none.
+
+    A row is compared with rows that are kept, so that likeness is not handed on from neighbour to neighbour. With up to `per_cluster`
+    rows all are compared with all; beyond that k-means makes clusters of about this size, and a pair that it parts is not found.
+    """
+    threshold = node.threshold
+    labels = _clusters(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
+    order = np.argsort(labels, kind="stable")
+    first_of = np.arange(len(vectors))
+    for cluster in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else ():
+        kept, kept_rows = np.zeros((0, 0), np.float32), cluster[:0]
+        for start in range(0, len(cluster), _BLOCK):
+            rows = cluster[start : start + _BLOCK]
+            block = vectors[rows].astype(np.float32)
+            if len(kept_rows):
+                alike = block @ kept.T >= threshold
+                copy = alike.any(axis=1)
+                first_of[rows[copy]] = kept_rows[alike[copy].argmax(axis=1)]
+                rows, block = rows[~copy], block[~copy]
+            alike = np.tril(block @ block.T >= threshold, -1)
+            mine = np.ones(len(rows), dtype=bool)
+            for row in np.flatnonzero(alike.any(axis=1)):
+                if (earlier := np.flatnonzero(alike[row] & mine)).size:
+                    mine[row] = False
+                    first_of[rows[row]] = rows[earlier[0]]
+            kept = np.concatenate((kept, block[mine])) if len(kept_rows) else block[mine]
+            kept_rows = np.concatenate((kept_rows, rows[mine]))
+    return first_of
+
+
+def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
+    """(N,) spherical k-means (Dhillon and Modha 2001) on a sample, then each row to its nearest centre.
+
+    By hand, because the sums of scikit-learn's threads come in another order each time, and a corpus must come out the same.
+    """
+    if count == 1:
+        return np.zeros(len(vectors), dtype=np.int64)
+    draw = np.random.default_rng(seed)
+    sample = vectors[np.sort(draw.choice(len(vectors), min(len(vectors), count * _SAMPLE_PER_CLUSTER), replace=False))].astype(np.float32)
+    centres = sample[draw.choice(len(sample), count, replace=False)]
+    for _ in range(_ROUNDS):
+        nearest = _nearest(sample, centres)
+        sums = np.zeros_like(centres)
+        np.add.at(sums, nearest, sample)
+        centres = np.where(np.bincount(nearest, minlength=count)[:, None] > 0, _unit(sums), centres)
+    starts = range(0, len(vectors), _BLOCK)
+    blocks = (vectors[np.arange(start, min(start + _BLOCK, len(vectors)))].astype(np.float32) for start in starts)
+    return np.concatenate([_nearest(block, centres) for block in blocks])
+
+
+def _nearest(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    return np.concatenate([(rows[start : start + _BLOCK] @ centres.T).argmax(axis=1) for start in range(0, len(rows), _BLOCK)])
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)
+
+
+def _model(folder: Path) -> Embed:
+    """Mean of the last states of an encoder on disk, as sentence-transformers pools by default; only the first 512 tokens are read."""
+    try:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+    except ImportError:
+        raise UserError("dedup.semantic with a model needs transformers: pip install 'lmworks[export]'") from None
+    if not (folder / "config.json").is_file():
+        raise UserError(f"dedup.semantic.model: {folder} has no config.json; give the folder of an embedding model in transformers' form")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"dedup.semantic.model: {folder} cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    def embed(documents: Sequence[Document], units: Units) -> np.ndarray:
+        found = []
+        for start in range(0, len(documents), _MODEL_BATCH):
+            texts = [document.text for document in documents[start : start + _MODEL_BATCH]]
+            inputs = tokenizer(texts, padding=True, truncation=True, max_length=_MODEL_TOKENS, return_tensors="pt")
+            with torch.inference_mode():
+                states_BTD = model(**inputs).last_hidden_state.float()
+            there_BT1 = inputs["attention_mask"].unsqueeze(-1)
+            found.append(((states_BTD * there_BT1).sum(1) / there_BT1.sum(1).clamp(min=1)).numpy())
+        return _unit(np.concatenate(found)).astype(np.float16)
+
+    return embed
