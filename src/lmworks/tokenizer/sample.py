@@ -77,6 +77,16 @@ def _languages(paths: list[Path], source: str, seed: int) -> Counter[str]:
     return sizes
 
 
+def text_bytes(corpus_dir: Path, sources: Collection[str]) -> int:
+    """Bytes of text that these outputs hold, as the files' own statistics have it."""
+    size = 0
+    for path in (path for source, paths in corpus_files(corpus_dir, "train").items() if source in sources for path in paths):
+        metadata = pq.read_metadata(path)
+        column = metadata.schema.names.index("text")
+        size += sum(metadata.row_group(group).column(column).total_uncompressed_size for group in range(metadata.num_row_groups))
+    return size
+
+
 def draw(corpus_dir: Path, wanted: Shares, size: int, seed: int) -> Iterator[tuple[str, str, str]]:
     """Yield (source, language, text) until `size` bytes of UTF-8, each its share; what one is short of, the others give.
 

@@ -20,7 +20,7 @@ from lmworks.tokenizer import spec as spec_
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
 from lmworks.tokenizer.merges import GAP, learn
-from lmworks.tokenizer.sample import draw, shares, source_weights
+from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
 from lmworks.tokenizer.spec import add_specials
 from lmworks.tokenizer.tokenizer import load
 from lmworks.tokenizer.words import Words, count, laid_out
@@ -57,7 +57,7 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
     weights = source_weights(recipe, corpus_dir, leave_out)
     wanted = shares(corpus_dir, weights, options.language_balance, recipe.seed)
     sources, languages = Counter[str](), Counter[str]()
-    with bar("tokenizer: counting", total=options.sample_bytes) as progress:
+    with bar("tokenizer: counting", total=min(options.sample_bytes, text_bytes(corpus_dir, weights))) as progress:
 
         def texts() -> Iterator[str]:
             for source, language, text in draw(corpus_dir, wanted, options.sample_bytes, recipe.seed):
