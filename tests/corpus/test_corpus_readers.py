@@ -4,52 +4,21 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from source_items import LIMIT, items, reasons, rows, texts
 
-from lmworks.corpus.items import Item, Unavailable
+from lmworks.corpus.items import Unavailable
 from lmworks.corpus.opening import bounded_lines
-from lmworks.corpus.readers import Part, parts, read
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
 
-LIMIT = 10_000
 GOOD = ["first document", "second: naïve 文書", "third"]
-
-
-def source(kind: str, **more: Any) -> Source:
-    return Source(name="mine", kind=kind, licence="test", **more)  # type: ignore[arg-type]
-
-
-def items(kind: str, limit: int = LIMIT, part_bytes: int = 1 << 40, **more: Any) -> list[Item]:
-    """All items of a source read whole. Read again, a part at a time from JSON, it must say the same."""
-    given = source(kind, **more)
-    listed = [item for part in parts(given, part_bytes) for item in read(given, part, limit)]
-    again = [Part.from_json(json.loads(json.dumps(part.as_json()))) for part in parts(given, part_bytes)]
-    assert listed == [item for part in again for item in read(given, part, limit)]
-    for part in again:
-        assert sum(item.consumed for item in read(given, part, limit)) <= (part.size or float("inf"))
-    return listed
-
-
-def texts(found: list[Item]) -> list[str]:
-    return [item.text for item in found if item.reason is None]
-
-
-def reasons(found: list[Item]) -> list[str]:
-    return [item.reason for item in found if item.reason is not None]
-
-
-def rows(*documents: str) -> bytes:
-    return b"".join(json.dumps({"text": text, "url": "x"}, ensure_ascii=False).encode() + b"\n" for text in documents)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])

@@ -6,9 +6,10 @@ import bz2
 import gzip
 import io
 import lzma
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
 from lmworks.errors import UserError
@@ -45,15 +46,18 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
 
     A file that must be sought in and cannot is copied first.
     """
-    with fsspec().open(path, "rb") if "://" in path else open(path, "rb") as raw:
-        if seek and not can_seek(path):
-            with tempfile.TemporaryFile() as copy:
-                while chunk := raw.read(_CHUNK):
-                    copy.write(chunk)
-                copy.seek(0)
-                yield decompress(copy, path), copy
+    with ExitStack() as stack:
+        if "://" in path:
+            # what fsspec opens reads lines of any length
+            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec().open(path, "rb")), _CHUNK))
         else:
-            yield decompress(raw, path), raw
+            raw = stack.enter_context(open(path, "rb"))
+        if seek and not can_seek(path):
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(raw, copy, _CHUNK)
+            copy.seek(0)
+            raw = copy
+        yield decompress(raw, path), raw
 
 
 def decompress(raw: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import TracebackType
 from typing import IO
 
@@ -21,18 +22,20 @@ from lmworks.errors import UserError
 
 _SECONDS = 20
 _MEMORY = 4 << 30
-_MISSING = 3
+_PACKAGES = {"html": "trafilatura", "latex": "pylatexenc"}
 _HEADER = struct.Struct("<BQ")
 _FORMATS = {"html": html, "latex": latex}
 
 
 class Extractor:
-    """A context manager; `text` may be called any number of times in it."""
+    """A context manager in which `text` may be called any number of times. Raises UserError without the packages (extra `web`)."""
 
     def __init__(self, name: str) -> None:
         self._name, self._process = name, None  # type: tuple[str, subprocess.Popen[bytes] | None]
 
     def __enter__(self) -> Extractor:
+        if find_spec(_PACKAGES[self._name]) is None:
+            raise UserError(f"reading {self._name} needs {_PACKAGES[self._name]}: pip install 'lmworks[web]'")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -40,14 +43,21 @@ class Extractor:
             self._process.kill()
             self._process.communicate()
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "from lmworks.corpus.readers.extraction import serve; serve()", self._name]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=settings)
+        try:
+            _exactly(process.stdout, _HEADER.size)  # type: ignore[arg-type]
+        except EOFError:
+            process.communicate()
+            raise UserError(f"the parser of {self._name} does not start; python -c 'import {_PACKAGES[self._name]}' says why") from None
+        return process
+
     def text(self, data: bytes, origin: str, consumed: int) -> Item:
         """The text in `data`, or as what is wrong with it: `no_text`, `hangs_parser`, `kills_parser`."""
-        if self._process is None:
-            # the order of sets must not depend on the process
-            settings = {**os.environ, "PYTHONHASHSEED": "0"}
-            command = [sys.executable, "-c", "from lmworks.corpus.readers.extraction import serve; serve()", self._name]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=settings)
-        process = self._process
+        process = self._process = self._process or self._start()
         assert process.stdin and process.stdout, "both are pipes"
         try:
             process.stdin.write(_HEADER.pack(0, len(data)) + data)
@@ -57,8 +67,6 @@ class Extractor:
         except (BrokenPipeError, EOFError):
             process.communicate()
             self._process = None
-            if process.returncode == _MISSING:
-                raise UserError(f"kind {self._name} needs more packages: pip install 'lmworks[web]'") from None
             hangs = process.returncode == -signal.SIGPROF
             return broken("hangs_parser" if hangs else "kills_parser", origin, data, consumed)
         return broken("no_text", origin, text or data, consumed) if failed or not text.strip() else Item(text, origin, consumed)
@@ -84,16 +92,15 @@ def _answer(name: str) -> None:
     os.dup2(2, 1)  # what a library prints must not look like an answer
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        extract = _FORMATS[name].extractor()
-    except ImportError:
-        sys.exit(_MISSING)
+    extract = _FORMATS[name].extractor()
+    sink.write(_HEADER.pack(0, 0))
+    sink.flush()
     while header := source.read(_HEADER.size):
         data = source.read(_HEADER.unpack(header)[1])
         signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # nobody handles SIGPROF, so it ends this process, in C code too
         try:
             failed, text = 0, extract(data)
-        except (ValueError, RecursionError, MemoryError, AssertionError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever a parser makes of bad input is a reason
             failed, text = 1, f"{type(error).__name__}: {error}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         answer = text.encode("utf-8", "replace")

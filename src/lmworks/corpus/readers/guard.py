@@ -30,11 +30,12 @@ def _damage() -> tuple[type[Exception], ...]:
 
 @lru_cache(maxsize=1)
 def _lost() -> tuple[type[Exception], ...]:
+    known: tuple[type[Exception], ...] = (ConnectionError, TimeoutError, FileNotFoundError, PermissionError)
     try:
         import aiohttp
     except ImportError:
-        return (ConnectionError, TimeoutError)
-    return (ConnectionError, TimeoutError, aiohttp.ClientError)
+        return known
+    return (*known, aiohttp.ClientError)
 
 
 def guarded(rows: Iterator[Item], path: str) -> Iterator[Item]:

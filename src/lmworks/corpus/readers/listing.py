@@ -46,9 +46,10 @@ def find(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
 
 def fits(name: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a file, compressed or not, has one of these endings; any will do if there are none."""
+    plain = name
     for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    return name.endswith(suffixes or "")
+        plain = plain.removesuffix(ending)
+    return not suffixes or name.endswith(suffixes) or plain.endswith(suffixes)
 
 
 def _list_local(path: str, suffixes: tuple[str, ...]) -> list[File]:

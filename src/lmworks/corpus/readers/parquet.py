@@ -39,7 +39,7 @@ def _row_groups(path: str) -> list[int]:
     import pyarrow.parquet as pq
 
     try:
-        with open_binary(path) as (stream, _):
+        with open_binary(path, seek=True) as (stream, _):
             metadata = pq.read_metadata(stream)
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             return [sum(group.column(place).total_compressed_size for place in range(group.num_columns)) for group in groups]
@@ -56,7 +56,7 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
 def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
     import pyarrow.parquet as pq
 
-    with open_binary(file.path) as (stream, _):
+    with open_binary(file.path, seek=True) as (stream, _):
         opened = pq.ParquetFile(stream)
         wanted = columns.wanted(opened.schema_arrow.names, shown(file.path))
         first, last = part.span or (0, opened.num_row_groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from lmworks.corpus.items import Item, broken, decoded, shown
@@ -21,6 +22,8 @@ _PAGES = ("text/html", "application/xhtml+xml")
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """Each file is read from its start."""
+    if find_spec("fastwarc") is None:
+        raise UserError("reading WARC needs fastwarc: pip install 'lmworks[web]'")
     return list(packed(find(source, (".warc", ".wet")), part_bytes))
 
 
@@ -32,10 +35,8 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
 
 def _records(file: File, extractor: Extractor, limit: int) -> Iterator[Item]:
     """The pages of a file: what was answered (`response`) or turned into text (`conversion`); requests and metadata are no documents."""
-    try:
-        from fastwarc.warc import ArchiveIterator, WarcRecordType
-    except ImportError:
-        raise UserError("kind warc needs more packages: pip install 'lmworks[web]'") from None
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
     kinds = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
     with open_binary(file.path) as (stream, raw):
         before, number = 0, 0

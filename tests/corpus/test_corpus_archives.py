@@ -1,0 +1,187 @@
+"""Archives with everything that can be wrong with them, and repositories as one document."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from source_items import items, reasons, texts
+
+from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers.repository import ordered
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz", "a.tgz", "a.tar.xz", "a.tar.bz2", "a.tar.zst"])
+def test_files_in_archives(tmp_path: Path, name: str) -> None:
+    if name == "a.zip":
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as zipped:
+            zipped.writestr("d/a.md", "eins")
+            zipped.writestr("d/b.md", "zwei")
+            zipped.writestr("d/c.png", "drei")
+    else:
+        buffer = io.BytesIO()
+        mode = "w:" + name.rpartition(".")[2].replace("tgz", "gz") if name != "a.tar" and not name.endswith("zst") else "w"
+        with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+            add(archive, "d/a.md", b"eins")
+            add(archive, "d/b.md", b"zwei")
+            add(archive, "d/c.png", b"drei")
+        data = buffer.getvalue()
+        if name.endswith("zst"):
+            data = pytest.importorskip("zstandard").compress(data)
+        (tmp_path / name).write_bytes(data)
+    found = items("markdown", path=str(tmp_path))
+    assert texts(found) == ["eins", "zwei"]
+    assert found[0].origin == found[0].facts["path"] == f"{tmp_path}/{name}/d/a.md"
+
+
+def test_bad_members_cost_themselves_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    noise = random.Random(0).randbytes(30_000).hex()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("good.txt", "good")
+        archive.writestr("../../etc/evil.txt", "out")
+        archive.writestr("/etc/evil.txt", "out")
+        archive.writestr("twice.txt", "first")
+        archive.writestr("twice.txt", "second")
+        archive.writestr("locked.txt", "secret")
+        archive.writestr("wrong.txt", noise)
+        archive.writestr("huge.txt", "x" * 200_000)
+        archive.writestr("after.txt", "after")
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"locked.txt", data.index(b"PK\x01\x02"))  # of the directory
+    data[entry - 46 + 8] |= 1
+    local = data.index(b"wrong.txt")
+    data[local + 5000 : local + 5100] = bytes(100)
+    path.write_bytes(data)
+    found = items("text", path=str(path))
+    assert texts(found) == ["good", "first", "after"]
+    assert reasons(found) == ["unsafe_name", "unsafe_name", "duplicate_member", "encrypted", "damaged_file", "enormous"]
+
+
+def test_a_tar_file_that_breaks_off_costs_its_rest(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    draw = random.Random(0)
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for number in range(100):
+            add(archive, f"{number}.txt", draw.randbytes(2000).hex().encode())
+    (tmp_path / "a.tgz").write_bytes(buffer.getvalue()[:120_000])
+    (tmp_path / "b.txt").write_text("after")
+    found = items("text", path=str(tmp_path))
+    assert 40 < len(texts(found)) < 80
+    assert set(reasons(found)) == {"damaged_file"}
+    assert found[-1].text == "after"
+
+
+def test_links_in_tar_files_lead_nowhere(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
+            info = tarfile.TarInfo(f"{kind!r}.txt")
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+        add(archive, "a.txt", b"text")
+    assert texts(items("text", path=str(tmp_path))) == ["text"]
+
+
+def test_zip_files_whose_directory_promises_too_much_are_bombs(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(20):
+            archive.writestr(f"{number}.txt", b"\0" * 1000)
+    data = bytearray(path.read_bytes())
+    at = -1
+    while (at := data.find(b"PK\x01\x02", at + 1)) >= 0:
+        data[at + 24 : at + 28] = (200_000_000).to_bytes(4, "little")
+    path.write_bytes(data)
+    assert reasons(items("text", path=str(tmp_path))) == ["bomb"]
+
+
+REPOSITORY = {
+    "README.md": "# A project\n",
+    "pkg/__init__.py": "from pkg.a import f\n",
+    "pkg/a.py": "from .z import g\n\n\ndef f():\n    return g()\n",
+    "pkg/z.py": "def g():\n    return 1\n",
+    "pkg/loop1.py": "import pkg.loop2\n",
+    "pkg/loop2.py": "import pkg.loop1\n",
+    "pkg/data.csv": "1,2\n",
+    "pkg/min.js": "x" * 5000,
+    "pkg/x_pb2.py": "x = 1\n",
+    "pkg/gen.go": "// Code generated by protoc. DO NOT EDIT.\n",
+    "vendor/other.py": "print('not ours')\n",
+    "node_modules/x/index.js": "module.exports = 1\n",
+    "logo.png": "\0binary",
+    "setup.py": "import pkg\n",
+}
+ORDER = ["README.md", "pkg/z.py", "pkg/a.py", "pkg/__init__.py", "pkg/loop2.py", "pkg/loop1.py", "setup.py"]
+
+
+def write_tree(root: Path) -> None:
+    for name, text in REPOSITORY.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def headers(text: str) -> list[str]:
+    return [line[4:-4] for line in text.splitlines() if line.startswith("==> ") and line.endswith(" <==")]
+
+
+def test_a_repository_is_one_document_in_the_order_of_its_imports(tmp_path: Path) -> None:
+    write_tree(tmp_path / "repos" / "one")
+    (tmp_path / "repos" / "one" / "link.py").symlink_to("/etc/passwd")
+    (tmp_path / "repos" / "one" / "loop").symlink_to(tmp_path)
+    (item,) = items("repository", path=str(tmp_path / "repos" / "one"))
+    assert headers(item.text) == ORDER
+    assert item.facts == {"repository": "one", "files": 7, "left_out": 7}
+    assert "==> pkg/z.py <==\ndef g():\n    return 1\n" in item.text
+    write_tree(tmp_path / "repos" / "two")
+    assert [item.facts["repository"] for item in items("repository", path=str(tmp_path / "repos" / "*"))] == ["one", "two"]
+
+
+@pytest.mark.parametrize("ending", ["zip", "tar.gz"])
+def test_repositories_in_archives_lose_the_directory_around_them(tmp_path: Path, ending: str) -> None:
+    write_tree(tmp_path / "tree" / "one-1.2")
+    if ending == "zip":
+        with zipfile.ZipFile(tmp_path / "one-1.2.zip", "w") as archive:
+            for name, text in REPOSITORY.items():
+                archive.writestr(f"one-1.2/{name}", text)
+    else:
+        with tarfile.open(tmp_path / "one-1.2.tar.gz", "w:gz") as tar:
+            tar.add(tmp_path / "tree" / "one-1.2", "one-1.2")
+    (item,) = items("repository", path=str(tmp_path / f"*.{ending}"))
+    (same,) = items("repository", path=str(tmp_path / "tree" / "one-1.2"))
+    assert item.text == same.text
+    assert item.facts == {"repository": "one-1.2", "files": 7, "left_out": 7}
+
+
+def test_long_repositories_are_cut_between_files(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number:02}.py").write_text(f"# {number}\n" * 300)
+    found = items("repository", path=str(tmp_path))
+    assert len(found) > 2
+    assert all(len(item.text.encode()) <= 10_000 for item in found)
+    assert [name for item in found for name in headers(item.text)] == [f"{number:02}.py" for number in range(30)]
+    (tmp_path / "one.py").write_text("# one file alone is longer than a document may be\n" * 300)
+    assert reasons(items("repository", path=str(tmp_path))) == ["enormous"]
+
+
+def test_a_repository_without_text_and_none_at_all(tmp_path: Path) -> None:
+    (tmp_path / "logo.png").write_bytes(b"\0")
+    assert reasons(items("repository", path=str(tmp_path))) == ["no_text"]
+    with pytest.raises(Unavailable, match="source mine: no directories and no archives"):
+        items("repository", path=str(tmp_path / "*.png"))
+
+
+def test_python_that_cannot_be_parsed_keeps_its_place() -> None:
+    deep = {"a.py": "(" * 100_000, "b.py": "-" * 100_000 + "1", "c.py": "import (", "d.py": "import a, b, c\n", "e.py": "\0"}
+    assert ordered(deep) == ["a.py", "b.py", "c.py", "d.py", "e.py"]
+    chain = {f"m{number:04}.py": f"import m{number + 1:04}\n" for number in range(3000)}
+    assert ordered(chain) == sorted(chain, reverse=True)

@@ -1,0 +1,197 @@
+"""However a source is cut, its parts say together what it says whole, and what a part is depends on the files alone."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import http.server
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from source_items import items, reasons, rows, source, texts
+
+from lmworks.corpus.readers import Part, parts, provides, read
+from lmworks.errors import UserError
+from lmworks.recipe.corpus import Source
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lines_belong_to_one_part_wherever_a_file_is_cut(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    documents = [f"{number} " + "é" * draw.choice([0, 1, 5, 50, 700]) for number in range(60)]
+    lines = [json.dumps({"text": text}, ensure_ascii=draw.random() < 0.5) for text in documents]
+    end = draw.choice(["\n", "\r\n"])
+    (tmp_path / "a.jsonl").write_bytes((end.join(lines) + draw.choice(["", end, end * 3])).encode())
+    for part_bytes in (1, 2, 7, 64, 700, 5000):
+        found = items("jsonl", part_bytes=part_bytes, path=str(tmp_path))
+        assert texts(found) == documents
+        assert len({item.origin for item in found}) == len(documents)
+
+
+def test_the_origin_of_a_row_in_a_cut_file_is_its_place_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(rows(*(f"document {number}" for number in range(100))))
+    for item in items("jsonl", part_bytes=500, path=str(path)):
+        data = path.read_bytes()[int(item.origin.rpartition("@")[2]) :]
+        assert json.loads(data.partition(b"\n")[0])["text"] == item.text
+
+
+def test_lines_of_text_are_cut_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(1000)))
+    given = source("text", path=str(tmp_path), layout="lines")
+    assert len(parts(given, 1000)) == 9
+    assert texts(items("text", part_bytes=1000, path=str(tmp_path), layout="lines")) == [f"line {number}" for number in range(1000)]
+
+
+def test_parquet_is_cut_by_row_groups(tmp_path: Path) -> None:
+    documents = [f"document {number} " * 20 for number in range(500)]
+    pq.write_table(pa.table({"text": documents}), tmp_path / "a.parquet", row_group_size=50)
+    whole = items("parquet", path=str(tmp_path))
+    assert texts(whole) == documents
+    for part_bytes in (1, 1000, 5000):
+        found = items("parquet", part_bytes=part_bytes, path=str(tmp_path))
+        assert [(item.text, item.origin) for item in found] == [(item.text, item.origin) for item in whole]
+    assert len(parts(source("parquet", path=str(tmp_path)), 1)) == 10
+
+
+def test_small_files_go_together_and_a_changed_one_changes_its_part(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text("x" * 100)
+    given = source("text", path=str(tmp_path))
+    before = [part.as_json() for part in parts(given, 1000)]
+    assert [len(part["files"]) for part in before] == [10, 10, 10, 10]
+    os.utime(tmp_path / "25.txt", (1, 1))
+    after = [part.as_json() for part in parts(given, 1000)]
+    assert [place for place in range(4) if before[place] != after[place]] == [2]
+
+
+def test_a_file_name_that_is_no_unicode(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    with open(name, "wb") as out:
+        out.write(b"coffee")
+    (item,) = items("text", path=str(tmp_path))
+    assert item.text == "coffee"
+    assert item.origin == f"{tmp_path}/caf\\udce9.txt"
+    assert json.dumps(dict(item.facts), ensure_ascii=False).encode()
+
+
+def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("linked")
+    (tmp_path / "data" / "deep" / "a.txt").write_text("here")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    for number in range(5):  # each link offers every directory again: 2 ** 40 paths before the kernel stops
+        (tmp_path / "data" / f"loop{number}").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "data" / "self.txt").symlink_to(tmp_path / "data" / "self.txt")
+    for path in (tmp_path / "data", tmp_path / "data" / "**" / "*.txt"):
+        found = items("text", path=str(path))
+        assert sorted(texts(found)) == ["here", "linked"]
+        assert reasons(found) == ["damaged_file", "damaged_file"]
+
+
+def test_a_pipe_among_the_files_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "a.txt").write_text("here")
+    assert texts(items("text", path=str(tmp_path))) == ["here"]
+
+
+def test_globs_stay_in_their_directory(tmp_path: Path) -> None:
+    for name in ("a1.txt", "a2.txt", "b.txt", "deep/a3.txt", "deep/er/a4.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = {
+        "*.txt": ["a1.txt", "a2.txt", "b.txt"],
+        "a?.txt": ["a1.txt", "a2.txt"],
+        "[!a]*.txt": ["b.txt"],
+        "*/*.txt": ["deep/a3.txt"],
+        "**/a*.txt": ["a1.txt", "a2.txt", "deep/a3.txt", "deep/er/a4.txt"],
+        "deep/**": ["deep/a3.txt", "deep/er/a4.txt"],
+    }
+    for pattern, found in expected.items():
+        assert texts(items("text", path=f"{tmp_path}/{pattern}")) == found, pattern
+
+
+def test_columns_by_path_and_by_template_with_facts_and_language(tmp_path: Path) -> None:
+    row = {"title": "On", "meta": {"body": "text", "lang": "de"}, "url": "http://x.y/", "n": 3, "day": "2024-05-01", "odd": [1, "é"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"meta": {"body": 5}}) + "\n" + json.dumps({"meta": 1}) + "\n")
+    more = {"path": str(tmp_path), "keep": ["url", "n", "odd", "meta.lang", "absent"], "language_key": "meta.lang"}
+    first, second, third = items("jsonl", text_key="meta.body", **more)
+    assert (first.text, first.language) == ("text", "de")
+    assert first.facts == {"url": "http://x.y/", "n": 3, "odd": '[1, "é"]', "meta.lang": "de"}
+    assert (second.reason, third.reason) == ("wrong_type", "null_text")
+    templated = items("jsonl", text_key="# {title}\n\n{meta.body}", **more)
+    assert [item.text for item in templated] == ["# On\n\ntext", "# \n\n5", ""]
+    assert templated[2].reason == "null_text"
+    assert provides(source("jsonl", **more)) == ("url", "n", "odd", "meta.lang", "absent")
+
+
+def test_columns_of_parquet_may_be_nested_and_dated(tmp_path: Path) -> None:
+    table = pa.table({"a": [{"b": "text", "c": None}], "when": [datetime.datetime(2024, 5, 1)], "weight": [float("nan")]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (item,) = items("parquet", path=str(tmp_path), text_key="a.b", keep=["when", "weight", "a.c"])
+    assert (item.text, dict(item.facts)) == ("text", {"when": "2024-05-01T00:00:00"})
+    with pytest.raises(UserError, match=r"has no column 'url', only a, weight, when; set keep"):
+        items("parquet", path=str(tmp_path), text_key="a.b", keep=["url"])
+
+
+@pytest.mark.parametrize("template", ["{", "{}", "{{}}", "{a}{"])
+def test_a_template_that_is_none_is_refused(template: str) -> None:
+    with pytest.raises(ValueError, match="source mine: text_key"):
+        source("jsonl", path="x", text_key=template)
+
+
+def test_halves_of_surrogate_pairs_are_no_text_and_do_no_harm_in_facts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "half \\ud83d"}\n{"text": "fine", "url": "\\ud83d"}\n')
+    found = items("jsonl", path=str(tmp_path), keep=["url"])
+    assert reasons(found) == ["bad_utf8"]
+    assert found[1].facts == {"url": "?"}
+
+
+class _Ranges(http.server.SimpleHTTPRequestHandler):
+    """Python's own server knows no ranges; it also lists directories, in which files are found by their links."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("aiohttp")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(tmp_path))) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+def test_files_of_a_web_server(tmp_path: Path, server: str) -> None:
+    documents = [f"document {number} over the wire" for number in range(2000)]
+    (tmp_path / "a.jsonl").write_bytes(rows(*documents))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(rows(*documents)))
+    pq.write_table(pa.table({"text": documents}), tmp_path / "c.parquet")
+    assert texts(items("jsonl", part_bytes=1000, path=f"{server}/a.jsonl")) == documents
+    assert texts(items("jsonl", path=f"{server}/b.jsonl.gz")) == documents
+    assert texts(items("parquet", path=f"{server}/c.parquet")) == documents
+    with pytest.raises(UserError, match="source mine: no files at"):
+        items("jsonl", path=f"{server}/none.jsonl")
+
+
+def test_a_web_server_that_goes_away_stops_the_run(tmp_path: Path, server: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(rows("document"))
+    given = Source(name="mine", kind="jsonl", path=f"{server}/a.jsonl", licence="test")
+    (part,) = parts(given, 1000)
+    assert Part.from_json(part.as_json()) == part
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=r"source mine: cannot go on reading http.*; run the same command again"):
+        list(read(given, part, 1000))
