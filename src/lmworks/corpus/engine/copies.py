@@ -1,4 +1,4 @@
-"""Who is a copy of whom, over all sources: a task per band for near-duplicates, then one that joins what they have found."""
+"""Who is a copy of whom, over all sources: tasks that take bands for near-duplicates, then one that joins what they have found."""
 
 from __future__ import annotations
 
@@ -20,22 +20,28 @@ from lmworks.corpus.units import units
 from lmworks.files import atomic_path
 
 REASONS = ("", "duplicate", "duplicate_url", "near_duplicate", "semantic_duplicate")
+_BYTES_PER_BAND = 256_000_000  # of input
 _NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC = range(5)
 
 
-def bands(job: Job) -> Sequence[int]:
-    """The tasks of `meet`."""
-    return range(job.sketching.bands) if job.sketching else ()
+def meetings(job: Job) -> Sequence[int]:
+    """The tasks of `meet`: one for each band, fewer for small corpora, where reading the traces is most of the work."""
+    if not job.sketching:
+        return ()
+    return range(min(job.sketching.bands, 1 + sum(piece.bytes for piece in job.pieces) // _BYTES_PER_BAND))
 
 
-def meet(job: Job, band: int, advance: Advance) -> None:
+def meet(job: Job, task: int, advance: Advance) -> None:
     """Which documents agree in a band, and how alike they are: pairs of rows that are surely near-duplicates, and those in doubt."""
     assert job.sketching
     rows = Rows(job)
-    keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
-    sketches = Stacked([one.sketches for one in rows.traces])
-    sure, doubtful = weigh(candidates(keys), sketches, limits(job, rows), job.sketching)
-    with atomic_path(job.path("meet", band, ".npz")) as aside, open(aside, "wb") as handle:
+    sketches, limits_N = Stacked([one.sketches for one in rows.traces]), limits(job, rows)
+    found = []
+    for band in range(task, job.sketching.bands, len(meetings(job))):
+        keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
+        found.append(weigh(candidates(keys), sketches, limits_N, job.sketching))
+    sure, doubtful = (np.unique(np.concatenate(pairs), axis=0) for pairs in zip(*found, strict=True))
+    with atomic_path(job.path("meet", task, ".npz")) as aside, open(aside, "wb") as handle:
         np.savez(handle, sure=sure, doubtful=doubtful)
 
 
@@ -66,7 +72,7 @@ def find(job: Job, rows: Rows) -> Copies:
     clusters = Clusters(count)
     held = reasons.nbytes + clusters.firsts.nbytes
     if job.sketching:
-        found = [np.load(job.path("meet", band, ".npz")) for band in bands(job)]
+        found = [np.load(job.path("meet", task, ".npz")) for task in meetings(job)]
         sure = np.unique(np.concatenate([one["sure"] for one in found]), axis=0)
         doubtful = np.unique(np.concatenate([one["doubtful"] for one in found]), axis=0)
         held += sure.nbytes + doubtful.nbytes + 12 * count  # a band's keys and the limits, as `meet` holds them
@@ -120,5 +126,5 @@ def _settled(job: Job, rows: Rows, pairs: np.ndarray, limits_N: np.ndarray) -> n
     return pairs[alike >= limits_N[pairs[:, 1]]]
 
 
-def meet_inputs(job: Job, band: int) -> Any:
-    return [decide_inputs(job, "all"), band]
+def meet_inputs(job: Job, task: int) -> Any:
+    return [decide_inputs(job, "all"), task, len(meetings(job))]

@@ -13,13 +13,27 @@ from lmworks.corpus.engine.task import Stage, weight
 from lmworks.corpus.engine.worker import attempt, single_threaded
 from lmworks.errors import UserError
 from lmworks.progress import bar
-from lmworks.recipe.executor import Executor
 
 _WAITING_PER_CPU = 4  # tasks handed to Ray beyond those that run, so that it is never idle and never flooded
 
 
 def execute(job: Job, stages: Sequence[Stage]) -> None:
     """Do all stages one after the other, and of each what is not done yet. Raises UserError without Ray or its cluster."""
+    ray: Any = None
+    try:
+        for stage in stages:
+            tasks = stage.tasks(job)
+            todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+            if todo:
+                ray = ray or _begun(job)
+                _stage(ray, job, stage, tasks, todo)
+    finally:
+        if ray:
+            ray.shutdown()
+
+
+def _begun(job: Job) -> Any:
+    """The package, with a cluster behind it."""
     try:
         import ray
     except ImportError:
@@ -30,16 +44,11 @@ def execute(job: Job, stages: Sequence[Stage]) -> None:
         ray.init(address=node.address, num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot reach the Ray cluster at {node.address}: {str(error).splitlines()[0]}") from None
-    try:
-        for stage in stages:
-            _stage(ray, job, stage, node)
-    finally:
-        ray.shutdown()
+    return ray
 
 
-def _stage(ray: Any, job: Job, stage: Stage, node: Executor) -> None:
-    tasks = stage.tasks(job)
-    todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+def _stage(ray: Any, job: Job, stage: Stage, tasks: Sequence[Any], todo: list[int]) -> None:
+    node = job.recipe.corpus.executor
     todo.sort(key=lambda number: -weight(tasks[number]))
     reduces = not any(map(weight, tasks))
     memory = gigabytes(node.reduce_memory or node.memory if reduces else node.memory)

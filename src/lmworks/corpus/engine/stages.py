@@ -25,7 +25,7 @@ STAGES = (
     Stage("size", "size sources", reading.limited, reading.size_inputs, reading.size),
     Stage("draw", "draw", _if_limited, reading.draw_inputs, reading.draw),
     Stage("read", "read and filter", pieces, reading.read_inputs, reading.read_part),
-    Stage("meet", "near-duplicates", copies.bands, copies.meet_inputs, copies.meet),
+    Stage("meet", "near-duplicates", copies.meetings, copies.meet_inputs, copies.meet),
     Stage("decide", "deduplicate", reduction, fates.decide_inputs, deciding.decide),
     Stage("protect", "protect held-out text", _if_gated, gate.protect_inputs, gate.protect),
     Stage("scan", "decontaminate", _gated_pieces, gate.scan_inputs, gate.scan),
