@@ -54,6 +54,7 @@ def prepare(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folde
         write_manifest(job, report)
         if not recipe.corpus.keep_staged:
             shutil.rmtree(job.staging)
+            job.save()  # what sampling and tracing start from
     return report
 
 

@@ -37,6 +37,7 @@ def render(analysis: Json) -> str:
         funnel=_funnel(analysis),
         charts=[chart.view() for chart in _charts(analysis)],
         domains=[chart.view() for chart in _by_domain(analysis)],
+        rare=_rare(analysis["statistics"]),
         reasons=_reasons(analysis["whole"]),
         copies=_copies(analysis),
         languages=_languages(analysis["whole"]),
@@ -56,7 +57,7 @@ def _tiles(analysis: Json) -> list[tuple[str, str, str]]:
         ("documents", compact(train["documents"]), f"of {compact(read['documents'])} read, {_share(train, read, 'documents')}"),
         ("text", size(train["bytes"]), f"of {size(read['bytes'])} read, {_share(train, read, 'bytes')}"),
         *(_measured(name, train, read) for name in ("tokens", "words") if train[name]),
-        ("duplicates", _part(copies, read["documents"]), f"{copies:,} documents"),
+        ("duplicates", _part(copies, read["documents"]), f"{copies:,} of the documents read"),
         ("held out", compact(whole["validation"]["documents"]), f"documents, {size(whole['validation']['bytes'])}"),
         ("languages", f"{len(train['languages'])}", ", ".join(list(train["languages"])[:4])),
         ("sources", f"{len(analysis['sources'])}", f"in {len(analysis['domains'])} domains"),
@@ -102,10 +103,24 @@ def _charts(analysis: Json) -> Iterator[Distribution]:
         hint = "per byte, under a small model of the held-out text: high is unlike the corpus, low is like it or repeats it"
         yield Distribution("perplexity", "Perplexity", hint, _sides(whole, "perplexity"))
     for fact, sides in analysis["statistics"].items():
-        named = {"read": sides["read"], "to train on": sides["train"]}
-        if any(value["count"] for value in named.values()):
+        if _varies(sides):
+            named = {"read": sides["read"], "to train on": sides["train"]}
             wide = max(value.get("most", 0) for value in named.values()) > 20
             yield Distribution(f"fact-{fact}", fact.replace("_", " "), "as a step has measured it", named, log=wide)
+
+
+def _varies(sides: Json) -> bool:
+    """Whether there is a distribution to see: documents differ, and not only a few of them."""
+    return any(value["count"] and value["quantiles"]["1%"] < value["quantiles"]["99%"] for value in sides.values())
+
+
+def _rare(statistics: Json) -> list[tuple[str, str, str, str]]:
+    """(fact, value of nearly all documents, highest before, after) of what hardly varies."""
+    return [
+        (fact.replace("_", " "), _median(sides["read"]), *(significant(sides[side].get("most", 0), 3) for side in ("read", "train")))
+        for fact, sides in statistics.items()
+        if sides["read"]["count"] and not _varies(sides)
+    ]
 
 
 def _sides(one: Json, what: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lmworks.corpus.histogram import Histogram
 from lmworks.doctor.charts import Axis
 from lmworks.doctor.figures import SHOWN
 
-_BINS = 48
+_MOST_BINS = 48
 _EDGE = 0.002  # of the values at either end are drawn with their neighbours
 
 
@@ -30,7 +30,8 @@ class Distribution:
         """What the template needs."""
         low, high = self._range()
         x = Axis(low, high, log=self.log and low > 0)
-        edges = [_at(x, place / _BINS) for place in range(_BINS + 1)]
+        bins = self._bins()
+        edges = [_at(x, place / bins) for place in range(bins + 1)]
         shares = {name: _shares(value, edges) for name, value in self.sides.items() if value["count"]}
         y = Axis(0.0, 1.05 * max((max(one) for one in shares.values()), default=1.0))
         show = SHOWN[self.shown]
@@ -50,6 +51,11 @@ class Distribution:
             whole.merge(Histogram.from_json(dict(value)))
         low, high = whole.quantile(_EDGE), whole.quantile(1 - _EDGE)
         return (low, high) if high > low else (low - abs(low) / 2, low + (abs(low) / 2 or 1.0))
+
+    def _bins(self) -> int:
+        """Twice the cube root of their number (Rice's rule), so that few documents are no comb."""
+        most = max((value["count"] for value in self.sides.values()), default=0)
+        return max(8, min(_MOST_BINS, round(2 * most ** (1 / 3))))
 
 
 def _at(x: Axis, share: float) -> float:

@@ -43,5 +43,7 @@ def _common(old: Sequence[str], new: Sequence[str]) -> int:
 
 
 def _around(line: str, at: int) -> str:
+    if not line:
+        return "(empty line)"
     start, stop = max(0, at - _AROUND // 2), at + _AROUND
     return ("..." if start else "") + line[start:stop] + ("..." if stop < len(line) else "")
