@@ -165,3 +165,20 @@ def test_a_tokenizer_is_compared(lmworks: Lmworks, finished: Tiny) -> None:
     done = lmworks("tokenizer", "eval", finished.run_dir, "--against", finished.run_dir / "tokenizer" / "tokenizer.json")
     assert done.code == 0 and "docs" in done.out
     assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "finish"
+
+
+def test_a_new_domain_and_the_vocabulary_size_are_judged(lmworks: Lmworks, finished: Tiny) -> None:
+    before = {path: path.read_bytes() for path in (finished.run_dir / "tokenizer").iterdir()}
+    rows = json.loads(lmworks("tokenizer", "eval", str(finished.run_dir), "--json").out)
+    assert {row["source"] for row in rows} == {"code", "docs"}
+    rows = json.loads(lmworks("tokenizer", "drift", str(finished.run_dir), "--add", "docs", "--json").out)
+    assert [(row["source"], row["added"]) for row in rows] == [("code", False), ("docs", True)]
+    assert rows[1]["change"] < 0
+    assert lmworks("tokenizer", "drift", str(finished.run_dir), "--add", "books").code == 2
+    sizes = ("tokenizer", "sizes", str(finished.run_dir), "--size", "400", "--size", "512", "--size", "700")
+    assert [row["entries"] for row in json.loads(lmworks(*sizes, "--json").out)] == [400, 512]
+    larger = json.loads(lmworks(*sizes, "--train-to", "800", "--json").out)
+    assert [row["entries"] for row in larger] == [400, 512, 700]
+    assert sum(row["recommended"] for row in larger) == 1
+    assert "the smallest vocabulary within 1%" in " ".join(lmworks(*sizes).out.split())
+    assert before == {path: path.read_bytes() for path in (finished.run_dir / "tokenizer").iterdir()}
