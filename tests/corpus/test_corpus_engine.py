@@ -212,7 +212,7 @@ def test_what_is_staged_may_go(texts: Path, undisturbed: tuple[Path, Report], tm
     asked = recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")], keep_staged=False)
     prepare(asked, tmp_path / "out", QUESTIONS, texts)
     assert made(tmp_path / "out") == made(undisturbed[0])
-    assert not (tmp_path / "out" / "staging").exists()
+    assert [path.name for path in (tmp_path / "out" / "staging").iterdir()] == ["job.json"]
 
 
 @pytest.mark.usefixtures("eager")
