@@ -115,6 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data/notes/all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]))
     for number, text in enumerate(texts[1::2]):
         (folder / f"data/manuals/{number}.txt").write_text(text)
+    paragraphs = [text for name in sorted(topics) for text in topics[name].split("\n\n") if len(text) > 80]
+    labels = [{"text": text if score > 2 else text[::-1], "score": score} for text, score in zip(paragraphs, [1, 4] * 400, strict=False)]
+    (folder / "data/labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
     question, answer = conversation["messages"]
     numbered = [{"messages": [question | {"content": f"{n}. {question['content']}"}, answer]} for n in range(60)]
     (folder / "data/answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in numbered))
