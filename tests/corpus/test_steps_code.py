@@ -187,7 +187,7 @@ def test_what_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path, monke
         assert run_python(program, Limits(seconds=1)).outcome == "timeout"
     stray = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
     assert run_python(stray, Limits(seconds=20)).outcome == "passed"
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    running = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in running
     assert not list(tmp_path.iterdir())
 
