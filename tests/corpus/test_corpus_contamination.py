@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+import pytest
+
 from lmworks.corpus.contamination import Boilerplate, Findings, Gate, Match
 from lmworks.corpus.units import units
 
@@ -93,6 +98,66 @@ def test_in_chinese_twice_as_many_characters_make_a_leak() -> None:
     held = "新鮮果汁都是當場現榨絕對新鮮我特別推薦現榨柳橙汁選用台灣在地的甜橙酸甜平衡芒果汁使用愛文芒果濃郁香甜鳳梨汁則有特有的酸甜香氣"
     _, found = run([f"您好。{held[:26]}。謝謝", f"您好。{held[:25]}。謝謝"], held=[held])
     assert found == {0: held[:26]}
+
+
+SUN = ("Which planet is nearest the sun?", "Mercury")
+LAYOUTS = {
+    "verbatim": "Which planet is nearest the sun? Mercury",
+    "template": "Question: Which planet is nearest the sun?\nA. Venus\nB. Earth\nC. Mercury\nD. Mars\nAnswer: C",
+    "shouted": "**WHICH  PLANET is nearest -- the SUN?** (mercury)",
+    "quoted": "> Q: Which planet\n> is nearest\n> the sun?\n> A: Mercury",
+}
+
+
+def asked(texts: list[str], question: str, answer: str) -> list[int]:
+    gate = Gate(13)
+    gate.protect(["sky/1"], [question], [answer], evaluation=True)
+    return sorted(judged(gate, texts))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_short_question_is_found_with_its_answer_in_any_layout(layout: str) -> None:
+    assert asked([f"{FILLER}\n\n{LAYOUTS[layout]}\n\n{FILLER}"], *SUN) == [0]
+
+
+def test_a_short_question_without_its_answer_nearby_is_what_people_ask() -> None:
+    far = f"{SUN[0]} {FILLER} {FILLER} mercury"
+    near = f"{SUN[0]} {FILLER} mercury"
+    assert asked([SUN[0], far, f"mercury {SUN[0]}", near], *SUN) == [3]
+
+
+def test_eight_words_are_enough_alone() -> None:
+    question = "Which planet is the nearest one to us?"
+    assert asked([f"{FILLER} {question}", question.replace("nearest", "farthest")], question, "Venus") == [0]
+
+
+def test_a_question_too_short_to_be_told_is_found_by_its_answer() -> None:
+    answer = "rub it gently with a soft towel"
+    documents = [f"Dry hair: A. {FILLER} B. {answer}", f"{answer} dry hair", answer, "dry hair"]
+    assert asked(documents, "dry hair", answer) == [0]
+
+
+def test_batches_of_many_documents_find_what_single_ones_do() -> None:
+    texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{part(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {part(3, 30)}", ""]
+    gate = Gate(13)
+    gate.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
+    whole = gate.scan(units(texts)).rows
+    assert np.array_equal(whole, findings(gate, texts).rows)
+    assert set(whole[:, 0].tolist()) == {0, 2, 3}
+
+
+def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
+    gate = Gate(13)
+    gate.protect(["held/0"], [HELD], evaluation=False)
+    texts = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
+    for number, half in enumerate((texts[:6], texts[6:])):
+        findings(gate, half).save(tmp_path / f"{number}.npy")
+    loaded = [Findings.load(tmp_path / f"{number}.npy") for number in range(2)]
+    seen = gate.seen(loaded)
+    assert seen.max() == 12
+    assert np.array_equal(seen, gate.seen([findings(gate, texts)]))
+    assert gate.suspects(loaded[0], seen) == []
+    assert len(gate.suspects(loaded[0], gate.seen(loaded[:1]))) == 6
 
 
 def test_an_empty_gate_finds_nothing() -> None:

@@ -8,7 +8,7 @@ Case, punctuation, spaces, line breaks and markup between the words make no diff
   evaluation question of 13 words or more that stands *whole* in a document counts all the same, however often it was copied.
 - A question shorter than 13 words is looked for whole. One of 5 to 7 words is what people ask anyway, and is a leak only where its answer
   follows within 48 words, as it does in every layout of a test (choices listed, "Answer:" before it, or a letter). One under 5 words
-  would match by chance, and is looked for only together with its answer.
+  would match by chance: its answer is looked for, with the question up to 48 words before it, or right before it if that is as short.
 
 In scripts without spaces a character is less than a word: there all these lengths are doubled.
 

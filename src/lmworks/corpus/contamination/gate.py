@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.contamination.table import Table, longer
-from lmworks.corpus.units import Units, ngrams, ngrams_of, units, whole
+from lmworks.corpus.contamination.table import SHORTEST, Short, Tables, longer, short_of
+from lmworks.corpus.units import Units, ngrams_of, units, whole
 from lmworks.files import atomic_path
 
 BOILERPLATE_DOCUMENTS = 10
-SHORTEST, ALONE, ANSWER_WITHIN = 5, 8, 48
+ANSWER_WITHIN = 48
 
 
 HELD_OUT = "held out"
@@ -87,15 +87,6 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class _Short:
-    """A question to be found whole; where `answer` is not empty, only with this after it."""
-
-    owner: int
-    question: np.ndarray
-    answer: np.ndarray
-
-
-@dataclass(frozen=True)
 class _Hits:
     """Protected runs of one length in a batch: the unit where each begins, its entry and document; `grams` but for short questions."""
 
@@ -116,9 +107,9 @@ class Gate:
         self.texts: list[str] = []
         self.trivial: dict[str, int] = {}
         self._runs: dict[int, list[tuple[np.ndarray, int]]] = {}
-        self._shorts: dict[tuple[int, int], dict[int, list[_Short]]] = {}
+        self._shorts: dict[tuple[int, int], dict[int, list[Short]]] = {}
         self._long: dict[int, list[tuple[int, np.ndarray]]] = {}
-        self._made: _Tables | None = None
+        self._made: Tables | None = None
 
     def protect(self, names: Sequence[str], texts: Sequence[str], answers: Sequence[str] | None = None, *, evaluation: bool) -> None:
         """Add protected texts under their names (SET/ITEM, or the id of a held-out document).
@@ -151,13 +142,11 @@ class Gate:
                 self._long.setdefault(int(whole(item[:length])[0]), []).append((owner, item))
         if not evaluation or len(question) >= length:
             return len(both) >= length
-        if len(question) < SHORTEST * scale:
-            if not SHORTEST * scale <= len(both) < length:
-                return len(both) >= length
-            question, answer = both, both[:0]
-        needed = answer if len(question) < ALONE * scale else answer[:0]
-        by_hash = self._shorts.setdefault((scale, len(question)), {})
-        by_hash.setdefault(int(whole(question)[0]), []).append(_Short(owner, question, needed))
+        short = short_of(owner, question, answer, scale, length)
+        if short is None:
+            return len(both) >= length
+        by_hash = self._shorts.setdefault((scale, len(short.text)), {})
+        by_hash.setdefault(int(whole(short.text)[0]), []).append(short)
         return True
 
     @property
@@ -167,9 +156,9 @@ class Gate:
         return dict(sorted(Counter(sets).items()))
 
     @property
-    def _tables(self) -> _Tables:
+    def _tables(self) -> Tables:
         if self._made is None:
-            self._made = _Tables(self._runs, self._shorts)
+            self._made = Tables(self._runs, self._shorts)
         return self._made
 
     @property
@@ -208,22 +197,25 @@ class Gate:
             places, entries = places[index][inside], entries[inside]
             keep = np.array(
                 [
-                    self._answered(batch, place + length, int(batch.bounds[document + 1]), scale, int(table.hashes[entry]), length)
+                    self._answered(batch, place, document, scale, int(table.hashes[entry]), length)
                     for place, document, entry in zip(places.tolist(), documents.tolist(), entries.tolist(), strict=True)
                 ],
                 dtype=bool,
             )
             yield _Hits(length, places[keep], entries[keep] + first, documents[keep])
 
-    def _answered(self, batch: Units, start: int, end: int, scale: int, hashed: int, length: int) -> bool:
-        """Whether the answer that a short question needs, if it does, stands between `start` and not far behind."""
+    def _answered(self, batch: Units, place: int, document: int, scale: int, hashed: int, length: int) -> bool:
+        """Whether what the short text at `place` needs beside it, if anything, stands there."""
         for short in self._shorts[scale, length][hashed]:
-            wanted = len(short.answer)
+            wanted = len(short.beside)
             if not wanted:
                 return True
-            window = batch.hashes[start : min(start + ANSWER_WITHIN * scale + wanted, end)]
-            begun = np.flatnonzero(window[: max(len(window) - wanted + 1, 0)] == short.answer[0])
-            if any(np.array_equal(window[place : place + wanted], short.answer) for place in begun.tolist()):
+            reach = ANSWER_WITHIN * scale + wanted
+            after = place + length, min(place + length + reach, int(batch.bounds[document + 1]))
+            before = max(place - reach, int(batch.bounds[document])), place
+            window = batch.hashes[slice(*(before if short.before else after))]
+            begun = np.flatnonzero(window[: max(len(window) - wanted + 1, 0)] == short.beside[0])
+            if any(np.array_equal(window[at : at + wanted], short.beside) for at in begun.tolist()):
                 return True
         return False
 
@@ -288,50 +280,6 @@ class Gate:
         own = units([self.texts[owner]])
         last = min(last, len(own.starts))  # a run may reach into the answer
         return Boilerplate(-count, self.names[owner], self.texts[owner][int(own.starts[first]) : int(own.ends[last - 1])])
-
-
-class _Tables:
-    """All protected runs, made once: entries are numbered through all tables."""
-
-    def __init__(
-        self, runs: dict[int, list[tuple[np.ndarray, int]]], shorts: dict[tuple[int, int], dict[int, list[_Short]]]
-    ) -> None:
-        self.runs: dict[int, tuple[Table, int]] = {}
-        self.shorts: dict[tuple[int, int], tuple[Table, int]] = {}
-        self.short_lengths: dict[int, list[int]] = {}
-        self.entries = 0
-        self._all: list[tuple[int, Table]] = []
-        for length, texts in sorted(runs.items()):
-            sizes = np.array([len(hashes) for hashes, _ in texts])
-            grams = ngrams(np.concatenate([hashes for hashes, _ in texts]), length)
-            text = np.repeat(np.arange(len(texts)), sizes)[: len(grams)]
-            places = np.arange(len(grams)) - (np.cumsum(sizes) - sizes)[text]
-            inside = places + length <= sizes[text]
-            owners = np.array([owner for _, owner in texts])[text]
-            self.runs[length] = self._numbered(Table(length, grams[inside], owners[inside], places[inside]))
-        begun: dict[int, list[np.ndarray]] = {}
-        for (scale, length), by_hash in sorted(shorts.items()):
-            hashes = np.array(list(by_hash), dtype=np.uint64)
-            owners = np.array([items[0].owner for items in by_hash.values()])
-            self.shorts[scale, length] = self._numbered(Table(length, hashes, owners, np.zeros_like(owners)))
-            self.short_lengths.setdefault(scale, []).append(length)
-            begun.setdefault(scale, []).extend(ngrams(items[0].question, SHORTEST * scale)[:1] for items in by_hash.values())
-        self.beginnings = {
-            scale: Table(SHORTEST * scale, np.concatenate(parts), *[np.zeros(len(parts), dtype=np.int64)] * 2)
-            for scale, parts in begun.items()
-        }
-        self.lengths = sorted({*self.runs, *(table.length for table in self.beginnings.values())})
-
-    def _numbered(self, table: Table) -> tuple[Table, int]:
-        first = self.entries
-        self._all.append((first, table))
-        self.entries += len(table)
-        return table, first
-
-    def where(self, entry: int) -> tuple[int, int, int]:
-        """(protected text, first unit in it, length) of an entry."""
-        first, table = next((first, table) for first, table in reversed(self._all) if first <= entry)
-        return int(table.owners[entry - first]), int(table.places[entry - first]), table.length
 
 
 def _inside(batch: Units, places: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
