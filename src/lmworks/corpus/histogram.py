@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _PER_OCTAVE = 32
+_OCTAVES = 500  # above and below 1
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -66,11 +67,12 @@ class Histogram:
 
 
 def _bin(value: float) -> int:
-    """Bins are numbered from below: negative numbers, 0, positive numbers."""
-    if not value:
-        return 0
+    """Bins are numbered from below: negative numbers, 0, positive numbers. What is nearly nothing or beyond all measure ends the scale."""
     fraction, exponent = math.frexp(abs(value))
-    number = (exponent + 1100) * _PER_OCTAVE + int((fraction - 0.5) * 2 * _PER_OCTAVE) + 1
+    if not fraction or exponent < -_OCTAVES:
+        return 0
+    step = int((fraction - 0.5) * 2 * _PER_OCTAVE)
+    number = (min(exponent, _OCTAVES) + _OCTAVES) * _PER_OCTAVE + step + 1
     return number if value > 0 else -number
 
 
@@ -79,5 +81,5 @@ def _edges(number: int) -> tuple[float, float]:
     if not number:
         return 0.0, 0.0
     exponent, step = divmod(abs(number) - 1, _PER_OCTAVE)
-    low, high = (math.ldexp(0.5 + place / 2 / _PER_OCTAVE, exponent - 1100) for place in (step, step + 1))
+    low, high = (math.ldexp(0.5 + place / 2 / _PER_OCTAVE, exponent - _OCTAVES) for place in (step, step + 1))
     return (low, high) if number > 0 else (-high, -low)

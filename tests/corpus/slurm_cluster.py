@@ -1,0 +1,94 @@
+"""A Slurm of one node on this machine, for as long as a test lasts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
+_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+SlurmctldPort={controller}
+SlurmdPort={daemon}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=4000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here; None if there can."""
+    path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+    absent = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
+    if absent:
+        return f"Slurm is not installed ({', '.join(absent)}): apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "the daemons of Slurm and munge need root"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Path]:
+    """Begin the daemons; yields the configuration file for SLURM_CONF, and ends them."""
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    conf = folder / "slurm.conf"
+    host = socket.gethostname()
+    conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), daemon=_free_port(), cpus=os.cpu_count()))
+    aside = {name: f"{folder}/munge.{name}" for name in ("socket", "pid", "seed", "log")}
+    munge = ["munged", "--foreground", "--force", "--key-file", str(key), "--socket", aside["socket"], "--pid-file", aside["pid"],
+             "--seed-file", aside["seed"], "--log-file", aside["log"]]  # fmt: skip
+    commands = (munge, ["slurmctld", "-D", "-f", str(conf)], ["slurmd", "-D", "-f", str(conf)])
+    environment = os.environ | {"PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", "SLURM_CONF": str(conf)}
+    running = []
+    try:
+        for command in commands:
+            log = subprocess.DEVNULL
+            running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            time.sleep(1)
+        for _ in range(60):
+            told = subprocess.run(["sinfo", "--noheader", "--format=%T"], env=environment, capture_output=True, text=True, check=False)
+            if "idle" in told.stdout:
+                break
+            time.sleep(1)
+        else:
+            raise RuntimeError(f"Slurm did not come up: {told.stdout}{told.stderr}")
+        yield conf
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        for process in reversed(running):
+            process.wait(30)
