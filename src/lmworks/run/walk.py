@@ -57,7 +57,8 @@ def walk(
     with RunLock(run_dir):
         files = _look_at_sources(run_dir, recipe, allow, tell)
         stamps = stamps_of(recipe, run_dir, files)
-        if not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
+        trains = any(stage.name == "pretrain" for stage in stages)  # data alone is made without a word about the model
+        if trains and not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
             for stage in stages_for(recipe):
                 if stage.check:
                     stage.check(recipe)
