@@ -122,7 +122,7 @@ def write_run(run: Path) -> None:
         "quarantined": {},
         "train": {"documents": 5, "bytes": 500},
         "not_drawn": {"documents": 3, "bytes": 300},
-        "dropped": {"word_count": {"documents": 1, "bytes": 120}},
+        "steps": [{"step": "rules", "came": count, "dropped": {"word_count": {"documents": 1, "bytes": 120}}, "edited": 0}],
         "validation": {"documents": 1, "bytes": 80},
     }
     write_json(run / "corpus" / "report.json", {"sources": [source], "missing": {"b": "no network"}})

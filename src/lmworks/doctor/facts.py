@@ -216,7 +216,7 @@ def corpus(run: Run) -> Json:
     for source in map(_dict, run.corpus.get("sources") or []):
         came = _bytes(source.get("came"))
         passages = [_dict(step) for step in source.get("steps") or []]
-        lost = [pair for one in (source, *passages) for key in ("quarantined", "dropped") for pair in _dict(one.get(key)).items()]
+        lost = [*_dict(source.get("quarantined")).items(), *(pair for one in passages for pair in _dict(one.get("dropped")).items())]
         for reason, count in lost:
             reasons[reason.replace("_", " ")] += _bytes(count)
         parts = {

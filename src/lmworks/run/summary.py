@@ -17,7 +17,7 @@ from lmworks.run.walk import STAMP
 
 _PLACES = (
     ("report.html", "the run page: open it in a browser"),
-    ("corpus/report.json", "what was kept, what was dropped and why; rejected.jsonl beside it"),
+    ("corpus/report.json", "what was kept, what was dropped and why; rejected.jsonl and decisions/ beside it"),
     ("tokenizer", "tokenizer.json and the chat template"),
     ("shards", "token files with lineage"),
     ("checkpoints", "the base model"),
