@@ -22,6 +22,10 @@ HARMLESS = 1 << 30
 MOST_EXPANSION = 200
 
 
+class Damaged(OSError):
+    """A file that is not what its name says."""
+
+
 class Bomb(OSError):
     """A file that expands without end."""
 

@@ -7,9 +7,7 @@ a new one. The process ends with its input.
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import struct
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,21 +15,19 @@ from types import TracebackType
 from typing import IO
 
 from lmworks.corpus.items import Item, broken
-from lmworks.corpus.readers import html, latex
+from lmworks.corpus.markup.process import HEADER
 from lmworks.errors import UserError
 
 _SECONDS = 20
-_MEMORY = 4 << 30
 _PACKAGES = {"html": "trafilatura", "latex": "pylatexenc"}
-_HEADER = struct.Struct("<BQ")
-_FORMATS = {"html": html, "latex": latex}
 
 
 class Extractor:
     """A context manager in which `text` may be called any number of times. Raises UserError without the packages (extra `web`)."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._process = name, None  # type: tuple[str, subprocess.Popen[bytes] | None]
+        self._name = name
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Extractor:
         if find_spec(_PACKAGES[self._name]) is None:
@@ -44,12 +40,12 @@ class Extractor:
             self._process.communicate()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", "from lmworks.corpus.readers.extraction import serve; serve()", self._name]
+        command = [sys.executable, "-c", "from lmworks.corpus.markup.process import serve; serve()", self._name, str(_SECONDS)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=settings)
         try:
-            _exactly(process.stdout, _HEADER.size)  # type: ignore[arg-type]
+            _exactly(process.stdout, HEADER.size)  # type: ignore[arg-type]
         except EOFError:
             process.communicate()
             raise UserError(f"the parser of {self._name} does not start; python -c 'import {_PACKAGES[self._name]}' says why") from None
@@ -60,9 +56,9 @@ class Extractor:
         process = self._process = self._process or self._start()
         assert process.stdin and process.stdout, "both are pipes"
         try:
-            process.stdin.write(_HEADER.pack(0, len(data)) + data)
+            process.stdin.write(HEADER.pack(0, len(data)) + data)
             process.stdin.flush()
-            failed, size = _HEADER.unpack(_exactly(process.stdout, _HEADER.size))
+            failed, size = HEADER.unpack(_exactly(process.stdout, HEADER.size))
             text = _exactly(process.stdout, size).decode()
         except (BrokenPipeError, EOFError):
             process.communicate()
@@ -77,33 +73,3 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
     if len(data) < size:
         raise EOFError
     return data
-
-
-def serve() -> None:
-    """What the process does: an answer to each document that comes in, until no more come."""
-    try:
-        _answer(sys.argv[1])
-    except (KeyboardInterrupt, BrokenPipeError):
-        os._exit(1)
-
-
-def _answer(name: str) -> None:
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not look like an answer
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    extract = _FORMATS[name].extractor()
-    sink.write(_HEADER.pack(0, 0))
-    sink.flush()
-    while header := source.read(_HEADER.size):
-        data = source.read(_HEADER.unpack(header)[1])
-        signal.setitimer(signal.ITIMER_PROF, _SECONDS)  # nobody handles SIGPROF, so it ends this process, in C code too
-        try:
-            failed, text = 0, extract(data)
-        except Exception as error:  # whatever a parser makes of bad input is a reason
-            failed, text = 1, f"{type(error).__name__}: {error}"
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = text.encode("utf-8", "replace")
-        sink.write(_HEADER.pack(failed, len(answer)) + answer)
-        sink.flush()
-

@@ -1,14 +1,19 @@
-"""Web archives: WARC files, plain or compressed, as crawlers write them, and WET files, which hold their text already."""
+"""Web archives: WARC files, plain or compressed, as crawlers write them, and WET files, which hold their text already.
+
+Records are cut out of the stream here, so that none takes more memory than a document may; what is in one is taken apart by warcio.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import zlib
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 from lmworks.corpus.items import Item, broken, decoded, shown
-from lmworks.corpus.opening import open_binary
+from lmworks.corpus.opening import Damaged, open_binary
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find
@@ -18,50 +23,96 @@ from lmworks.recipe.corpus import Source
 
 FACTS = ("url", "date")
 _PAGES = ("text/html", "application/xhtml+xml")
+# requests and metadata are no documents
+_DOCUMENTS = re.compile(rb"^WARC-Type:[ \t]*(?:response|resource|conversion)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+_LENGTH = re.compile(rb"^Content-Length:[ \t]*(\d{1,18})[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
+_MOST_HEADERS = 1000
+_LONGEST_LINE = 1 << 16
+_CHUNK = 1 << 20
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """Each file is read from its start."""
-    if find_spec("fastwarc") is None:
-        raise UserError("reading WARC needs fastwarc: pip install 'lmworks[web]'")
+    if find_spec("warcio") is None:
+        raise UserError("reading WARC needs warcio: pip install 'lmworks[web]'")
     return list(packed(find(source, (".warc", ".wet")), part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     with Extractor("html") as extractor:
         for file in part.files:
-            yield from guarded(_records(file, extractor, limit), file.path)
+            yield from guarded(_items(file, extractor, limit), file.path)
 
 
-def _records(file: File, extractor: Extractor, limit: int) -> Iterator[Item]:
-    """The pages of a file: what was answered (`response`) or turned into text (`conversion`); requests and metadata are no documents."""
-    from fastwarc.warc import ArchiveIterator, WarcRecordType
-
-    kinds = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
+def _items(file: File, extractor: Extractor, limit: int) -> Iterator[Item]:
     with open_binary(file.path) as (stream, raw):
-        before, number = 0, 0
-        for number, record in enumerate(ArchiveIterator(stream, record_types=kinds, parse_http=True, stream_detect=False), start=1):
-            data = record.reader.read(4 * limit + 1)
-            consumed = raw.tell() - before
+        before = 0
+        for number, (head, block) in enumerate(_records(stream, 4 * limit), start=1):
+            origin, consumed = f"{shown(file.path)}:{number}", raw.tell() - before
             before += consumed
-            item = _page(record, data, f"{shown(file.path)}:{number}", consumed, extractor, limit)
-            facts = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date")}
-            yield replace(item, facts={name: shown(value) for name, value in facts.items() if value}) if item.reason is None else item
-        if number == 0 and file.size:
-            yield broken("damaged_file", shown(file.path), "it holds no record of a web page")
+            if not _DOCUMENTS.search(head):
+                continue
+            if block is None:
+                yield broken("enormous", origin, head, consumed)
+            else:
+                yield _item(head, block, origin, consumed, extractor, limit)
+
+
+def _records(stream: Any, most: int) -> Iterator[tuple[bytes, bytes | None]]:
+    """(headers, content) of each record; content of more than `most` bytes is skipped and None."""
+    while line := stream.readline(_CHUNK):
+        if not line.strip(b"\r\n"):
+            continue
+        if not line.startswith(b"WARC/"):
+            raise Damaged("no record where one should begin")
+        lines = [line]
+        while line.strip(b"\r\n"):
+            lines.append(line := stream.readline(_LONGEST_LINE))
+            if not line.endswith(b"\n") or len(lines) > _MOST_HEADERS:
+                raise Damaged("the headers of a record do not end")
+        head = b"".join(lines)
+        length = _LENGTH.search(head)
+        if not length:
+            raise Damaged("a record does not say how long it is")
+        left = int(length[1])
+        block = stream.read(left) if left <= most else None
+        left -= len(block) if block is not None else 0
+        while left and (skipped := stream.read(min(left, _CHUNK))):
+            left -= len(skipped)
+        if left:
+            raise Damaged("cut off in the middle of a record")
+        yield head, block
+
+
+def _item(head: bytes, block: bytes, origin: str, consumed: int, extractor: Extractor, limit: int) -> Item:
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.bufferedreaders import ChunkedDataException
+    from warcio.exceptions import ArchiveLoadFailed
+    from warcio.statusandheaders import StatusAndHeadersParserException
+
+    try:
+        record = next(iter(ArchiveIterator(io.BytesIO(head + block + b"\r\n\r\n"))))
+        data = record.content_stream().read(4 * limit + 1)
+    except (
+        *(ArchiveLoadFailed, StatusAndHeadersParserException, ChunkedDataException),
+        *(StopIteration, ValueError, IndexError, AttributeError, zlib.error, EOFError),
+    ) as error:
+        return broken("broken_record", origin, f"{type(error).__name__}: {error}", consumed)
+    item = _page(record, data, origin, consumed, extractor, limit)
+    facts = {"url": record.rec_headers.get_header("WARC-Target-URI"), "date": record.rec_headers.get_header("WARC-Date")}
+    known = {name: shown(value.strip("<>")) for name, value in facts.items() if value}
+    return Item(item.text, origin, consumed, None, known) if item.reason is None else item
 
 
 def _page(record: Any, data: bytes, origin: str, consumed: int, extractor: Extractor, limit: int) -> Item:
     if len(data) > 4 * limit:
         return broken("enormous", origin, data, consumed)
-    if record.is_http:
-        status, declared = record.http_headers.status_code, record.http_content_type
-        if status != 200:
-            return broken("http_status", origin, f"{status}", consumed)
-    else:
-        declared = (record.headers.get("Content-Type") or "").partition(";")[0].strip()
+    if record.http_headers is not None and record.http_headers.get_statuscode() != "200":
+        return broken("http_status", origin, record.http_headers.statusline, consumed)
+    headers = record.http_headers or record.rec_headers
+    declared = (headers.get_header("Content-Type") or "").partition(";")[0].strip().lower()
     if declared == "text/plain":
         return decoded(data, origin, limit, consumed)
     if declared in _PAGES or (not declared and b"<html" in data[:1000].lower()):
         return extractor.text(data, origin, consumed)
-    return broken("not_a_page", origin, declared or "", consumed)
+    return broken("not_a_page", origin, declared, consumed)

@@ -15,6 +15,7 @@ _HEADING = re.compile(r"(?=\\(?:part|chapter|(?:sub)*section)\b\*?\s*[\[{])")
 _MACRO = re.compile(r"\\(?:(?:re)?newcommand\*?\s*\{?\\([A-Za-z]+)\}?|def\s*\\([A-Za-z]+))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _LONGEST_MACRO = 200
 _MOST_GROWTH = 4
+_INDENT = re.compile(r"^(#+ [^\n]*\n\n)[ \t]+", re.MULTILINE)
 _BLANK = re.compile(r"[ \t]*\n(?:[ \t]*\n){2,}")
 
 
@@ -80,7 +81,7 @@ def to_text(source: str, convert: Callable[[str], str]) -> str:
     pieces += [convert(section).strip() for section in _HEADING.split(text)]
     joined = "\n\n".join(filter(None, pieces))
     joined = re.sub(r"VERBATIM(\d+)X", lambda match: kept[int(match[1])] if int(match[1]) < len(kept) else match[0], joined)
-    return _BLANK.sub("\n\n", joined).strip()
+    return _INDENT.sub(r"\1", _BLANK.sub("\n\n", joined.replace("\xa0", " "))).strip()
 
 
 def _expanded(body: str, source: str) -> str:

@@ -1,0 +1,250 @@
+"""HTML, WARC, LaTeX, notebooks and Markdown as text, and documents that make their parsers hang or die."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from source_items import items, reasons, texts
+
+from lmworks.corpus.markup.html import unescaped
+from lmworks.corpus.markup.latex import to_text
+from lmworks.corpus.readers import extraction
+
+PAGE = """<html><head><title>T</title><script>alert(1)</script></head><body><nav><a href="/">Home</a> <a href="/b">Shop</a></nav>
+<article><h1>The heading</h1><p>Some prose with snake_case and a*b and 1 &lt; 2, long enough to be taken for content by anyone.</p>
+<pre><code>def f(x_1):
+    return x_1 * 2</code></pre><ul><li>first point</li><li>second point</li></ul>
+<p>More prose follows here, in a second paragraph with words enough to be kept, naïve 文書 included.</p></article>
+<footer>Copyright, cookies and imprint</footer></body></html>"""
+TEXT_OF_PAGE = """# The heading
+
+Some prose with snake_case and a*b and 1 < 2, long enough to be taken for content by anyone.
+
+```
+def f(x_1):
+    return x_1 * 2
+```
+- first point
+- second point
+
+More prose follows here, in a second paragraph with words enough to be kept, naïve 文書 included."""
+HANGS = b"<html><body><div " + b" ".join(b'a%d="x"' % number for number in range(200_000)) + b">text</div>"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "shift_jis"])
+def test_pages_become_markdown_without_navigation(tmp_path: Path, encoding: str) -> None:
+    pytest.importorskip("trafilatura")
+    page = PAGE.replace("<head>", f'<head><meta charset="{encoding}">').replace("naïve ", "" if encoding == "shift_jis" else "naïve ")
+    (tmp_path / "a.html").write_bytes(page.encode(encoding))
+    (item,) = items("html", path=str(tmp_path))
+    assert item.text == TEXT_OF_PAGE.replace("naïve ", "" if encoding == "shift_jis" else "naïve ")
+    assert item.facts == {"path": f"{tmp_path}/a.html"}
+
+
+def test_only_code_keeps_its_backslashes() -> None:
+    assert unescaped("a\\_b `c\\_d` \\*\n```\n\\_\n```\n\\# Heading¶") == "a_b `c\\_d` *\n```\n\\_\n```\n# Heading"
+
+
+def test_a_page_that_hangs_its_parser_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trafilatura")
+    monkeypatch.setattr(extraction, "_SECONDS", 1)
+    (tmp_path / "a.html").write_text(PAGE)
+    (tmp_path / "b.html").write_bytes(HANGS)
+    (tmp_path / "c.html").write_bytes(b"<html><body>" + b"<div>" * 100_000)
+    (tmp_path / "d.html").write_bytes(bytes(range(256)) * 100)
+    (tmp_path / "e.html").write_bytes(b"")
+    (tmp_path / "f.html").write_text(PAGE)
+    found = items("html", limit=2_000_000, path=str(tmp_path))
+    assert texts(found) == [TEXT_OF_PAGE, TEXT_OF_PAGE]
+    assert reasons(found) == ["hangs_parser", "no_text", "no_text", "no_text"]
+
+
+def test_a_parser_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trafilatura")
+    with extraction.Extractor("html") as extractor:
+        assert extractor.text(PAGE.encode(), "a", 1).text == TEXT_OF_PAGE
+        assert extractor._process is not None
+        extractor._process.kill()
+        extractor._process.wait()
+        assert extractor.text(PAGE.encode(), "b", 1).reason == "kills_parser"
+        assert extractor.text(PAGE.encode(), "c", 1).text == TEXT_OF_PAGE
+        last = extractor._process
+    assert last.returncode is not None
+
+
+def record(
+    kind: str, body: bytes, content_type: str, url: str = "http://a.b/c", http: str | None = "200 OK", length: int | None = None
+) -> bytes:
+    if http is not None:
+        body = f"HTTP/1.1 {http}\r\nContent-Type: {content_type}\r\n\r\n".encode() + body
+        content_type = f"application/http; msgtype={kind}"
+    head = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2024-05-01T00:00:00Z\r\n"
+        f"WARC-Record-ID: <urn:uuid:1>\r\nContent-Type: {content_type}\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + body + b"\r\n\r\n"
+
+
+RECORDS = [
+    record("warcinfo", b"software: test", "application/warc-fields", http=None),
+    record("request", b"", "text/html", http=None),
+    record("response", PAGE.encode(), "text/html; charset=utf-8", url="http://a.b/page"),
+    record("response", PAGE.encode(), "text/html", http="404 Not Found"),
+    record("response", b"\x89PNG", "image/png"),
+    record("response", b"plain text", "text/plain"),
+    record("response", b"<html></html>", "text/html"),
+    record("conversion", "converted naïve".encode(), "text/plain", http=None),
+    record("response", b"x" * 50_000, "text/html"),
+    record("response", b"5\r\nplain\r\n0\r\n\r\n", "text/plain\r\nTransfer-Encoding: chunked"),
+    record("response", gzip.compress(b"unpacked"), "text/plain\r\nContent-Encoding: gzip"),
+    record("response", gzip.compress(b"x" * 10_000_000), "text/plain\r\nContent-Encoding: gzip"),
+    record("response", b"\0\xff\0\r\n", "application/http; msgtype=response", http=None),
+    record("response", PAGE.encode(), "text/html", url="http://a.b/last"),
+]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_web_archives(tmp_path: Path, packed: str) -> None:
+    pytest.importorskip("warcio")
+    pytest.importorskip("trafilatura")
+    path = tmp_path / f"a.warc{packed}"
+    path.write_bytes(b"".join(gzip.compress(one) if packed else one for one in RECORDS))
+    found = items("warc", path=str(path))
+    assert texts(found) == [TEXT_OF_PAGE, "plain text", "converted naïve", "plain", "unpacked", TEXT_OF_PAGE]
+    assert reasons(found) == ["http_status", "not_a_page", "no_text", "enormous", "enormous", "http_status"]
+    assert found[0].facts == {"url": "http://a.b/page", "date": "2024-05-01T00:00:00Z"}
+    assert found[0].origin == f"{path}:3"
+
+
+def test_broken_web_archives(tmp_path: Path) -> None:
+    pytest.importorskip("warcio")
+    pytest.importorskip("trafilatura")
+    good = record("conversion", b"good", "text/plain", http=None)
+    cases = {
+        "truncated": good + record("conversion", b"cut off here", "text/plain", http=None)[:-8],
+        "long": good + record("conversion", b"short", "text/plain", http=None, length=10**12),
+        "negative": good + record("conversion", b"short", "text/plain", http=None, length=-5),
+        "garbage": good + b"\0\xff" * 5000,
+        "no_warc": b"<html>this is none</html>",
+        "headers": good + b"WARC/1.0\r\n" + b"A: b\r\n" * 200_000 + b"\r\n",
+        "half.gz": gzip.compress(good) + gzip.compress(bytes(good * 50))[:60],
+    }
+    for name, data in cases.items():
+        path = tmp_path / (f"{name.removesuffix('.gz')}.warc" + (".gz" if name.endswith(".gz") else ""))
+        path.write_bytes(data)
+        found = items("warc", path=str(path))
+        assert texts(found)[:1] == ([] if name == "no_warc" else ["good"]), name
+        assert reasons(found) == ["damaged_file"], name
+
+
+LATEX = r"""
+\documentclass{article}
+\newcommand{\R}{\mathbb{R}} \def\half{\frac{1}{2}}
+\title{On \emph{things}}
+\begin{document}
+\maketitle
+We study $x\in\R$ and $\half$ here, 50\% of it. % a comment
+\section{Intro}\label{sec:i}
+As in \cite{foo,bar} and Section~\ref{sec:i}, na\"ive ``quotes'' --- a \textbf{bold} one.
+\begin{equation}\label{eq:a}
+ E = mc^2
+\end{equation}
+\begin{verbatim}
+code % stays
+\end{verbatim}
+\begin{thebibliography}{9}\bibitem{foo} Foo.\end{thebibliography}
+\end{document} not this
+"""
+
+
+def test_latex_becomes_text_with_its_formulas(tmp_path: Path) -> None:
+    pytest.importorskip("pylatexenc")
+    (tmp_path / "a.tex").write_text(LATEX)
+    (tmp_path / "b.tex").write_bytes("\\section{Stra\xdfe} Grü\xdfe".encode("latin-1"))
+    first, second = items("latex", path=str(tmp_path))
+    assert first.text.splitlines() == [
+        "# On things", "", r"We study $x\in\mathbb{R}$ and $\frac{1}{2}$ here, 50% of it.", "", "## Intro", "",
+        "As in [foo,bar] and Section [sec:i], naïve “quotes” — a bold one.", "",
+        r"\begin{equation}\label{eq:a}", " E = mc^2", r"\end{equation}", "", "```", "code % stays", "```",
+    ]  # fmt: skip
+    assert second.text == "## Straße\n\nGrüße"
+
+
+def test_latex_that_is_none_or_without_end(tmp_path: Path) -> None:
+    pytest.importorskip("pylatexenc")
+    bad = {
+        "braces": "{" * 5000, "begin": r"\begin{a}" * 3000, "dollars": "$" * 5001, "verbatim": r"\begin{verbatim}" * 2000,
+        "macros": "".join(rf"\newcommand{{\a{'b' * number}}}{{{'x' * 190}}}" for number in range(1, 20)) + r"\ab" * 100,
+        "titles": r"\title{" * 3000, "defs": r"\def\a{" * 2000,
+    }  # fmt: skip
+    for name, text in bad.items():
+        (tmp_path / f"{name}.tex").write_text(text)
+    (tmp_path / "zlast.tex").write_text(LATEX)
+    found = items("latex", limit=100_000, path=str(tmp_path))
+    assert len(found) == len(bad) + 1
+    assert found[-1].reason is None
+    assert set(reasons(found)) <= {"no_text", "hangs_parser", "empty_text"}
+
+
+def test_each_section_is_converted_by_itself() -> None:
+    seen: list[str] = []
+    to_text("start\n\\section{A} a\n\\subsection{B} b\n\\chapter*{C} c", lambda text: seen.append(text) or text)  # type: ignore[func-returns-value]
+    assert seen == ["start\n", "\\section{A} a\n", "\\subsection{B} b\n", "\\chapter*{C} c"]
+
+
+def notebook(*cells: dict[str, object]) -> str:
+    return json.dumps({"cells": list(cells), "metadata": {"language_info": {"name": "python"}}, "nbformat": 4})
+
+
+def test_notebooks_with_and_without_outputs(tmp_path: Path) -> None:
+    outputs = [
+        {"output_type": "stream", "text": ["1\n", "2\n"]},
+        {"output_type": "execute_result", "data": {"text/plain": "3", "image/png": "AAAA"}},
+        {"output_type": "error", "ename": "E", "evalue": "", "traceback": []},
+    ]
+    text = notebook(
+        {"cell_type": "markdown", "source": ["# Title\n", "prose"]},
+        {"cell_type": "code", "source": "print(1)\n", "outputs": outputs},
+        {"cell_type": "code", "source": " \n", "outputs": []},
+        {"cell_type": "raw", "source": "as it is"},
+    )
+    (tmp_path / "a.ipynb").write_text(text)
+    (plain,) = items("notebook", path=str(tmp_path))
+    assert plain.text == "# Title\nprose\n\n```python\nprint(1)\n```\n\nas it is"
+    (whole,) = items("notebook", path=str(tmp_path), layout="outputs")
+    assert "```python\nprint(1)\n```\n\n```\n1\n2\n3\n```" in whole.text
+    cells = [{"cell_type": "heading", "level": 2, "source": "Old"}, {"cell_type": "code", "input": "x", "outputs": []}]
+    old = {"worksheets": [{"cells": cells}]}
+    (tmp_path / "a.ipynb").write_text(json.dumps(old))
+    assert texts(items("notebook", path=str(tmp_path))) == ["## Old\n\n```python\nx\n```"]
+
+
+def test_notebooks_that_are_none(tmp_path: Path) -> None:
+    bad = [
+        "{", "[]", "5", "{}", '{"cells": 5}', '{"cells": [5]}', '{"cells": [{"source": 5}]}', '{"cells": [{"source": "x"}]}', "[" * 100_000,
+        '{"worksheets": null}', '{"cells": [{"source": {"a": 1}, "cell_type": "code"}]}', '{"cells": [], "metadata": []}',
+    ]  # fmt: skip
+    for number, text in enumerate(bad):
+        (tmp_path / f"{number:02}.ipynb").write_text(text)
+    found = items("notebook", limit=200_000, path=str(tmp_path))
+    assert len(found) == len(bad)
+    assert set(reasons(found)) == {"broken_json", "not_a_notebook", "empty_text"}
+
+
+def test_metadata_before_markdown_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text('---\ntitle: "A page"\ndate: 2024-05-01\n---\n\nprose\n')
+    (tmp_path / "b.md").write_bytes(b"---\r\ntitle: A page\r\n---\r\n# Its own\r\n")
+    (tmp_path / "c.md").write_text("---\n\nonly a rule above\n")
+    assert texts(items("markdown", path=str(tmp_path))) == ["# A page\n\nprose\n", "# Its own\n", "---\n\nonly a rule above\n"]
+
+
+def test_compressed_pages(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with gzip.open(buffer, "wb") as out:
+        out.write(b"prose")
+    (tmp_path / "a.md.gz").write_bytes(buffer.getvalue())
+    assert texts(items("markdown", path=str(tmp_path))) == ["prose"]
