@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 
 from lmworks.corpus.dedup.clusters import Clusters
 from lmworks.corpus.dedup.keys import copies
-from lmworks.corpus.dedup.near import Stacked, candidates, distinct, jaccard, weigh
+from lmworks.corpus.dedup.near import Stacked, candidates, distinct, each_once, jaccard, weigh
 from lmworks.corpus.dedup.sketch import shingles
 from lmworks.corpus.engine.fates import Rows, decide_inputs, texts_of
 from lmworks.corpus.engine.job import Job
@@ -22,6 +24,24 @@ from lmworks.files import atomic_path
 REASONS = ("", "duplicate", "duplicate_url", "near_duplicate", "semantic_duplicate")
 _BYTES_PER_BAND = 256_000_000  # of input
 _NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC = range(5)
+
+
+def same(job: Job, task: str, advance: Advance) -> None:
+    """Rows whose text, or whose address, an earlier row has: pairs of (copy, first), as far as the recipe lets them go."""
+    rows, dedup = Rows(job), job.recipe.corpus.dedup
+    found = {}
+    for name, wanted in (("exact", dedup.exact), ("url", dedup.url)):
+        pairs = np.zeros((0, 2), np.int64)
+        if wanted:
+            keys = [one.urls if name == "url" else one.texts for one in rows.traces]
+            pairs = copies(np.concatenate([np.zeros((0, 2), np.uint64), *keys]))
+        found[name] = pairs[_allowed(rows, name)[pairs[:, 0]]]
+    with atomic_path(_same(job)) as aside, open(aside, "wb") as handle:
+        np.savez(handle, **found)  # type: ignore[arg-type]
+
+
+def _same(job: Job) -> Path:
+    return job.path("same", "all", ".npz")
 
 
 def meetings(job: Job) -> Sequence[int]:
@@ -36,11 +56,14 @@ def meet(job: Job, task: int, advance: Advance) -> None:
     assert job.sketching
     rows = Rows(job)
     sketches, limits_N = Stacked([one.sketches for one in rows.traces]), limits(job, rows)
+    with np.load(_same(job)) as pairs:
+        gone = pairs["exact"][:, 0]
     found = []
     for band in range(task, job.sketching.bands, len(meetings(job))):
         keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
+        keys[gone] = 0  # a copy meets whom its original meets, and would crowd every band
         found.append(weigh(candidates(keys), sketches, limits_N, job.sketching))
-    sure, doubtful = (np.unique(np.concatenate(pairs), axis=0) for pairs in zip(*found, strict=True))
+    sure, doubtful = (each_once(np.concatenate(pairs)) for pairs in zip(*found, strict=True))
     with atomic_path(job.path("meet", task, ".npz")) as aside, open(aside, "wb") as handle:
         np.savez(handle, sure=sure, doubtful=doubtful)
 
@@ -66,17 +89,24 @@ class Copies:
 
 
 def find(job: Job, rows: Rows) -> Copies:
-    """Join the pairs of all bands with those of equal texts and addresses."""
+    """Join the pairs of all bands with those of equal texts and addresses.
+
+    A row is a near-duplicate if an earlier row is alike; of the pairs in doubt only those are compared whose later row is none yet.
+    """
     dedup, count = job.recipe.corpus.dedup, len(rows)
     reasons = np.zeros(count, dtype=np.uint8)
     clusters = Clusters(count)
-    held = reasons.nbytes + clusters.firsts.nbytes
+    held = 40 * count  # both halves of the keys of all texts, as read and in order, and that order
     if job.sketching:
-        found = [np.load(job.path("meet", task, ".npz")) for task in meetings(job)]
-        sure = np.unique(np.concatenate([one["sure"] for one in found]), axis=0)
-        doubtful = np.unique(np.concatenate([one["doubtful"] for one in found]), axis=0)
-        held += sure.nbytes + doubtful.nbytes + 12 * count  # a band's keys and the limits, as `meet` holds them
-        near = np.concatenate((sure, _settled(job, rows, doubtful, limits(job, rows))))
+        doubtful = np.zeros((0, 2), dtype=np.int64)
+        for task in meetings(job):
+            with np.load(job.path("meet", task, ".npz")) as found:
+                clusters.join(found["sure"])
+                reasons[found["sure"][:, 1]] = _NEAR
+                doubtful = each_once(np.concatenate((doubtful, found["doubtful"])))
+        doubtful = doubtful[reasons[doubtful[:, 1]] == _NONE]
+        held = max(held, 28 * count + doubtful.nbytes)  # a band's keys, as read and in order, that order, and the limits
+        near = _settled(job, rows, doubtful, limits(job, rows))
         clusters.join(near)
         reasons[near[:, 1]] = _NEAR
     if dedup.semantic and count:
@@ -84,17 +114,12 @@ def find(job: Job, rows: Rows) -> Copies:
         alike = np.flatnonzero((firsts != np.arange(count)) & _allowed(rows, "semantic"))
         clusters.join(np.stack((firsts[alike], alike), axis=1))
         reasons[alike[reasons[alike] == _NONE]] = _SEMANTIC
-    for wanted, name, reason in ((dedup.url, "url", _SAME_URL), (dedup.exact, "exact", _SAME_TEXT)):
-        if not wanted:
-            continue
-        keys = [one.urls if name == "url" else one.texts for one in rows.traces]
-        pairs = copies(np.concatenate([np.zeros((0, 2), np.uint64), *keys]))
-        pairs = pairs[_allowed(rows, name)[pairs[:, 0]]]
-        clusters.join(pairs)
-        reasons[pairs[:, 0]] = reason
-        held = max(held, 16 * count + reasons.nbytes + clusters.firsts.nbytes)
+    with np.load(_same(job)) as found:
+        for name, reason in (("url", _SAME_URL), ("exact", _SAME_TEXT)):
+            clusters.join(found[name])
+            reasons[found[name][:, 0]] = reason
     reasons[clusters.firsts == np.arange(count)] = _NONE
-    return Copies(reasons, clusters.firsts, held / max(count, 1))
+    return Copies(reasons, clusters.firsts, (held + reasons.nbytes + clusters.firsts.nbytes) / max(count, 1))
 
 
 def _allowed(rows: Rows, name: str) -> np.ndarray:
@@ -106,23 +131,29 @@ def _allowed(rows: Rows, name: str) -> np.ndarray:
 
 
 def _settled(job: Job, rows: Rows, pairs: np.ndarray, limits_N: np.ndarray) -> np.ndarray:
-    """The pairs of those in doubt that are near-duplicates by the exact similarity of their texts."""
+    """The pairs of those in doubt that are near-duplicates by the exact similarity of their texts.
+
+    Their shingles lie in a file while they are compared: memory does not grow with the text.
+    """
     if not len(pairs):
         return pairs
     assert job.sketching
     wanted = np.unique(pairs)
-    values, counts = [], []
-    for number, piece in enumerate(rows.pieces):
-        span = rows.span(number)
-        chosen = np.zeros(span.stop - span.start, dtype=bool)
-        chosen[wanted[(wanted >= span.start) & (wanted < span.stop)] - span.start] = True
-        for batch in texts_of(job, piece, chosen) if chosen.any() else ():
-            hashes, bounds = shingles(units(batch.texts), job.sketching.ngram, range(len(batch.texts)))
-            some, ends = distinct(hashes, bounds)
-            values.append(some)
-            counts.append(np.diff(ends))
-    bounds = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
-    alike = jaccard(pairs, wanted, np.concatenate(values), bounds)
+    counts = []
+    with TemporaryFile(dir=job.staging) as file:
+        for number, piece in enumerate(rows.pieces):
+            span = rows.span(number)
+            chosen = np.zeros(span.stop - span.start, dtype=bool)
+            chosen[wanted[(wanted >= span.start) & (wanted < span.stop)] - span.start] = True
+            for batch in texts_of(job, piece, chosen) if chosen.any() else ():
+                hashes, bounds = shingles(units(batch.texts), job.sketching.ngram, range(len(batch.texts)))
+                values, ends = distinct(hashes, bounds)
+                values.tofile(file)
+                counts.append(np.diff(ends))
+        bounds = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+        file.flush()
+        values = np.memmap(file, dtype=np.uint32, mode="r") if bounds[-1] else np.zeros(0, np.uint32)
+        alike = jaccard(pairs, wanted, values, bounds)
     return pairs[alike >= limits_N[pairs[:, 1]]]
 
 

@@ -25,6 +25,7 @@ STAGES = (
     Stage("size", "size sources", reading.limited, reading.size_inputs, reading.size),
     Stage("draw", "draw", _if_limited, reading.draw_inputs, reading.draw),
     Stage("read", "read and filter", pieces, reading.read_inputs, reading.read_part),
+    Stage("same", "exact duplicates", reduction, fates.decide_inputs, copies.same),
     Stage("meet", "near-duplicates", copies.meetings, copies.meet_inputs, copies.meet),
     Stage("decide", "deduplicate", reduction, fates.decide_inputs, deciding.decide),
     Stage("protect", "protect held-out text", _if_gated, gate.protect_inputs, gate.protect),
