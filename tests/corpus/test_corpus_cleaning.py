@@ -103,3 +103,10 @@ def test_the_step_and_exact_code() -> None:
     assert isinstance(exact, Document) and exact.text == code
     prose = outcomes_of(step_of(Clean(exact_code=True, mojibake=False)), [code])[0]
     assert isinstance(prose, Document) and prose.text == "x = 1\n\n\n# schÃ¶n"
+
+
+@pytest.mark.parametrize("unit", [" ", "\t \n", "\n", "Ã¶", "\u200b", "e\u0301", "\xa0", "Ã"])
+def test_hostile_text_of_a_megabyte(unit: str) -> None:
+    """A pattern that backtracks over its input would be here until the test times out."""
+    text = unit * (1_000_000 // len(unit)) + "x"
+    assert clean(text, mojibake=True).endswith("x")

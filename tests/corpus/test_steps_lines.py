@@ -57,6 +57,13 @@ def test_batches_change_nothing_and_each_part_begins_anew() -> None:
     assert texts_of(list(step(Batch(documents(texts, part=1))))) == expected, "another part"
 
 
+def test_code_and_other_sources_pass() -> None:
+    text = f"{LONG}\n{LONG}"
+    assert texts_of(outcomes_of(step_of(Lines(), domain="code"), [text])) == [text]
+    assert texts_of(outcomes_of(step_of(Lines(sources=("books",))), [text])) == [text]
+    assert texts_of(outcomes_of(step_of(Lines(sources=("web",))), [text])) == [LONG]
+
+
 def test_nothing_left_is_a_drop() -> None:
     step = step_of(Lines(across=1))
     outcomes = outcomes_of(step, [LONG, LONG])

@@ -187,6 +187,13 @@ def test_repetition_equals_a_plain_reading_of_the_table() -> None:
                 assert measured == pytest.approx(share, abs=1e-12)
 
 
+def test_sources_that_are_not_named_have_the_rules_of_their_domain() -> None:
+    page = "\n".join([*SENTENCES, "function () { return 1; }"])
+    for sources, reason in ((("web",), "c4_curly_bracket"), (("books",), "curly_braces")):
+        outcome = outcomes_of(step_of(Rules(sets=("c4",), sources=sources)), [page.replace("; }", "; }.")])[0]
+        assert isinstance(outcome, Drop) and outcome.reason == reason
+
+
 def test_batches_change_nothing() -> None:
     texts = [PROSE, "short", "\n".join(SENTENCES), "", PROSE + " buy now" * 50]
     step = step_of(Rules(sets=("gopher", "c4", "fineweb")))

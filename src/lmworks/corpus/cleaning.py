@@ -10,7 +10,6 @@ import unicodedata
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x85\u2028\u2029]")
 _SPACES = re.compile("[\xa0\u2000-\u200a\u202f\u205f]")
-_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 _BLANK = re.compile(r"\n{4,}")
 # UTF-8 that was decoded as Windows-1252 or Latin-1 (two such characters in a row), Mac Roman, or Windows-1251: cheap signs, after which a
 # slower look decides
@@ -53,7 +52,8 @@ def tidy(text: str) -> str:
         text = _ODD.sub("", text)
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
-    text = _TRAILING.sub("", text)
+    if " \n" in text or "\t\n" in text or text.endswith((" ", "\t")):
+        text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     return _BLANK.sub("\n\n\n", text).strip("\n")
 
 

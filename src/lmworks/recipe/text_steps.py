@@ -37,6 +37,7 @@ class Rules(Node):
     sets: tuple[RuleSet, ...] = Field(
         (), description="published rule sets to apply to the letter, in this order, instead of the rules of the domain; c4 also drops lines"
     )
+    sources: tuple[str, ...] = Field((), description="sources that `sets` are for; all when empty. Others have their domain's rules")
 
 
 class Pii(Node):
@@ -50,7 +51,7 @@ class Pii(Node):
 
 
 class Lines(Node):
-    """Drop lines or paragraphs that were there before, in the document and on request in the documents before it."""
+    """Drop lines or paragraphs that were there before, in the document and on request in earlier ones. Code passes: it repeats itself."""
 
     step: Literal["lines"] = Field("lines", description="which step this is")
     unit: Literal["line", "paragraph"] = Field("line", description="what is compared, blanks and case aside")
@@ -59,6 +60,7 @@ class Lines(Node):
         None, ge=1, description="drop a unit that this many earlier documents of the same part of the source hold: boilerplate"
     )
     shortest: int = Field(20, ge=1, description="units of fewer characters are left alone")
+    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
 
 
 class Code(Node):

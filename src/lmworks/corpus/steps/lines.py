@@ -10,6 +10,7 @@ import numpy as np
 
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
 from lmworks.corpus.steps import Context
+from lmworks.recipe.corpus import Source
 from lmworks.recipe.text_steps import Lines
 
 _PARAGRAPH = re.compile(r"(\n{2,})")
@@ -43,13 +44,14 @@ class _Lines:
     makes: tuple[str, ...] = ("lines_dropped",)
     statistics: tuple[str, ...] = ("lines_dropped",)
 
-    def __init__(self, node: Lines) -> None:
+    def __init__(self, node: Lines, source: Source) -> None:
         self._node = node
+        self._idle = source.domain == "code" or bool(node.sources and source.name not in node.sources)
         self._part, self._last = "", -1
         self._counters: Counters | None = None
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
-        return [self._one(document) for document in batch.documents]
+        return list(batch.documents) if self._idle else [self._one(document) for document in batch.documents]
 
     def _one(self, document: Document) -> Outcome:
         if self._node.across:
@@ -99,4 +101,4 @@ class _Lines:
 
 def make(node: Lines, context: Context) -> Step:
     """Drop repeated units."""
-    return _Lines(node)
+    return _Lines(node, context.source)

@@ -82,4 +82,5 @@ class _Published:
 
 def make(node: Rules, context: Context) -> Step:
     """The published sets where the node names some, the rules of the source where not."""
-    return _Published(node) if node.sets else _ByDomain(context)
+    meant = not node.sources or context.source.name in node.sources
+    return _Published(node) if node.sets and meant else _ByDomain(context)
