@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_texts import ARTICLE, library
+from tokenizer_texts import ARTICLE, library, write_source
 
 from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
@@ -65,6 +65,15 @@ def test_digits_stand_alone_and_rare_characters_are_bytes(pieces: Tokenizer) -> 
     assert max(ids) < 256
     assert len(pieces.encode("return self")) <= 3
     assert pieces.byte_lengths[ids].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("sentencepiece", 4), ("bytes", 2)])
+def test_a_number_that_is_everywhere_is_still_cut_into_digits(recipe: Recipe, tmp_path: Path, kind: str, tokens: int) -> None:
+    write_source(tmp_path, "years", ["2024 " * 200])
+    write_source(tmp_path, "years", ["2024"], "validation")
+    options = recipe.tokenizer.model_copy(update={"kind": kind})
+    train(recipe.model_copy(update={"tokenizer": options}), tmp_path, tmp_path / "out")
+    assert len(load(tmp_path / "out").encode("2024")) == tokens
 
 
 def test_real_text_in_a_batch(pieces: Tokenizer) -> None:
