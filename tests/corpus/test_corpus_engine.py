@@ -284,9 +284,18 @@ def start(asked: Recipe, out: Path, texts: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def kill(process: subprocess.Popen[bytes], wait: float) -> bool:
-    """Kill the whole group after some seconds; whether it was still at work."""
-    time.sleep(wait)
+def tasks_done(out: Path) -> int:
+    """How many tasks have left their marker."""
+    found = (path.name for path in (out / "staging").glob("*/**/*.json"))
+    return sum(name.count(".") == 1 for name in found)
+
+
+def kill(process: subprocess.Popen[bytes], out: Path, tasks: int, seconds: float) -> bool:
+    """Kill the whole group some moments after so many more tasks are done; whether it was still at work."""
+    wanted = tasks_done(out) + tasks
+    while process.poll() is None and tasks_done(out) < wanted:
+        time.sleep(0.01)
+    time.sleep(seconds)
     alive = process.poll() is None
     if alive:
         os.killpg(process.pid, signal.SIGKILL)
@@ -296,34 +305,28 @@ def kill(process: subprocess.Popen[bytes], wait: float) -> bool:
     return alive
 
 
-def staged(out: Path) -> int:
-    """How many tasks have left their marker."""
-    return sum(1 for path in (out / "staging").rglob("*.json") if path.name.count(".") == 1) if out.exists() else 0
-
-
-def killed(asked: Recipe, texts: Path, folder: Path, kills: int) -> tuple[Path, list[int]]:
-    """A corpus made under some kills, a new one begun whenever one is whole; and how many tasks were done at each kill."""
+def killed(asked: Recipe, texts: Path, folder: Path, kills: int) -> list[int]:
+    """Corpora made under so many kills, a new one begun whenever one is whole; returns how many tasks were done at each kill."""
     chance = random.Random(7)
     at: list[int] = []
     number = 0
-    while len(at) < kills:
+    while True:
         out = folder / f"corpus-{number}"
         process = start(asked, out, texts)
-        if kill(process, chance.uniform(0.2, 2.5)):
-            at.append(staged(out))
-        else:
-            assert process.returncode == 0
-            number += 1
-    process = start(asked, out, texts)
-    assert process.wait() == 0
-    assert process.stdout is not None
-    process.stdout.close()
-    return folder, at
+        if len(at) < kills and kill(process, out, chance.randrange(9), chance.uniform(0, 0.5)):
+            at.append(tasks_done(out))
+            continue
+        assert process.wait() == 0
+        assert process.stdout is not None
+        process.stdout.close()
+        if len(at) == kills:
+            return at
+        number += 1
 
 
 def interrupted(texts: Path, undisturbed: Path, folder: Path, kills: int) -> list[int]:
     asked = recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")], processes=2)
-    _, at = killed(asked, texts, folder, kills)
+    at = killed(asked, texts, folder, kills)
     whole = [out for out in folder.glob("corpus-?*") if out.is_dir()]
     assert [made(out) for out in whole] == [made(undisturbed)] * len(whole)
     assert not list(folder.rglob(".*.part"))
