@@ -117,7 +117,7 @@ def _varies(sides: Json) -> bool:
 def _rare(statistics: Json) -> list[tuple[str, str, str, str]]:
     """(fact, value of nearly all documents, highest before, after) of what hardly varies."""
     return [
-        (fact.replace("_", " "), _median(sides["read"]), *(significant(sides[side].get("most", 0), 3) for side in ("read", "train")))
+        (fact.replace("_", " "), _median(sides["read"]), _most(sides["read"]), _most(sides["train"]))
         for fact, sides in statistics.items()
         if sides["read"]["count"] and not _varies(sides)
     ]
@@ -125,6 +125,10 @@ def _rare(statistics: Json) -> list[tuple[str, str, str, str]]:
 
 def _sides(one: Json, what: str) -> dict[str, Any]:
     return {"read": one["read"][what], "to train on": one["train"][what]}
+
+
+def _most(histogram: Json) -> str:
+    return significant(histogram["most"], 3) if histogram["count"] else "–"
 
 
 def _by_domain(analysis: Json) -> Iterator[Distribution]:

@@ -43,8 +43,10 @@ class SourceDifference:
 def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
     """Compare two corpora, source by source.
 
-    Documents are matched by source and origin, what is left of those kept by their text, whatever its source. Of each kept document the
-    text is read once. Memory: 50 bytes on each side for each document of the largest source, and for those kept without a match.
+    Documents that both have kept are matched by their texts, at the same origin first, then anywhere in the source; the others by their
+    origins; and what was kept and is still without a match by its text in another source. So where rows were inserted into a file, it is
+    only known of what was kept. Each kept text is read once. Memory: 50 bytes on each side for each document of the largest source, and
+    for those kept without a match.
     """
     labels, found = Labels(), {}
     unmatched: list[tuple[Records, Records]] = []
@@ -53,58 +55,61 @@ def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
         for name in names:
             progress.note(name)
             before, after = (load(corpus, name, labels, progress.advance) for corpus in (one, other))
-            kept = int(np.count_nonzero(before.rows["text"])), int(np.count_nonzero(after.rows["text"]))
-            found[name] = SourceDifference(name, *kept)
-            _compare(found[name], before, after, labels, unmatched)
-    _by_text(found, [pair[0] for pair in unmatched], [pair[1] for pair in unmatched], labels)
+            found[name] = SourceDifference(name, len(before.kept().rows), len(after.kept().rows))
+            unmatched.append(_compare(found[name], before, after, labels))
+    _in_other_sources(found, Records.joined(pair[0] for pair in unmatched), Records.joined(pair[1] for pair in unmatched), labels)
     for difference in found.values():
         difference.groups.sort(key=lambda group: (KINDS.index(group.kind), -group.documents, group.before, group.after))
     return list(found.values())
 
 
-def _compare(
-    difference: SourceDifference, before: Records, after: Records, labels: Labels, unmatched: list[tuple[Records, Records]]
-) -> None:
-    _, left, right = np.intersect1d(before.keys, after.keys, assume_unique=True, return_indices=True)
-    old, new = before.rows[left], after.rows[right]
-    had, has = old["text"] > 0, new["text"] > 0
-    same_text, same_place = old["text"] == new["text"], old["output"] == new["output"]
-    same_fate = old["fate"] == new["fate"]
-    difference.same += int(np.count_nonzero(had & has & same_text & same_place))
+def _compare(difference: SourceDifference, before: Records, after: Records, labels: Labels) -> tuple[Records, Records]:
+    """Match the documents of one source; returns those kept that the other side has not."""
+    for by_origin in (True, False):
+        old, new = before.kept(), after.kept()
+        left, right = _matched(*((one.texts_at_origins() if by_origin else occurrences(one.rows["text"])) for one in (old, new)))
+        same = _tell_of_equal_texts(difference, old.some(left), new.some(right), labels)
+        difference.renamed += 0 if by_origin else same
+        before, after = before.without(before.kept_places()[left]), after.without(after.kept_places()[right])
+    left, right = _matched(before.keys, after.keys)
+    had, has = before.rows["text"][left] > 0, after.rows["text"][right] > 0
+    same_fate = before.rows["fate"][left] == after.rows["fate"][right]
     for kind, chosen, column in (
-        ("changed", had & has & ~same_text, "output"),
-        ("moved", had & has & same_text & ~same_place, "output"),
+        ("changed", had & has, "output"),
         ("lost", had & ~has, "fate"),
         ("gained", ~had & has, "fate"),
         ("dropped otherwise", ~had & ~has & ~same_fate, "fate"),
     ):
         _group(difference, kind, before.some(left[chosen]), after.some(right[chosen]), column, labels)
-    rest = [records.without(places) for records, places in ((before, left), (after, right))]
-    unmatched.append((rest[0].kept(), rest[1].kept()))
+    return before.without(left).kept(), after.without(right).kept()
 
 
-def _by_text(
-    found: dict[str, SourceDifference], before: Iterable[Records], after: Iterable[Records], labels: Labels
-) -> None:
-    """Match kept documents whose origin the other corpus has not."""
-    old, new = Records.joined(before), Records.joined(after)
-    _, left, right = np.intersect1d(
-        occurrences(old.rows["text"]), occurrences(new.rows["text"]), assume_unique=True, return_indices=True
-    )
-    same_place = old.rows["output"][left] == new.rows["output"][right]
+def _matched(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of equal keys, each of which occurs once on a side."""
+    _, left, right = np.intersect1d(old, new, assume_unique=True, return_indices=True)
+    return left, right
+
+
+def _tell_of_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: Labels) -> int:
+    """Documents with the same texts, side by side; returns how many are in the same place."""
+    same_place = old.rows["output"] == new.rows["output"]
+    moved = np.flatnonzero(~same_place)
+    _group(difference, "moved", old.some(moved), new.some(moved), "output", labels)
+    same = int(np.count_nonzero(same_place))
+    difference.same += same
+    return same
+
+
+def _in_other_sources(found: dict[str, SourceDifference], old: Records, new: Records, labels: Labels) -> None:
+    """Match what is left by its text; what still is, is lost or gained."""
+    left, right = _matched(occurrences(old.rows["text"]), occurrences(new.rows["text"]))
+    lost, gained = old.without(left), new.without(right)
     for name, difference in found.items():
-        of = labels.source(name)
-        mine = old.rows["source"][left] == of
-        renamed = int(np.count_nonzero(mine & same_place))
-        difference.same += renamed
-        difference.renamed += renamed
-        chosen = mine & ~same_place
-        _group(difference, "moved", old.some(left[chosen]), new.some(right[chosen]), "output", labels)
-        for kind, records, matched in (("lost", old, left), ("gained", new, right)):
-            alone = records.without(matched)
-            alone = alone.some(np.flatnonzero(alone.rows["source"] == of))
-            nothing = alone.unread()
-            _group(difference, kind, *((alone, nothing) if kind == "lost" else (nothing, alone)), "fate", labels)
+        mine = old.rows["source"][left] == labels.source(name)
+        _tell_of_equal_texts(difference, old.some(left[mine]), new.some(right[mine]), labels)
+        gone, come = lost.of(labels.source(name)), gained.of(labels.source(name))
+        _group(difference, "lost", gone, gone.unread(), "fate", labels)
+        _group(difference, "gained", come.unread(), come, "fate", labels)
 
 
 def _group(difference: SourceDifference, kind: str, before: Records, after: Records, column: str, labels: Labels) -> None:

@@ -15,7 +15,7 @@ from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.engine.reading import BATCH_CHARACTERS
 from lmworks.corpus.engine.tables import row_groups
-from lmworks.corpus.evidence.opened import SPLITS, Prepared, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed, split_id
 from lmworks.corpus.evidence.perplexity import Reference
 from lmworks.corpus.evidence.tally import Side, Tally, Texts
 from lmworks.corpus.units import units
@@ -163,7 +163,7 @@ def _read_again(corpus: Prepared, piece: Piece, fates: Sequence[tuple[str, str]]
     for item, (fate, reason) in zip(corpus.items(piece), fates, strict=False):
         count += 1
         if (fate == "quarantine") != (item.reason is not None):
-            raise UserError(f"source {piece.source.name} has changed since the corpus was made")
+            raise changed(piece.source)
         if item.reason is not None:
             continue
         side = tally.dropped.get((fate, reason)) if fate not in SPLITS else None
@@ -175,4 +175,4 @@ def _read_again(corpus: Prepared, piece: Piece, fates: Sequence[tuple[str, str]]
     if waiting:
         measured()
     if count != len(fates):
-        raise UserError(f"source {piece.source.name} has changed since the corpus was made")
+        raise changed(piece.source)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lmworks.corpus.engine.fates import staged
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.engine.writing import decisions_path, outputs
@@ -113,10 +114,24 @@ class Prepared:
                 return Kept(path, first + place, row)
         return None
 
+    def staged(self, piece: Piece, identity: str) -> tuple[int, str] | None:
+        """(row, text) of a document as the steps have left it, if they have and staged text is kept."""
+        path = staged(self.job, piece)
+        for first, rows in row_groups(path, ("id", "text")) if path.is_file() else ():
+            place = pc.index(rows["id"], identity).as_py()
+            if place >= 0:
+                return first + place, rows["text"][place].as_py()
+        return None
+
     def piece_of(self, identity: str) -> Piece:
         """The part of a document; UserError for what is no id of this corpus."""
         source, part, _ = split_id(identity)
         return self.piece(source, part)
+
+
+def changed(source: Source) -> UserError:
+    """What is said where a source does not give what it gave when the corpus was made."""
+    return UserError(f"source {source.name} has changed, or is gone, since the corpus was made: run lmworks corpus prepare again")
 
 
 def _row(file: pq.ParquetFile, row: int) -> dict[str, str]:

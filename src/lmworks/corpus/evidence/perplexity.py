@@ -54,18 +54,21 @@ class Reference:
             np.divide(seen + kinds * chance, total + kinds, out=chance, where=total > 0)
         bits = np.where(valid, -np.log2(chance + _NEVER), 0.0)
         sizes = np.array([len(data) for data in some], dtype=np.int64)
-        sums = np.add.reduceat(bits, np.cumsum(sizes + 1) - (sizes + 1), dtype=np.float64) if len(some) else np.zeros(0)
+        begins = np.cumsum(sizes + LONGEST) - (sizes + LONGEST)
+        sums = np.add.reduceat(bits, begins, dtype=np.float64) if len(some) else np.zeros(0)
         with np.errstate(invalid="ignore", divide="ignore"):
             found: np.ndarray = np.exp2(sums / sizes)
         return found
 
 
 def _laid_out(some: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """(C,) bytes with a null before each text, and which of them are text."""
-    codes = np.frombuffer(b"".join(b"\0" + data for data in some), dtype=np.uint8).astype(np.uint64)
+    """(C,) bytes, and which of them are text: before each text stand nulls, so that no context reaches into the one before."""
+    nulls = b"\0" * LONGEST
+    codes = np.frombuffer(b"".join(nulls + data for data in some), dtype=np.uint8).astype(np.uint64)
+    ends = np.cumsum([len(data) + LONGEST for data in some], dtype=np.int64)
     valid = np.ones(len(codes), dtype=bool)
-    sizes = np.array([len(data) + 1 for data in some], dtype=np.int64)
-    valid[np.cumsum(sizes) - sizes] = False
+    for place in range(LONGEST):
+        valid[np.concatenate(([0], ends[:-1]))[: len(some)] + place] = False
     return codes, valid
 
 

@@ -65,8 +65,18 @@ class Records:
         left[places] = False
         return self.some(np.flatnonzero(left))
 
+    def kept_places(self) -> np.ndarray:
+        return np.flatnonzero(self.rows["text"])
+
     def kept(self) -> Records:
-        return self.some(np.flatnonzero(self.rows["text"]))
+        return self.some(self.kept_places())
+
+    def of(self, source: int) -> Records:
+        return self.some(np.flatnonzero(self.rows["source"] == source))
+
+    def texts_at_origins(self) -> np.ndarray:
+        """(N,) uint64 that are equal where both text and origin are."""
+        return mix(self.rows["text"] + self.keys * _ODD)
 
     def unread(self) -> Records:
         """As many documents that are not there."""

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from lmworks.corpus.drawing import keys
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.evidence.opened import SPLITS, Prepared, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed, split_id
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
@@ -130,10 +130,10 @@ def _from_source(
         if number in numbers:
             identity = numbers[number]
             if item.origin != decisions[identity]["origin"]:
-                raise UserError(f"source {piece.source.name} has changed since the corpus was made: run lmworks corpus prepare again")
+                raise changed(piece.source)
             yield identity, item.text
             left -= 1
             if not left:
                 return
     if left:
-        raise UserError(f"source {piece.source.name} has changed since the corpus was made: run lmworks corpus prepare again")
+        raise changed(piece.source)

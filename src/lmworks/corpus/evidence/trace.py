@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,10 @@ from lmworks.corpus.engine.copies import REASONS
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.engine.reading import BATCH_CHARACTERS, steps_of
 from lmworks.corpus.evidence.differences import differences
-from lmworks.corpus.evidence.opened import SPLITS, Kept, Prepared, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Kept, Prepared, changed, split_id
 from lmworks.corpus.evidence.passages import passages
 from lmworks.corpus.evidence.sample import documents
 from lmworks.corpus.items import EXCERPT, Item
-from lmworks.errors import UserError
 from lmworks.progress import bar
 
 
@@ -59,11 +59,10 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     number = split_id(identity)[2]
     item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
     if item.origin != decision["origin"]:
-        raise UserError(f"source {piece.source.name} has changed since the corpus was made: run lmworks corpus prepare again")
+        raise changed(piece.source)
     moments = [Moment("read", _read(decision, item), item.facts)]
     kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
-    # where passages are cut afterwards, what the steps have left is not what was kept
-    final = kept.columns["text"] if kept and not corpus.job.recipe.corpus.dedup.substring else None
+    final = _final(corpus, piece, identity, kept)
     if decision["fate"] in ("quarantine", "max_bytes"):
         agrees, text = (decision["fate"] == "quarantine") == (item.reason is not None), item.text
         moments.append(Moment(decision["fate"], f"dropped: {decision['reason']}"))
@@ -81,6 +80,14 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     place = f"{kept.path.relative_to(corpus.out)}:{kept.row}" if kept else None
     shown = kept.columns["text"] if kept else text
     return Trace(identity, item.origin, piece.source.name, piece.source.domain, decision, moments, shown[:EXCERPT], place, agrees)
+
+
+def _final(corpus: Prepared, piece: Piece, identity: str, kept: Kept | None) -> str | None:
+    """The text that the steps left, as far as it is known: where passages are cut afterwards, it is not what was kept."""
+    staged = corpus.staged(piece, identity)
+    if staged:
+        return staged[1]
+    return kept.columns["text"] if kept and not corpus.job.recipe.corpus.dedup.substring else None
 
 
 def _read(decision: Mapping[str, Any], item: Item) -> str:
@@ -120,6 +127,7 @@ class _Way:
         self.moments: list[Moment] = []
         self.text = ""
         self._dropped: tuple[str, str] | None = None
+        self._measured: dict[str, Fact] = {}
 
     def go(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
         """Put batches through the steps; the last holds the document. Returns whether it ended as it was written down."""
@@ -142,6 +150,7 @@ class _Way:
         return left
 
     def _tell(self, step: Step, before: Document, after: Document | Drop) -> None:
+        self._measured |= {name: after.facts[name] for name in step.statistics if name in after.facts}
         new = {name: value for name, value in after.facts.items() if before.facts.get(name) != value}
         self.text = before.text
         if isinstance(after, Drop):
@@ -159,7 +168,10 @@ class _Way:
 
     @property
     def agrees(self) -> bool:
-        """Whether this is how it ended when the corpus was made."""
+        """Whether this is how it ended when the corpus was made, and what was measured of it then."""
+        numbers = {name: value for name, value in self._measured.items() if isinstance(value, int | float) and math.isfinite(value)}
+        if any(self._decision.get(name) != value for name, value in numbers.items()):
+            return False
         fate, reason = self._decision["fate"], self._decision["reason"]
         if self._dropped:
             return self._dropped == (fate, reason)
@@ -185,7 +197,7 @@ def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Ke
     if fate == "validation":
         yield Moment("hold out", "held out for validation")
     elif corpus.job.recipe.corpus.decontaminate:
-        found = passages(corpus, piece, decision["id"], text)
+        found = passages(corpus, piece, decision["id"])
         verb = "dropped" if fate == "decontaminate" else "kept, but holds protected text" if found else "no protected text"
         yield Moment("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
     if kept:
