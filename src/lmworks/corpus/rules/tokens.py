@@ -24,52 +24,78 @@ SENTENCE_ENDS = frozenset(".!?։؝؞؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶�
 _ODD = 0x9E3779B97F4A7C15
 _MOST_CHARACTERS = 1 << 24  # remembered, then all is forgotten and learnt again
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_OPEN = re.compile(r"\.\.+|…|--+|[\"'“”‘’„«»`´(\[{<*#&§¿¡,:;!?\])}>_~$£€¥₹。、，！？：；「」『』（）《》【】·]|[-–—](?!\d)")
+_OPEN = re.compile(r"\.\.+|…|[\"'“”‘’„«»`´(\[{<*#&§%=¿¡,:;!?\])}>_$£€¥₹—–。、，！？：；「」『』（）《》【】·]|\+(?!\d)")
+_CLOSERS = frozenset("\"'“”‘’„«»`´([{<)]}>*#&…,:;!?¿¡$£€_—–。、，！？：；「」『』（）《》【】·")
 _CLITIC = re.compile(r"(?<=.)(?:n['’]t|['’](?:s|m|d|ll|re|ve))$", re.IGNORECASE)
-_CLOSERS = frozenset("\"'“”‘’„«»`´)]}>*#&…,:;!?%$£€_~-–—。、，！？：；「」『』（）《》【】·")
-_UNIT = re.compile(r"(?<=\d)(?:km|m|cm|mm|kg|g|mg|lb|mph|kmh|hz|kb|mb|gb|tb|h|am|pm)$", re.IGNORECASE)
+_UNIT = re.compile(r"(?<=\d)(?:%|\+|km|m|cm|mm|kg|g|mg|lb|mph|kmh|hz|kb|mb|gb|tb|h|am|pm)$", re.IGNORECASE)
+_STOP = re.compile(r"(?:[\d%²+\-\"'“”‘’`´()\[\]{}<>_#*&,:;!?…]|[^\W\d_A-Z]|[A-Z]{2})\.$")
 _INFIX = re.compile(
-    r"\.\.+|…|[-–—]{2,}|(?<=[^\W\d_])[-–—~](?=[^\W\d_])|(?<=\d)[-+*^–](?=[\d-])|(?<=[^\W_])[:<>=/](?=[^\W\d_])|(?<=[^\W\d_]),(?=[^\W\d_])"
-    r"|(?<=[a-z\"'”’])\.(?=[A-Z\"'“‘])|[\"“”](?=\w)|[。、，！？：；「」『』（）《》【】·]"
+    r"\.\.+|…|(?<=[^\W_])(?:-{1,3}|[–—~]|——)(?=[^\W\d_])|(?<=\d)[-+*^](?=[\d-])"
+    r"|(?<=[^\W_])[:<>=/](?=[^\W\d_])|(?<=[^\W\d_]),(?=[^\W\d_])|(?<=[a-z\"'”’])\.(?=[A-Z\"'“‘])|[。、，！？：；「」『』（）《》【】·]"
 )
 _SINGLE = re.compile(f"[{_SPACELESS}]")
 _ADDRESS = re.compile(r"(?:[a-z]+://|www\.)[\w-]+(?:\.[\w-]+)+\S*|[\w.-]+\.(?:com|org|net|edu|gov|io|de|uk|fr)(?:/\S*)?", re.IGNORECASE)
-_STOP = re.compile(r"(?<=[\da-z%²\"'”’)\]}])\.$|(?<=[A-Z]{2})\.$")
-_ABBREVIATIONS = "Mr. Mrs. Ms. Dr. St. Jr. Sr. Prof. Gen. Gov. Rep. Sen. Rev. Co. Corp. Inc. Ltd. Bros. vs. e.g. i.e. a.m. p.m."
+_ABBREVIATIONS = (
+    "Mr. Mrs. Ms. Dr. St. Jr. Sr. Prof. Gen. Gov. Rep. Sen. Rev. Co. Corp. Inc. Ltd. Bros. vs. e.g. i.e. a.m. p.m. "
+    "Jan. Feb. Mar. Apr. Jun. Jul. Aug. Sep. Sept. Oct. Nov. Dec."
+)
 _TITLES = frozenset(_ABBREVIATIONS.split())
+_CONTRACTED = {
+    "cannot": ("can", "not"), "Cannot": ("Can", "not"), "gonna": ("gon", "na"), "gotta": ("got", "ta"), "im": ("i", "m"), "Im": ("I", "m"),
+    "id": ("i", "d"), "Id": ("I", "d"), "ive": ("i", "ve"), "dont": ("do", "nt"), "doesnt": ("does", "nt"), "cant": ("ca", "nt"),
+}  # fmt: skip
+_WHOLE = frozenset("'s 'm 'd 'll 're 've 'em n't ’s ’m ’d ’ll ’re ’ve".split())  # noqa: SIM905
+# marks that stand together are one word: emoticons, and an empty pair of quotes
+_TOGETHER = frozenset([(")", ":"), (":", ")"), (":", "]"), ("(", ":"), (":", "("), ("[", ":"), ("'", "'"), ("=", ")"), (";", ")")])
 
 
 def split(chunk: str) -> Iterator[str]:
     """The words of a run of text without blanks. Time grows with its length."""
     if chunk.isalpha() and not _SINGLE.search(chunk):
-        yield from ("can", "not") if chunk == "cannot" else (chunk,)
+        yield from _CONTRACTED.get(chunk, (chunk,))
         return
+    before = ""
+    for word in _apart(chunk):
+        if (before, word) in _TOGETHER:
+            before += word
+            continue
+        if before:
+            yield before
+        before = word
+    if before:
+        yield before
+
+
+def _apart(chunk: str) -> Iterator[str]:
     start, end, tail = 0, len(chunk), []
     while start < end and (found := _OPEN.match(chunk, start, end)):
+        if end - start < 4 and chunk[start:end] in _WHOLE:
+            break
         yield found.group()
         start = found.end()
-    while start < end:
-        last = chunk[end - 1]
-        if last in _CLOSERS:
-            cut = 1
-        elif last == "." and chunk[start:end] not in _TITLES if end - start < 6 else last == ".":
-            if chunk.endswith("..", start, end):
-                cut = 1
-                while end - cut > start and chunk[end - cut - 1] == ".":
-                    cut += 1
-            else:
-                cut = 1 if _STOP.search(chunk[max(start, end - 3) : end]) else 0
-        elif (ending := _CLITIC.search(chunk[max(start, end - 5) : end])) or (ending := _UNIT.search(chunk[max(start, end - 5) : end])):
-            cut = len(ending.group())
-        else:
-            cut = 0
-        if not cut:
-            break
+    while start < end and (cut := _suffix(chunk, start, end)):
         tail.append(chunk[end - cut : end])
         end -= cut
     if start < end:
         yield from _inner(chunk[start:end])
     yield from reversed(tail)
+
+
+def _suffix(chunk: str, start: int, end: int) -> int:
+    """How many characters at the end of `chunk[start:end]` are a word of their own; 0 if none are."""
+    if end - start < 6 and (chunk[start:end] in _TITLES or chunk[start:end] in _WHOLE):
+        return 0
+    last = chunk[end - 1]
+    if last in _CLOSERS:
+        return 1
+    if last == ".":
+        cut = 1
+        while end - cut > start and chunk[end - cut - 1] == ".":
+            cut += 1
+        return cut if cut > 1 or _STOP.search(chunk[max(start, end - 3) : end]) else 0
+    near = chunk[max(start, end - 5) : end]
+    ending = _CLITIC.search(near) or _UNIT.search(near)
+    return len(ending.group()) if ending else 0
 
 
 def _inner(core: str) -> Iterator[str]:
