@@ -125,3 +125,54 @@ def test_many_copies_of_one_text_are_one(tmp_path: Path) -> None:
     report, left = run(tmp_path, write(tmp_path, {"web": [text(1)] * 300 + [near(1, 1)] * 300 + [text(2)]}))
     assert left == {"web/0/0", "web/0/600"}
     assert reasons(report) == {"web duplicate": 598, "web near_duplicate": 1}
+
+
+def passages(folder: Path, **corpus: Any) -> tuple[Report, dict[str, str]]:
+    """Documents that share passages of 60 words, in two sources; the report, and the texts that are left by id."""
+    shared, other = " ".join(words(100, 60)), " ".join(words(200, 60))
+    web = [f"{text(0)}\n{shared}\n{text(1)}", f"{text(2)}\n{text(2)}", f"{shared}\nonly a little more", text(3)]
+    books = [f"{text(4)}\n{other}", f"{other}\n{text(5)}\n{shared}"]
+    report, _ = run(folder, write(folder, {"web": web, "books": books}), **corpus)
+    files = [path for paths in corpus_files(folder / "out", "train").values() for path in paths]
+    rows = [row for path in files for row in pq.read_table(path, columns=["id", "text"]).to_pylist()]
+    return report, {row["id"]: row["text"] for row in rows}
+
+
+def test_passages_that_stood_earlier_are_cut(tmp_path: Path) -> None:
+    shared, other = " ".join(words(100, 60)), " ".join(words(200, 60))
+    report, left = passages(tmp_path, dedup={"substring": {"length": 50}})
+    assert left == {
+        "web/0/0": f"{text(0)}\n{shared}\n{text(1)}",
+        "web/0/1": text(2),
+        "web/0/3": text(3),
+        "books/0/0": f"{text(4)}\n{other}",
+        "books/0/1": text(5),
+    }
+    assert reasons(report) == {"web repeated_passages": 1}
+    for source in report.sources:
+        gone = sum(one.bytes for one in source.dropped.values())
+        edited = sum(passage.edited for passage in source.steps)
+        assert source.came.bytes == gone - edited + source.train.bytes
+        assert edited < -300
+
+
+def test_priority_decides_which_passage_stays(tmp_path: Path) -> None:
+    _, left = passages(tmp_path, dedup={"substring": {"length": 50}, "priority": ["books"]})
+    assert left["books/0/1"] == f"{text(5)}\n{' '.join(words(100, 60))}"
+    assert left["web/0/0"] == f"{text(0)}\n{text(1)}"
+
+
+def test_passages_are_cut_alike_however_the_sources_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = passages(tmp_path / "a", dedup={"substring": {"length": 50}})[1]
+    report, parts = passages(tmp_path / "b", dedup={"substring": {"length": 50}}, part_bytes="1KB")
+    assert report.sources[0].parts > 1
+    assert sorted(whole.values()) == sorted(parts.values())
+
+
+def test_without_the_option_nothing_is_cut(tmp_path: Path) -> None:
+    assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
+    again = passages(tmp_path, dedup={"substring": {"length": 50}})[1]
+    assert again["web/0/1"] == text(2)
+    assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"

@@ -132,7 +132,7 @@ def tidy(job: Job, report: Report) -> None:
     for folder in ("train", "validation", "decisions"):
         _remove_strangers(job.out / folder, expected)
     names = {str(piece) for piece in job.pieces}
-    for stage in ("size", "read", "fates", "scan", "write"):
+    for stage in ("size", "read", "fates", "anchors", "runs", "again", "cut", "scan", "write"):
         for path in list((job.staging / stage).glob("*/*")):
             if f"{path.parent.name}/{path.name.partition('.')[0]}" not in names:
                 path.unlink()

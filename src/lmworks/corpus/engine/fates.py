@@ -6,9 +6,10 @@ the few pairs whose sketches leave a doubt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,31 +24,56 @@ from lmworks.files import sha256_file
 from lmworks.recipe.fingerprint import as_tree
 
 FATES = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
+CUTS = pa.schema([("row", pa.int64()), ("text", pa.string()), ("left", pa.float64())])
+REPEATED = "repeated_passages"
 
 
 @dataclass(frozen=True)
 class Fates:
-    """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out."""
+    """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out.
+
+    `cuts` are the texts, by row, of training documents that have lost a passage.
+    """
 
     reasons: list[str | None]
     copies: list[str | None]
     held: np.ndarray
     learnt: np.ndarray
+    cuts: Mapping[int, str]
 
     @classmethod
-    def load(cls, job: Job, piece: Piece) -> Fates:
+    def load(cls, job: Job, piece: Piece, cut: bool = True) -> Fates:
+        """`cut` is False for the stages that come before passages are cut."""
         rows = pq.read_table(fates_path(job, piece))
         reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
         dropped = np.array([reason is not None for reason in reasons], dtype=bool)
         if job.recipe.corpus.dedup.check_only:
             dropped[:] = False
-        return cls(reasons, rows["copy_of"].to_pylist(), held, ~held & ~dropped)
+        cuts: dict[int, str] = {}
+        if cut and cutting(job):
+            assert job.recipe.corpus.dedup.substring
+            for row, text, left in zip(*pq.read_table(cuts_path(job, piece)).to_pydict().values(), strict=True):
+                if left < job.recipe.corpus.dedup.substring.minimum or not text.strip():
+                    reasons[row], dropped[row] = REPEATED, True
+                else:
+                    cuts[row] = text
+        return cls(reasons, rows["copy_of"].to_pylist(), held, ~held & ~dropped, cuts)
 
     @staticmethod
-    def digest(job: Job, piece: Piece) -> str:
+    def digest(job: Job, piece: Piece, cut: bool = True) -> str:
         """Hash of what was decided; empty as long as nothing was."""
-        path = fates_path(job, piece)
-        return sha256_file(path) if path.exists() else ""
+        paths = [fates_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
+        return "".join(sha256_file(path) if path.exists() else "" for path in paths)
+
+
+def cutting(job: Job) -> bool:
+    """Whether passages that stood earlier are cut."""
+    return job.recipe.corpus.dedup.substring is not None and not job.recipe.corpus.dedup.check_only
+
+
+def cuts_path(job: Job, piece: Piece) -> Path:
+    """Where the documents of a part lie that have lost a passage."""
+    return job.path("cut", piece, ".parquet")
 
 
 def fates_path(job: Job, piece: Piece) -> Path:
@@ -68,22 +94,28 @@ class Texts:
     texts: list[str]
 
 
-def texts_of(job: Job, piece: Piece, chosen: np.ndarray) -> Iterator[Texts]:
-    """Ids and texts of the chosen rows of a part, a row group at a time."""
+def texts_of(job: Job, piece: Piece, chosen: np.ndarray, cuts: Mapping[int, str] = MappingProxyType({})) -> Iterator[Texts]:
+    """Ids and texts of the chosen rows of a part, a row group at a time; those in `cuts` as they are there."""
     for first, rows in row_groups(staged(job, piece), ["id", "text"]):
         places = np.flatnonzero(chosen[first : first + rows.num_rows])
         if len(places):
             some = rows.take(places)
-            yield Texts(some["id"].to_pylist(), some["text"].to_pylist())
+            texts = some["text"].to_pylist()
+            yield Texts(some["id"].to_pylist(), [cuts.get(first + place, text) for place, text in zip(places.tolist(), texts, strict=True)])
+
+
+def in_order(job: Job) -> list[Piece]:
+    """The parts in the order of priority."""
+    rank = {name: place for place, name in enumerate(job.recipe.corpus.dedup.priority)}
+    sources = sorted(job.sources, key=lambda source: rank.get(source.name, len(rank)))
+    return [piece for source in sources for piece in job.of(source)]
 
 
 class Rows:
     """All staged documents of a job as rows in the order of priority."""
 
     def __init__(self, job: Job) -> None:
-        rank = {name: place for place, name in enumerate(job.recipe.corpus.dedup.priority)}
-        sources = sorted(job.sources, key=lambda source: rank.get(source.name, len(rank)))
-        self.pieces = [piece for source in sources for piece in job.of(source)]
+        self.pieces = in_order(job)
         self.kept = [np.load(job.path("read", piece, ".keys.npy")) for piece in self.pieces]
         self.firsts = np.concatenate(([0], np.cumsum([len(kept) for kept in self.kept], dtype=np.int64)))
         self.traces = [Traces(job.path("read", piece, ".traces"), piece.source) for piece in self.pieces]

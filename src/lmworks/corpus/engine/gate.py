@@ -19,11 +19,12 @@ from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Findings, Gate, Match
 from lmworks.corpus.engine.fates import Fates, texts_of
 from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.reading import read_inputs
 from lmworks.corpus.engine.tables import save_array, writing
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.units import units
-from lmworks.files import sha256_file, write_json
+from lmworks.files import write_json
 
 EVALUATION = "evaluation.parquet"
 PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("answer", pa.string()), ("evaluation", pa.bool_())])
@@ -78,25 +79,11 @@ def _made(path: Path, size: int, changed: int, ngram: int) -> Gate:
 
 
 def scan_inputs(job: Job, piece: Piece) -> Any:
-    return [read_inputs(job, piece), Fates.digest(job, piece), _digest(_protected(job)), _ngram(job)]
+    return [read_inputs(job, piece), Fates.digest(job, piece), file_digest(_protected(job)), _ngram(job)]
 
 
 def _ngram(job: Job) -> int | None:
     return job.recipe.corpus.decontaminate.ngram if job.recipe.corpus.decontaminate else None
-
-
-def _digest(path: Path) -> str:
-    """Hash of a file that a stage before has written; empty as long as it has not."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return ""
-    return _digest_of(path, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=16)
-def _digest_of(path: Path, size: int, changed: int) -> str:
-    return sha256_file(path)
 
 
 def scan(job: Job, piece: Piece, advance: Advance) -> None:
@@ -105,7 +92,7 @@ def scan(job: Job, piece: Piece, advance: Advance) -> None:
     total = max(int(fates.learnt.sum()), 1)
     scanned: list[tuple[int, Findings]] = []
     count = 0
-    for batch in texts_of(job, piece, fates.learnt):
+    for batch in texts_of(job, piece, fates.learnt, fates.cuts):
         scanned.append((count, gate.scan(units(batch.texts))))
         count += len(batch.texts)
         advance(piece.bytes * len(batch.texts) // total, len(batch.texts))
@@ -138,7 +125,7 @@ def _common(job: Job) -> Path:
 
 def verdict_inputs(job: Job, piece: Piece) -> Any:
     """What decides who of a part must go."""
-    return [_digest(_scanned(job, piece)), _digest(_common(job)), _digest(_protected(job))] if on(job) else None
+    return [file_digest(_scanned(job, piece)), file_digest(_common(job)), file_digest(_protected(job))] if on(job) else None
 
 
 def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
@@ -149,6 +136,6 @@ def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
     rows = np.flatnonzero(fates.learnt)[gate.suspects(Findings.load(_scanned(job, piece)), seen)]
     chosen = np.zeros(len(fates.held), dtype=bool)
     chosen[rows] = True
-    texts = (text for batch in texts_of(job, piece, chosen) for text in batch.texts)
+    texts = (text for batch in texts_of(job, piece, chosen, fates.cuts) for text in batch.texts)
     judged = {row: gate.judge(units([text]), seen) for row, text in zip(rows.tolist(), texts, strict=True)}
     return {row: matches for row, matches in judged.items() if matches}

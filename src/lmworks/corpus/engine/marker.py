@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lmworks.files import write_text
+from lmworks.files import sha256_file, write_text
 from lmworks.recipe.fingerprint import canonical
 
 
@@ -27,3 +28,17 @@ def finished(path: Path, inputs: str) -> bool:
 def finish(path: Path, inputs: str) -> None:
     """Say so. Everything the task has written is on the disk before this."""
     write_text(path, json.dumps({"inputs": inputs}) + "\n")
+
+
+def file_digest(path: Path) -> str:
+    """Hash of a file that a stage before has written; empty as long as it has not."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ""
+    return _file_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _file_digest(path: Path, size: int, changed: int) -> str:
+    return sha256_file(path)

@@ -81,6 +81,7 @@ class _Writing:
                 for place, document in enumerate(_documents(rows)):
                     if where := self._decide(first + place, document):
                         places.setdefault(where, []).append(place)
+                rows = self._without_passages(first, rows)
                 for (split, output), chosen in places.items():
                     path = part_path(job.out, split, output, piece.number)
                     if path not in open_:
@@ -105,6 +106,8 @@ class _Writing:
     def _decide(self, row: int, document: Document) -> tuple[str, str] | None:
         """(split, output) of a document; None if it is dropped."""
         source, size = self._piece.source, len(document.text.encode())
+        if row in self._fates.cuts:
+            document = document.with_text(self._fates.cuts[row])
         reason, copy_of = self._fates.reasons[row], self._fates.copies[row]
         self._dedup.came.add(size)
         if reason and not self._job.recipe.corpus.dedup.check_only:
@@ -113,6 +116,9 @@ class _Writing:
             return None
         if reason:
             count(self._would_drop, reason, size)
+        if row in self._fates.cuts:
+            before, size = size, len(document.text.encode())
+            self._dedup.edited += size - before
         self._decontaminate.came.add(size)
         if matches := self._verdicts.get(row):
             self._tell(document, matches)
@@ -127,6 +133,12 @@ class _Writing:
         count(self._kept[split], output, size)
         self._ends.append((split, reason or "", "", copy_of or ""))
         return split, output
+
+    def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:
+        if not any(first <= row < first + rows.num_rows for row in self._fates.cuts):
+            return rows
+        texts = [self._fates.cuts.get(first + place, text) for place, text in enumerate(rows["text"].to_pylist())]
+        return rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
 
     def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
         self._ends.append((step, reason, detail, copy_of or ""))
