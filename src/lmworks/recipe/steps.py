@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
-from lmworks.recipe.text_steps import Clean, Code, Language, Lines, Math, Pii, Rules
+from lmworks.recipe.text_steps import Clean, Code, Language, Lines, Math, Pii, Repeats, Rules
 from lmworks.recipe.units import Seconds
 
 
@@ -58,6 +58,6 @@ class Python(Node):
 
 
 Step = Annotated[
-    Clean | Language | Rules | Pii | Lines | Code | Math | Quality | Rewrite | Python,
+    Clean | Language | Rules | Pii | Lines | Repeats | Code | Math | Quality | Rewrite | Python,
     Field(discriminator="step"),
 ]

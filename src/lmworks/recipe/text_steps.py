@@ -63,6 +63,14 @@ class Lines(Node):
     sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
 
 
+class Repeats(Node):
+    """Cut passages that stood earlier in the same document, such as a file that is in it twice; `dedup.substring` looks across documents."""
+
+    step: Literal["repeats"] = Field("repeats", description="which step this is")
+    length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
+    largest: float = Field(1.0, gt=0, le=1, description="a document of which a larger share is repeated is dropped")
+
+
 class Code(Node):
     """Drop code that does not parse, and on request Python that does not run."""
 

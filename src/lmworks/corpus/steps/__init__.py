@@ -17,6 +17,7 @@ _MAKERS = {
     "rules": "lmworks.corpus.steps.rules",
     "pii": "lmworks.corpus.steps.pii",
     "lines": "lmworks.corpus.steps.lines",
+    "repeats": "lmworks.corpus.steps.repeats",
     "code": "lmworks.corpus.steps.code",
     "math": "lmworks.corpus.steps.math",
     "quality": "lmworks.corpus.steps.quality",
