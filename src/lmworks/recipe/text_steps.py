@@ -64,7 +64,7 @@ class Lines(Node):
 
 
 class Repeats(Node):
-    """Cut passages that stood earlier in the same document, such as a file that is in it twice; `dedup.substring` looks across documents."""
+    """Cut passages that stood earlier in the same document, such as a whole file; `dedup.substring` looks across documents."""
 
     step: Literal["repeats"] = Field("repeats", description="which step this is")
     length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
