@@ -111,7 +111,7 @@ def _charts(analysis: Json) -> Iterator[Distribution]:
 
 def _varies(sides: Json) -> bool:
     """Whether there is a distribution to see: documents differ, and not only a few of them."""
-    return any(value["count"] and value["quantiles"]["1%"] < value["quantiles"]["99%"] for value in sides.values())
+    return any(value["count"] and value["quantiles"]["5%"] < value["quantiles"]["95%"] for value in sides.values())
 
 
 def _rare(statistics: Json) -> list[tuple[str, str, str, str]]:
