@@ -193,7 +193,7 @@ def waiting(shards: Path, cache: Path, rate: float, batch: int, vocab_size: int)
                 waits.append(ready.waited)
                 time.sleep(batch / rate)
         share = statistics.mean(waits[5:]) / (batch / rate)
-        print(f"  read ahead {ahead:>2} steps: waited {share:.2%} of the step time; in the first 5 steps, not counted, {sum(waits[:5]):.2f} s")
+        print(f"  read ahead {ahead:>2} steps: waited {share:.2%} of the step time (and {sum(waits[:5]):.2f} s in the first 5 steps)")
 
 
 def main() -> None:

@@ -114,15 +114,18 @@ KILLED = """
 import sys
 from pathlib import Path
 from lmworks.recipe.recipe import Recipe
-from lmworks.shards.build import build
-build(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
+from lmworks.shards import build
+build._WORTH_A_PROCESS = 1
+build.build(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
 """
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 def test_killed_and_started_again_gives_equal_files(
-    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path
+    recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, threads: int
 ) -> None:
     out = tmp_path / "shards"
+    recipe = recipe.model_copy(update={"threads": threads})
     command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(corpus), str(tokenizer_dir), str(out)]
     for files in (1, 3, 8, 20, 40):
         with subprocess.Popen(command) as process:
