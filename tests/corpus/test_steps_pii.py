@@ -113,6 +113,16 @@ def test_a_number_after_its_name_and_a_key_after_its_name() -> None:
     assert mask("see section 14.15.16.17", ALL)[0] == "see section 14.15.16.17"
 
 
+def test_several_of_a_kind_in_any_order() -> None:
+    draw = random.Random(0)
+    for kind, values in PLANTED.items():
+        for _ in range(10):
+            chosen = draw.sample(values, len(values))
+            text, counts = mask(" and then ".join(chosen), ALL)
+            assert text == " and then ".join([f"<{kind.upper()}>"] * len(values))
+            assert counts[kind] == len(values)
+
+
 def test_only_the_kinds_that_were_asked_for() -> None:
     text = "john.smith@gmail.com called from +49 30 901820"
     assert mask(text, ("phone",))[0] == "john.smith@gmail.com called from <PHONE>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 Span = tuple[int, int]
 Finder = Callable[[str], Iterator[Span]]
@@ -92,6 +92,15 @@ _NO_STREET = re.compile(
 )
 
 
+def in_order(spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans from left to right; of two that overlap, the one that begins first."""
+    end = 0
+    for start, stop in sorted(spans):
+        if start >= end:
+            yield start, stop
+            end = stop
+
+
 def emails(text: str) -> Iterator[Span]:
     """Addresses in domains that exist, other than examples and machines (git@, noreply@)."""
     if "@" not in text:
@@ -108,15 +117,17 @@ def emails(text: str) -> Iterator[Span]:
 
 def ips(text: str) -> Iterator[Span]:
     """Public addresses. Private, reserved, documentation and well-known ones stay, and what is more likely a version."""
+    spans: list[Span] = []
     for found in _IPV4.finditer(text) if _DIGITS.search(text) else ():
         if _public(found[0]) and found[0] not in _PUBLIC_SERVICES:
             before = text[max(0, found.start() - 30) : found.start()]
             small = max(map(int, found[0].split("."))) < _SMALL
             if not _VERSION.search(before) and (not small or _NETWORK.search(before)):
-                yield found.span()
+                spans.append(found.span())
     for found in _IPV6.finditer(text) if ":" in text else ():
         if _public(found[0].rstrip(":") if not found[0].endswith("::") else found[0]):
-            yield found.span()
+            spans.append(found.span())
+    yield from in_order(spans)
 
 
 def _public(address: str) -> bool:
@@ -142,11 +153,7 @@ def phones(text: str) -> Iterator[Span]:
     for found in _SUBSCRIBER.finditer(text):
         if "555" not in found[0] and _NAME.search(text, max(0, found.start() - 30), found.start()):
             spans.append(found.span())
-    end = 0
-    for start, stop in sorted(spans):
-        if start >= end:
-            yield start, stop
-            end = stop
+    yield from in_order(spans)
 
 
 def cards(text: str) -> Iterator[Span]:

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from lmworks.corpus.pii.finders import in_order
+
 _PREFIXED = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
     r"(?:AKIA|ASIA)[0-9A-Z]{16}"  # Amazon
@@ -52,11 +54,7 @@ def secrets(text: str) -> Iterator[tuple[int, int]]:
         group = 1 if found[1] else 2
         if not _PLACEHOLDER.search(found[group]) and _random(found[group]):
             spans.append(found.span(group))
-    end = 0
-    for start, stop in sorted(spans):
-        if start >= end:
-            yield start, stop
-            end = stop
+    yield from in_order(spans)
 
 
 def _random(value: str) -> bool:
