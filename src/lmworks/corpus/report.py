@@ -151,6 +151,8 @@ def table(report: Report) -> Table:
         shown.add_row(f"[bold]{source.name}[/bold]", *_numbers(source.came, kept), head)
         if len(report.sources) <= _MOST_SOURCES:
             for step, came, left, reasons in _rows(source):
+                if came == left:
+                    continue  # report.json has the steps that took nothing, too
                 shown.add_row(f"  {step}", *_numbers(came, left), reasons, style="dim")
         shown.add_row("  held out", "", "", *_numbers(source.validation, source.validation)[:2], "", style="dim")
     came, kept = total(one.came for one in report.sources), total(one.train for one in report.sources)
