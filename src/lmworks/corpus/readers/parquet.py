@@ -6,18 +6,35 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import open_binary
+from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, open_binary
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed, spans
 from lmworks.corpus.readers.rows import Columns
+from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
-_ROWS = 64
+_ROWS = 8  # more are no faster, and one value may be as long as a document
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    return list(_parts(find(source, (".parquet",)), part_bytes))
+    """Small files whole, big ones by row groups. Raises UserError if the first file that can be read has not the columns."""
+    files = find(source, (".parquet",))
+    names = next((names for file in files[:3] if (names := _names(file.path))), None)
+    if names:
+        Columns(source, 0).wanted(names, shown(files[0].path))
+    return list(_parts(files, part_bytes))
+
+
+def _names(path: str) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_binary(path, seek=True) as (stream, _):
+            return list(pq.read_schema(stream).names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
+        return []
 
 
 def _parts(files: list[File], part_bytes: int) -> Iterator[Part]:
@@ -58,7 +75,11 @@ def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
 
     with open_binary(file.path, seek=True) as (stream, _):
         opened = pq.ParquetFile(stream)
-        wanted = columns.wanted(opened.schema_arrow.names, shown(file.path))
+        try:
+            wanted = columns.wanted(opened.schema_arrow.names, shown(file.path))
+        except UserError as error:  # other files have them
+            yield broken("no_column", shown(file.path), str(error), file.size)
+            return
         first, last = part.span or (0, opened.num_row_groups)
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         share = (part.size if part.span else file.size) // max(sum(sizes[first:last]), 1)
@@ -68,7 +89,15 @@ def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
 
 
 def _group(opened: Any, group: int, wanted: list[str], origin: str, number: int, columns: Columns, share: int) -> Iterator[Item]:
-    for batch in opened.iter_batches(_ROWS, row_groups=[group], columns=wanted):
+    about = opened.metadata.row_group(group)
+    packed_size = sum(about.column(place).total_compressed_size for place in range(about.num_columns))
+    given = 0
+    # of values that were packed that well, a few may fill the memory
+    rows = _ROWS if about.total_byte_size <= MOST_EXPANSION * packed_size else 1
+    for batch in opened.iter_batches(rows, row_groups=[group], columns=wanted):
+        given += batch.nbytes
+        if given > HARMLESS and given > MOST_EXPANSION * packed_size:
+            raise Bomb(f"expands to more than {MOST_EXPANSION} times its size")
         try:
             found: list[Any] = list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
         except UnicodeDecodeError:  # one row of bad UTF-8 spoils only itself
