@@ -6,7 +6,7 @@
 2. The batch pipeline in tokens per second on one core, at steps drawn at random over the whole run, for both packings, and what these
    cut and pad.
 3. Starting with 500 sources of 20 shards: seconds and memory up to the first batch.
-4. Waiting for data behind storage of 50 MB/s and 5 ms per request, at a given rate of training, with and without the cache.
+4. Waiting for data behind storage of 50 MB/s and 5 ms per request, at the rate of the quickstart and at a hundred times that.
 """
 
 from __future__ import annotations
@@ -123,30 +123,20 @@ def reading(shards: Path, batch: int, vocab_size: int) -> None:
 def starting(folder: Path, sources: int, shards: int) -> None:
     """Shards that hold little, since what is measured must not depend on it."""
     name = "train/s-00000"
-    with IndexedWriter(folder / name, np.dtype("<i4")) as writer:
+    with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
         for _ in range(200):
             writer.add(np.arange(600))
-    sha256, sums = fingerprints(folder / f"{name}.bin")
+    _, sums = fingerprints(folder / f"{name}.bin")
     (folder / f"{name}.crc").write_bytes(sums.tobytes())
-    files = {ending: folder / f"{name}{ending}" for ending in (".bin", ".idx", ".crc")}
-    made = []
+    one = described(folder, name, writer.tokens, writer.documents)
+    made: dict[str, list[Shard]] = {}
     for source, number in product(range(sources), range(shards)):
         prefix = f"train/s{source:03d}-{number:05d}"
-        for ending, path in files.items():
-            os.link(path, folder / f"{prefix}{ending}")
-        made.append(Shard(
-            prefix=prefix, tokens=writer.tokens, documents=200, size={ending: path.stat().st_size for ending, path in files.items()},
-            sha256={".bin": sha256} | {ending: fingerprints(files[ending])[0] for ending in (".idx", ".crc")},
-        ))
-    tokens = shards * writer.tokens
-    splits = [
-        Split(tokens=tokens, bytes=tokens, documents=200 * shards, inputs=str(at), shards=made[at : at + shards])
-        for at in range(0, len(made), shards)
-    ]
-    listed = tuple(SourceShards(name=f"s{number:03d}", domain="d", train=split) for number, split in enumerate(splits))
-    manifest = Manifest(seed=1, vocab_size=700, dtype="int32", tokenizer_sha256="0", token_bytes_sha256="0", sources=listed)
-    manifest.save(folder / "manifest.json")
-    recipe = recipe_of(512, 262_144, 700, {one.name: 1 / sources for one in listed})
+        for ending in one.size:
+            os.link(folder / f"{name}{ending}", folder / f"{prefix}{ending}")
+        made.setdefault(f"s{source:03d}", []).append(one.model_copy(update={"prefix": prefix}))
+    write_manifest(folder, made)
+    recipe = recipe_of(512, 262_144, 60_000, dict.fromkeys(made, 1 / sources))
     for path in folder.glob("train/*.idx"):
         path.rename(path.with_suffix(".away"))  # so that a start that opened one would fail
     Batches(recipe, folder)  # imports and the table of the mixture
@@ -180,20 +170,51 @@ class Slow(Folder):
         return data
 
 
-def waiting(shards: Path, cache: Path, rate: float, batch: int, vocab_size: int) -> None:
-    print(f"Waiting for data: storage of 50 MB/s, 5 ms per request; training at {rate:,.0f} tokens/s, {batch:,} tokens per step of 512")
+def waiting(folder: Path, rate: float, length: int, batch: int) -> None:
+    """100M tokens, so that hardly a block is read twice. The first quarter of the steps, in which it gets ahead, is told apart."""
+    print(f"Waiting for data: storage of 50 MB/s, 5 ms a request; training at {rate:,.0f} tokens/s, {batch:,} a step of {length:,}")
     for ahead in (0, 64):
-        settings = {"dir": str(cache / str(ahead)), "bytes": "200MB", "ahead": f"{ahead} steps"}
-        storage = Slow(shards, 50e6, 0.005)
-        batches = Batches(recipe_of(512, batch, vocab_size, {"code": 1.0}, cache=settings), shards, storage=storage)
-        waits, steps = [], 25
+        settings = {"dir": str(folder / f"cache-{rate:.0f}-{ahead}"), "bytes": "200MB", "ahead": f"{ahead} steps"}
+        storage = Slow(folder, 50e6, 0.005)
+        batches = Batches(recipe_of(length, batch, 60_000, {"long": 1.0}, cache=settings), folder, storage=storage)
+        steps = max(24, int(6 * rate / batch))
+        waits = []
         with Prefetch(batches.batch, 0, steps) as ready:
             for _ in range(steps):
                 next(ready)
                 waits.append(ready.waited)
                 time.sleep(batch / rate)
-        share = statistics.mean(waits[5:]) / (batch / rate)
-        print(f"  read ahead {ahead:>2} steps: waited {share:.2%} of the step time (and {sum(waits[:5]):.2f} s in the first 5 steps)")
+        share = statistics.mean(waits[steps // 4 :]) / (batch / rate)
+        print(f"  read ahead {ahead:>2} steps: waited {share:.2%} of the step time (before that {sum(waits[: steps // 4]):.2f} s)")
+
+
+def long_source(folder: Path) -> None:
+    (folder / "train").mkdir(parents=True)
+    name, rng = "train/long-00000", np.random.default_rng(0)
+    with IndexedWriter(folder / name, np.dtype("<u2")) as writer:
+        while writer.tokens < 100e6:
+            writer.add(rng.integers(0, 60_000, int(rng.integers(50, 20_000))))
+    _, sums = fingerprints(folder / f"{name}.bin")
+    (folder / f"{name}.crc").write_bytes(sums.tobytes())
+    shard = described(folder, name, writer.tokens, writer.documents)
+    write_manifest(folder, {"long": [shard]})
+
+
+def described(folder: Path, name: str, tokens: int, documents: int) -> Shard:
+    files = {ending: folder / f"{name}{ending}" for ending in (".bin", ".idx", ".crc")}
+    sha256 = {ending: fingerprints(path)[0] for ending, path in files.items()}
+    size = {ending: path.stat().st_size for ending, path in files.items()}
+    return Shard(prefix=name, tokens=tokens, documents=documents, sha256=sha256, size=size)
+
+
+def write_manifest(folder: Path, sources: dict[str, list[Shard]]) -> None:
+    listed = []
+    for name, shards in sources.items():
+        tokens, documents = sum(shard.tokens for shard in shards), sum(shard.documents for shard in shards)
+        split = Split(tokens=tokens, bytes=tokens, documents=documents, inputs=name, shards=tuple(shards))
+        listed.append(SourceShards(name=name, domain="d", train=split))
+    about = {"seed": 1, "vocab_size": 60_000, "dtype": "uint16", "tokenizer_sha256": "0", "token_bytes_sha256": "0"}
+    Manifest(**about, sources=tuple(listed)).save(folder / "manifest.json")
 
 
 def main() -> None:
@@ -203,7 +224,6 @@ def main() -> None:
     options.add_argument("--vocab-size", type=int, default=8192)
     options.add_argument("--batch", type=int, default=16_384, help="tokens per step")
     options.add_argument("--sources", type=int, default=500)
-    options.add_argument("--rate", type=float, nargs="+", default=[8_700.0, 1e6], help="tokens per second that training eats")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -215,8 +235,9 @@ def main() -> None:
         reading(folder / "shards-1-0", given.batch, given.vocab_size)
         (folder / "many" / "train").mkdir(parents=True)
         starting(folder / "many", given.sources, 20)
-        for rate in given.rate:
-            waiting(folder / "shards-1-0", folder / f"cache-{rate:.0f}", rate, given.batch, given.vocab_size)
+        long_source(folder / "long")
+        waiting(folder / "long", 8_700, 512, given.batch)
+        waiting(folder / "long", 1e6, 2048, given.batch)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from lmworks.shards.checked import BLOCK, ENDING, damaged, read_whole
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.manifest import Shard
 
-_AT_ONCE = 16  # requests under way, which hide each other's latency
+_AT_ONCE = 32  # requests under way, which hide each other's latency
+_STEPS_AT_ONCE = 4  # so that the end of one step's requests is not waited for before the next one's
 
 
 class Storage(Protocol):
@@ -171,13 +172,14 @@ class RemoteData:
 
 
 class ReadAhead:
-    """Calls `bring(step)` for the next `steps` steps in a thread of its own; an error is left to whoever needs the step."""
+    """Calls `bring(step)` for the next `steps` steps in threads of its own; an error is left to whoever needs the step."""
 
     def __init__(self, bring: Callable[[int], None], steps: int, last: int) -> None:
         self._bring, self._steps, self._last = bring, steps, last
         self._goal = self._done = -1
         self._moved = threading.Condition()
-        threading.Thread(target=self._work, name="read-ahead", daemon=True).start()
+        for number in range(_STEPS_AT_ONCE):
+            threading.Thread(target=self._work, name=f"read-ahead-{number}", daemon=True).start()
 
     def follow(self, step: int) -> None:
         """A batch is being made: go on until `steps` behind it, from there if it was a leap."""
@@ -185,7 +187,7 @@ class ReadAhead:
             if not self._done - self._steps <= step <= self._done + 1:
                 self._done = step
             self._goal = min(step + self._steps, self._last)
-            self._moved.notify()
+            self._moved.notify_all()
 
     def _work(self) -> None:
         while True:
