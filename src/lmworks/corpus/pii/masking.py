@@ -19,6 +19,7 @@ FINDERS: dict[str, finders.Finder] = {
 }
 """Kind to finder, in the order in which they are applied: what is longer and surer first."""
 
+_TAGS = tuple(f"<{kind.upper()}>" for kind in FINDERS)
 _ROUNDS = 4
 _MADE_UP: dict[str, Callable[[int], str]] = {  # each is something that its own finder leaves alone
     "secret": lambda number: f"secret_{number:016x}",
@@ -34,7 +35,8 @@ _MADE_UP: dict[str, Callable[[int], str]] = {  # each is something that its own 
 def mask(text: str, kinds: Iterable[str], made_up: bool = False) -> tuple[str, dict[str, int]]:
     """The text without what the finders of `kinds` find, and how often each kind was found.
 
-    Goes on until nothing is found any more, since what is left beside a masked value may be one. Masking twice changes nothing more.
+    What touches a tag is left alone: it was part of something longer. What a masked value had kept from being seen is looked for again.
+    Masking twice changes nothing more.
     """
     chosen = [kind for kind in FINDERS if kind in set(kinds)]
     counts = dict.fromkeys(chosen, 0)
@@ -52,6 +54,8 @@ def mask(text: str, kinds: Iterable[str], made_up: bool = False) -> tuple[str, d
 def _mask(text: str, kind: str, made_up: bool) -> tuple[str, int]:
     pieces, end, count = [], 0, 0
     for start, stop in FINDERS[kind](text):
+        if text.endswith(_TAGS, 0, start) or text.startswith(_TAGS, stop):
+            continue
         pieces += [text[end:start], _stand_in(text[start:stop], kind) if made_up else f"<{kind.upper()}>"]
         end = stop
         count += 1
