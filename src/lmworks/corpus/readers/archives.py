@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -10,11 +11,14 @@ from typing import Any
 
 from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.layouts import Member
-from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, decompress, open_binary
+from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, decompress, open_binary
 from lmworks.corpus.readers.listing import File
+from lmworks.errors import UserError
 
 _TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 ARCHIVES = (".zip", *_TARS)
+# what zipfile and tarfile make of numbers and names that cannot be
+_CONFUSED = (ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, AttributeError, struct.error)
 
 
 def is_archive(path: str) -> bool:
@@ -28,6 +32,15 @@ def members(file: File) -> Iterator[Member | Item]:
     A name that leads out of the archive, one that was there before, and an encrypted or damaged member cost that member only. Links and
     devices are passed over.
     """
+    try:
+        yield from _members(file)
+    except UserError:
+        raise
+    except _CONFUSED as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def _members(file: File) -> Iterator[Member | Item]:
     seen: set[str] = set()
     with open_binary(file.path, seek=file.path.endswith(".zip")) as (stream, _):
         for member in _zip(stream, file) if file.path.endswith(".zip") else _tar(stream):
@@ -35,7 +48,7 @@ def members(file: File) -> Iterator[Member | Item]:
                 yield member
                 continue
             origin = f"{shown(file.path)}/{shown(member.name)}"
-            if member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
+            if not member.name or member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
                 yield broken("unsafe_name", origin, member.name, 0)
             elif member.name in seen:
                 yield broken("duplicate_member", origin, "", 0)
@@ -46,7 +59,7 @@ def members(file: File) -> Iterator[Member | Item]:
 
 def _zip(stream: Any, file: File) -> Iterator[Member | Item]:
     with zipfile.ZipFile(stream) as archive:
-        infos = [info for info in archive.infolist() if not info.is_dir()]
+        infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
         whole = sum(info.file_size for info in infos)
         if whole > HARMLESS and whole > MOST_EXPANSION * file.size:
             raise Bomb(f"would expand to {whole:,} bytes")
@@ -58,7 +71,7 @@ def _zip(stream: Any, file: File) -> Iterator[Member | Item]:
             try:
                 with archive.open(info) as opened:
                     yield Member(info.filename, info.compress_size, decompress(opened, info.filename))
-            except (zipfile.BadZipFile, NotImplementedError, zlib.error, EOFError) as error:
+            except (zipfile.BadZipFile, zlib.error, EOFError, *_CONFUSED) as error:
                 yield broken("damaged_member", origin, str(error), info.compress_size)
 
 

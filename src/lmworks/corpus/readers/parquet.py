@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, open_binary
+from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, open_binary
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed, spans
@@ -60,7 +60,7 @@ def _row_groups(path: str) -> list[int]:
             metadata = pq.read_metadata(stream)
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             return [sum(group.column(place).total_compressed_size for place in range(group.num_columns)) for group in groups]
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         return []
 
 
@@ -74,7 +74,10 @@ def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
     import pyarrow.parquet as pq
 
     with open_binary(file.path, seek=True) as (stream, _):
-        opened = pq.ParquetFile(stream)
+        try:
+            opened = pq.ParquetFile(stream)
+        except UnicodeDecodeError as error:
+            raise Damaged(f"a name of a column is no UTF-8: {error}") from None
         try:
             wanted = columns.wanted(opened.schema_arrow.names, shown(file.path))
         except UserError as error:  # other files have them

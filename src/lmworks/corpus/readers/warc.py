@@ -6,6 +6,7 @@ Records are cut out of the stream here, so that none takes more memory than a do
 from __future__ import annotations
 
 import io
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    logging.getLogger("warcio").setLevel(logging.CRITICAL)  # what is wrong with a record is counted
     with Extractor("html") as extractor:
         for file in part.files:
             yield from guarded(_items(file, extractor, limit), file.path)
