@@ -163,7 +163,8 @@ def quality(recipe: Path, count: int) -> None:
     begin = time.process_time()
     truth = all_alike(texts)
     spent = time.process_time() - begin
-    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {len(truth):,} alike to an earlier one (truth in {spent:.0f} s); one core, CPU seconds")
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB, {len(truth):,} alike to an earlier one (truth in {spent:.0f} s)")
+    print("one core, CPU seconds")
 
     def tell(name: str, found: set[int], seconds: float) -> None:
         right = len(found & truth)

@@ -44,7 +44,7 @@ def test_a_recipe_that_is_not_there(lmworks: Lmworks) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, r"source docs: no files at .*docs.jsonl; check the path; or set optional: true to go on without it"),
+        (None, r"source docs: no files at .*docs.jsonl ending in .*; check the path; or set optional: true to go on without it"),
         (b"", r"source docs: is empty: it has no documents; check its path, include and layout"),
         (b'{"text": \n{"text"}\n', r"source docs: none of its 2 documents is usable \(broken_json 2\)"),
         (b'{"text": "caf\xe9"}\n', r"source docs: none of its 1 documents is usable \(bad_utf8 1\)"),
@@ -76,7 +76,7 @@ def test_bad_lines_and_a_200_mb_document_are_set_aside_and_said(lmworks: Lmworks
         assert words in done.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "corpus" / "quarantine.jsonl").read_text().splitlines()]
     assert {(row["reason"], Path(row["origin"]).name) for row in rows} == {
-        ("broken_json", "bad.jsonl:1"), ("bad_utf8", "bad.jsonl:2"), ("enormous", "enormous.jsonl:1")
+        ("broken_json", "bad.jsonl:1"), ("bad_utf8", "bad.jsonl:2"), ("enormous", "enormous.jsonl@0")
     }  # fmt: skip
     assert max(len(row["text"]) for row in rows) < 10_000
 

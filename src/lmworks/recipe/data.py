@@ -59,7 +59,7 @@ class Shards(Node):
     cache: Cache | None = None
     packing: Literal["concatenate", "best_fit"] = Field(
         "concatenate",
-        description="concatenate: documents end to end, cut into sequences; best_fit: none is cut that fits, some padding (arXiv:2404.10830)",
+        description="concatenate: end to end, cut into sequences; best_fit: no document is cut that fits, some padding (arXiv:2404.10830)",
     )
     max_epochs: float = Field(
         40.0,

@@ -1,4 +1,4 @@
-"""Which documents and passages are the same, as functions on arrays; `lmworks.corpus.engine` calls them in tasks, part by part and band by band.
+"""Which documents and passages are the same, as functions on arrays; `lmworks.corpus.engine` calls them part by part and band by band.
 
 1. A part leaves the `traces` of its documents: keys of text and address (`keys`), and a `sketch` with the keys of its bands.
 2. `keys.copies` finds equal texts and addresses. For each band, on any machine, `near.candidates` finds who meets and `near.weigh` tells by
