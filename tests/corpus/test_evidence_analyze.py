@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from lmworks.corpus.evidence import analyze as analyzing
 from lmworks.corpus.evidence.analyze import analyze
 from lmworks.corpus.evidence.opened import Prepared
-from lmworks.corpus.evidence.perplexity import HEAD, Reference
+from lmworks.corpus.evidence.perplexity import HEAD, LONGEST, NEVER, Reference
 from lmworks.corpus.histogram import Histogram
 from lmworks.errors import UserError
 
@@ -60,6 +62,11 @@ def test_texts_are_counted_as_they_are(corpus: Prepared, found: dict[str, Any]) 
     assert found["whole"]["read"]["measured"] == {"documents": len(sound), "bytes": sum(row["bytes"] for row in sound)}
 
 
+def test_held_out_documents_do_not_measure_themselves(corpus: Prepared, found: dict[str, Any]) -> None:
+    whole = found["whole"]
+    assert whole["read"]["perplexity"]["count"] == whole["read"]["documents"] - whole["validation"]["documents"]
+
+
 def test_some_parts_stand_for_all(corpus: Prepared, found: dict[str, Any]) -> None:
     some = analyze(corpus.out, CHARACTERS, 2)
     measured = some["whole"]["train"]["measured"]["documents"]
@@ -103,10 +110,14 @@ def test_a_source_that_is_gone_leaves_what_was_kept(tmp_path: Path) -> None:
 
 
 def test_a_source_that_has_changed_is_not_mixed_with_what_was_decided(tmp_path: Path) -> None:
-    corpus = made.make(tmp_path, made.pages(20))
+    corpus = made.make(tmp_path, made.pages(20), part_bytes="10MB")
     text = (tmp_path / "rows.jsonl").read_text().splitlines()
-    (tmp_path / "rows.jsonl").write_text("\n".join(["{broken", *text[1:]]))
-    assert "has changed" in analyze(corpus.out, CHARACTERS, ALL)["unread"]["pages"]
+    for changed in (["{broken", *text[1:]], text[:-1], [*text, text[-1]]):
+        (tmp_path / "rows.jsonl").write_text("\n".join(changed))
+        found = analyze(corpus.out, CHARACTERS, ALL)
+        assert "has changed" in found["unread"]["pages"]
+        pages = found["sources"][0]
+        assert pages["read"]["tokens"] is None and all(one["median_perplexity"] is None for one in pages["dropped"])
 
 
 def test_no_corpus_is_one_line(tmp_path: Path) -> None:
@@ -122,6 +133,40 @@ def test_perplexity_knows_its_own_kind() -> None:
     own, new, noise = (float(np.median(model.perplexity(texts))) for texts in (pages[:45], pages[45:], shuffled))
     assert 1 < own < new < 8 < 50 < noise
     assert model.perplexity(pages[45:50]).tolist() == pytest.approx([float(model.perplexity([page])[0]) for page in pages[45:50]])
+
+
+def test_perplexity_equals_its_plain_twin() -> None:
+    pages = made.pages(8)
+    model, twin = Reference(pages[:6]), Plain(pages[:6])
+    for text in (*pages[6:], "aaaa", "zqj", pages[0][:100]):
+        assert float(model.perplexity([text])[0]) == pytest.approx(twin.perplexity(text[:HEAD]), rel=0.02)
+
+
+class Plain:
+    """The same model in dictionaries: n-grams interpolated by method C of Witten and Bell, without hashing."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.counts: dict[bytes, Counter[int]] = {}
+        for text in texts:
+            for context, byte in self.pairs(text):
+                for length in range(LONGEST + 1):
+                    self.counts.setdefault(context[LONGEST - length :], Counter())[byte] += 1
+
+    @staticmethod
+    def pairs(text: str) -> list[tuple[bytes, int]]:
+        data = b"\0" * LONGEST + text.encode()
+        return [(data[place - LONGEST : place], data[place]) for place in range(LONGEST, len(data))]
+
+    def perplexity(self, text: str) -> float:
+        bits = 0.0
+        pairs = self.pairs(text)
+        for context, byte in pairs:
+            chance = 1 / 256
+            for length in range(LONGEST + 1):
+                if seen := self.counts.get(context[LONGEST - length :]):
+                    chance = (seen[byte] + len(seen) * chance) / (seen.total() + len(seen))
+            bits -= math.log2(chance + NEVER)
+        return float(2 ** (bits / len(pairs)))
 
 
 def test_perplexity_of_odd_texts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +39,18 @@ def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: C
     corpus = _opened(out)
     piece = corpus.piece(name, number)
     tally = Tally()
-    fates: list[tuple[str, str]] = []
     for _, rows in corpus.decisions(piece, _COLUMNS):
         _count(corpus, tally, rows)
-        if texts:
-            fates += zip(rows["fate"].to_pylist(), rows["reason"].to_pylist(), strict=True)
     if not texts:
         return tally, None
     measure = _Measure(reference(out), count_tokens)
     for batch in _kept_texts(corpus, piece):
         measure.add(batch, [[tally.train.texts]] * len(batch))
     try:
-        _read_again(corpus, piece, fates, tally, measure)
+        _read_again(corpus, piece, tally, measure)
     except UserError as error:
-        tally.read.texts = Texts()
+        for side in (tally.read, *tally.dropped.values()):
+            side.texts = Texts()  # some of it may be of other documents
         return tally, str(error)
     return tally, None
 
@@ -151,21 +150,21 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _read_again(corpus: Prepared, piece: Piece, fates: Sequence[tuple[str, str]], tally: Tally, measure: _Measure) -> None:
+def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure) -> None:
     """The texts before the first step. Raises UserError where the source is not what it was."""
     waiting: list[tuple[str, list[Texts], bool]] = []
-    characters = count = 0
+    characters = 0
 
     def measured() -> None:
         texts, belongs, skip = zip(*waiting, strict=True)
         measure.add(texts, belongs, skip)
 
-    for item, (fate, reason) in zip(corpus.items(piece), fates, strict=False):
-        count += 1
-        if (fate == "quarantine") != (item.reason is not None):
+    for item, decision in zip_longest(corpus.items(piece), _decided(corpus, piece)):
+        if item is None or decision is None or item.origin != decision[0] or (item.reason is None) == (decision[1] == "quarantine"):
             raise changed(piece.source)
         if item.reason is not None:
             continue
+        _, fate, reason = decision
         side = tally.dropped.get((fate, reason)) if fate not in SPLITS else None
         waiting.append((item.text, [tally.read.texts, *([side.texts] if side else [])], fate == "validation"))
         characters += len(item.text)
@@ -174,5 +173,9 @@ def _read_again(corpus: Prepared, piece: Piece, fates: Sequence[tuple[str, str]]
             waiting, characters = [], 0
     if waiting:
         measured()
-    if count != len(fates):
-        raise changed(piece.source)
+
+
+def _decided(corpus: Prepared, piece: Piece) -> Iterator[tuple[str, str, str]]:
+    """(origin, fate, reason) of each document of a part."""
+    for _, rows in corpus.decisions(piece, ("origin", "fate", "reason")):
+        yield from zip(*(column.to_pylist() for column in rows.columns), strict=True)

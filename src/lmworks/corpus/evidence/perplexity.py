@@ -14,7 +14,7 @@ LONGEST = 4  # bytes of context
 MOST_TEXT = 8_000_000
 HEAD = 4096  # bytes of a text that are looked at
 _BITS = (0, 8, 16, 20, 21)  # of the table of contexts of each length
-_NEVER = 1 / 65536  # of a byte that the model thinks impossible
+NEVER = 1 / 65536  # of a byte that the model thinks impossible
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -52,7 +52,7 @@ class Reference:
             total, kinds = self._totals[length][contexts], self._kinds[length][contexts]
             seen = np.minimum(self._counts[length][grams], total)
             np.divide(seen + kinds * chance, total + kinds, out=chance, where=total > 0)
-        bits = np.where(valid, -np.log2(chance + _NEVER), 0.0)
+        bits = np.where(valid, -np.log2(chance + NEVER), 0.0)
         sizes = np.array([len(data) for data in some], dtype=np.int64)
         begins = np.cumsum(sizes + LONGEST) - (sizes + LONGEST)
         sums = np.add.reduceat(bits, begins, dtype=np.float64) if len(some) else np.zeros(0)
