@@ -45,8 +45,8 @@ def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
 
     Documents that both have kept are matched by their texts, at the same origin first, then anywhere in the source; the others by their
     origins; and what was kept and is still without a match by its text in another source. So where rows were inserted into a file, it is
-    only known of what was kept. Each kept text is read once. Memory: 50 bytes on each side for each document of the largest source, and
-    for those kept without a match.
+    only known of what was kept. Each kept text is read once. Memory: 250 bytes for each document of the largest source, both sides and
+    everything in between included.
     """
     labels, found = Labels(), {}
     unmatched: list[tuple[Records, Records]] = []
