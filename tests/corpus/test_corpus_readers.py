@@ -12,10 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from source_items import LIMIT, items, reasons, rows, texts
+from source_items import LIMIT, items, reasons, rows, source, texts
 
 from lmworks.corpus.items import Unavailable
 from lmworks.corpus.opening import bounded_lines
+from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]
@@ -205,3 +206,22 @@ def test_hugging_face_datasets_are_streamed(tmp_path: Path, stored: str, monkeyp
         items("huggingface", path=str(tmp_path / "nowhere"))
     some = items("huggingface", path=str(tmp_path / "set"), max_bytes="1 byte")
     assert len(texts(some)) == 1
+
+
+def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed (extra: data)")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    documents = [f"document {number} " * 20 for number in range(300)]
+    datasets.Dataset.from_dict({"text": documents, "url": ["u"] * 300}).save_to_disk(str(tmp_path / "stored"))
+    found = items("huggingface", path=str(tmp_path / "stored"), part_bytes=10_000, keep=["url"])
+    assert texts(found) == documents
+    assert found[299].origin == f"{tmp_path}/stored/train:299"
+    assert found[0].facts == {"url": "u"}
+    assert len(parts(source("huggingface", path=str(tmp_path / "stored")), 10_000)) > 5
+    (tmp_path / "files").mkdir()
+    for number in range(3):
+        (tmp_path / "files" / f"train-{number}.jsonl").write_bytes(rows(*documents[number * 100 : number * 100 + 100]))
+    streamed = items("huggingface", path=str(tmp_path / "files"))
+    assert texts(streamed) == documents
+    assert len({item.origin for item in streamed}) == 300
+    assert len(parts(source("huggingface", path=str(tmp_path / "files")), 1)) == 3

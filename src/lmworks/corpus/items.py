@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmworks.corpus.document import Fact
@@ -53,14 +53,3 @@ def decoded(data: bytes, origin: str, limit: int, consumed: int) -> Item:
         return Item(data.decode("utf-8-sig"), origin, consumed)
     except UnicodeDecodeError as error:
         return broken("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A source ready to be read, any number of times, in the same order each time.
-
-    `total` is its size in `consumed` units, None if unknown.
-    """
-
-    total: int | None
-    open: Callable[[], Iterator[Item]]

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from lmworks.corpus.items import Item, Reading, broken
+from lmworks.corpus.items import Item, broken
 from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
-__all__ = ["File", "Part", "parts", "provides", "read", "reading"]
+__all__ = ["File", "Part", "parts", "provides", "read"]
 
 _FAMILIES: dict[str, ModuleType] = {
     "jsonl": jsonl,
@@ -75,9 +75,3 @@ def _checked(item: Item, limit: int) -> Item:
     if not text or text.isspace():
         return broken("empty_text", item.origin, "", item.consumed)
     return item
-
-
-def reading(source: Source, max_document: int) -> Reading:
-    """All parts of a source in a row."""
-    found = parts(source, 1 << 62)
-    return Reading(sum(part.size for part in found) or None, lambda: (item for part in found for item in read(source, part, max_document)))

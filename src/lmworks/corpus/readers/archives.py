@@ -61,7 +61,7 @@ def _zip(stream: Any, file: File) -> Iterator[Member | Item]:
     with zipfile.ZipFile(stream) as archive:
         infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
         whole = sum(info.file_size for info in infos)
-        if whole > HARMLESS and whole > MOST_EXPANSION * file.size:
+        if whole > HARMLESS and whole > MOST_EXPANSION * (file.size or stream.seek(0, 2)):
             raise Bomb(f"would expand to {whole:,} bytes")
         for info in infos:
             origin = f"{shown(file.path)}/{shown(info.filename)}"

@@ -40,7 +40,7 @@ def _names(path: str) -> list[str]:
 def _parts(files: list[File], part_bytes: int) -> Iterator[Part]:
     small: list[File] = []
     for file in files:
-        groups = _row_groups(file.path) if file.size > part_bytes else []
+        groups = _row_groups(file) if file.size > part_bytes else []
         if len(groups) < 2:
             small.append(file)
             continue
@@ -50,16 +50,17 @@ def _parts(files: list[File], part_bytes: int) -> Iterator[Part]:
     yield from packed(small, part_bytes)
 
 
-def _row_groups(path: str) -> list[int]:
-    """Compressed bytes of each row group; of a damaged file none, so that it is read, and quarantined, whole."""
+def _row_groups(file: File) -> list[int]:
+    """Bytes of each row group, as its share of the file; of a damaged file none, so that it is read, and quarantined, whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with open_binary(path, seek=True) as (stream, _):
+        with open_binary(file.path, seek=True) as (stream, _):
             metadata = pq.read_metadata(stream)
-            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-            return [sum(group.column(place).total_compressed_size for place in range(group.num_columns)) for group in groups]
+            # not those of its columns: their metadata, if damaged, makes pyarrow abort the process
+            sizes = [max(metadata.row_group(number).total_byte_size, 0) for number in range(metadata.num_row_groups)]
+            return [file.size * size // max(sum(sizes), 1) for size in sizes]
     except (pa.ArrowException, OSError, UnicodeDecodeError):
         return []
 
@@ -85,21 +86,20 @@ def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:
             return
         first, last = part.span or (0, opened.num_row_groups)
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-        share = (part.size if part.span else file.size) // max(sum(sizes[first:last]), 1)
+        size = file.size or stream.seek(0, 2)
+        share = (part.size if part.span else size) // max(sum(sizes[first:last]), 1)
         for group in range(first, last):
-            rows = _group(opened, group, wanted, f"{shown(file.path)}:", sum(sizes[:group]), columns, share)
+            rows = _group(opened, group, wanted, f"{shown(file.path)}:", sum(sizes[:group]), columns, share, size)
             yield from guarded(rows, f"{file.path}, row group {group}")
 
 
-def _group(opened: Any, group: int, wanted: list[str], origin: str, number: int, columns: Columns, share: int) -> Iterator[Item]:
-    about = opened.metadata.row_group(group)
-    packed_size = sum(about.column(place).total_compressed_size for place in range(about.num_columns))
+def _group(opened: Any, group: int, wanted: list[str], origin: str, number: int, columns: Columns, share: int, size: int) -> Iterator[Item]:
     given = 0
     # of values that were packed that well, a few may fill the memory
-    rows = _ROWS if about.total_byte_size <= MOST_EXPANSION * packed_size else 1
+    rows = _ROWS if opened.metadata.row_group(group).total_byte_size <= MOST_EXPANSION * size else 1
     for batch in opened.iter_batches(rows, row_groups=[group], columns=wanted):
         given += batch.nbytes
-        if given > HARMLESS and given > MOST_EXPANSION * packed_size:
+        if given > HARMLESS and given > MOST_EXPANSION * size:
             raise Bomb(f"expands to more than {MOST_EXPANSION} times its size")
         try:
             found: list[Any] = list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
