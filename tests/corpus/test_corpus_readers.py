@@ -7,6 +7,7 @@ import io
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from source_items import LIMIT, items, reasons, rows, source, texts
 
 from lmworks.corpus.items import Unavailable
 from lmworks.corpus.opening import bounded_lines
-from lmworks.corpus.readers import parts
+from lmworks.corpus.readers import File, Part, huggingface, parts, read
 from lmworks.errors import UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]
@@ -225,3 +226,21 @@ def test_stored_datasets_are_cut_by_rows_and_streamed_ones_by_files(tmp_path: Pa
     assert texts(streamed) == documents
     assert len({item.origin for item in streamed}) == 300
     assert len(parts(source("huggingface", path=str(tmp_path / "files")), 1)) == 3
+
+
+def test_a_lost_connection_to_the_hub_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets", reason="the datasets package is not installed (extra: data)")
+    httpx = pytest.importorskip("httpx")
+
+    class Rows:
+        n_shards = 1
+
+        def shard(self, num_shards: int, index: int) -> Iterator[dict[str, str]]:
+            yield {"text": "first"}
+            raise httpx.ReadTimeout("timed out")
+
+    monkeypatch.setattr(huggingface, "_rows", lambda source: Rows())
+    found = read(source("huggingface", path="some/set"), Part((File("some/set", 0),), 0, (0, 1)), LIMIT)
+    assert next(found).text == "first"
+    with pytest.raises(UserError, match="source mine: cannot go on reading hub://some/set: timed out; run the same command again"):
+        next(found)

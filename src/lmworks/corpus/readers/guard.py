@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -28,14 +29,11 @@ def _damage() -> tuple[type[Exception], ...]:
     return (*known, zstandard.ZstdError)
 
 
-@lru_cache(maxsize=1)
 def _lost() -> tuple[type[Exception], ...]:
-    known: tuple[type[Exception], ...] = (ConnectionError, TimeoutError, FileNotFoundError, PermissionError)
-    try:
-        import aiohttp
-    except ImportError:
-        return known
-    return (*known, aiohttp.ClientError)
+    """What the network packages that are in use raise."""
+    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
+    found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
+    return (ConnectionError, TimeoutError, FileNotFoundError, PermissionError, *found)
 
 
 def guarded(rows: Iterator[Item], path: str) -> Iterator[Item]:

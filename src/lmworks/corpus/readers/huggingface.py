@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.items import Item, Unavailable
+from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.corpus.readers.rows import Columns
@@ -59,6 +60,11 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
+    path = source.path or ""
+    yield from guarded(_items(source, part, limit), path if Path(path).exists() else f"hub://{path}")
+
+
+def _items(source: Source, part: Part, limit: int) -> Iterator[Item]:
     rows = _rows(source)
     stored, columns = hasattr(rows, "num_rows"), Columns(source, limit)
     wanted = int(source.max_bytes) if source.max_bytes is not None else None
