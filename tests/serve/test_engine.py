@@ -121,7 +121,8 @@ def test_stop_strings_and_tokens_end_an_answer(engine: Engine, vocabulary: Vocab
     events = list(engine.stream(Request(prompts, GenerateOptions(max_new_tokens=30), stop=(middle,))))
     assert "".join(event.text for event in events) == whole[: whole.index(middle)]
     assert events[-1].finish == "stop"
-    tokens = [event.tokens[0].token.id for event in engine.stream(Request(prompts, GenerateOptions(max_new_tokens=5))) if event.tokens]
+    told = [token for event in engine.stream(Request(prompts, GenerateOptions(max_new_tokens=5))) for token in event.tokens]
+    tokens = [token.token.id for token in told]  # an event has several where a character took them
     ended = list(engine.stream(Request(prompts, GenerateOptions(max_new_tokens=5, stop_ids=(tokens[2],)))))
     assert [event.finish for event in ended][-1] == "stop"
     assert ended[-1].generated == tokens.index(tokens[2]) + 1
