@@ -71,7 +71,8 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask_B
     )  # fmt: skip
 
 
-_BLOCK = 128  # queries at a time: their scores stay in the cache
+_BLOCK = 128  # queries at a time, at least: their scores stay in the cache
+_BLOCKS = 4  # at most: each is compiled by itself, and with 8 a change of length to 1,024 took a minute
 _LONGEST_BLOCKED = 2048  # beyond, the kept probabilities (T * T / 2 per head) outgrow what the fused kernel recomputes
 
 
@@ -84,14 +85,15 @@ def attend_blocks(query_BHTC: Tensor, key_BKTC: Tensor, value_BKTC: Tensor, mask
     B, H, T, C = query_BHTC.shape
     K = key_BKTC.shape[1]
     query = query_BHTC.reshape(B, K, H // K, T, C)  # the heads of a group share their keys: one product for all
+    block = max(_BLOCK, T // _BLOCKS)
     causal = torch.ones(T, T, dtype=torch.bool, device=query.device).tril() if mask_B1TT is None else mask_B1TT[:, None]
     out = []
-    for start in range(0, T, _BLOCK):
-        end = start + _BLOCK
+    for start in range(0, T, block):
+        end = start + block
         rows = query[:, :, :, start:end].reshape(B, K, -1, C)
-        scores = (rows @ key_BKTC[:, :, :end].transpose(-1, -2)).view(B, K, -1, _BLOCK, end).float() * C**-0.5
+        scores = (rows @ key_BKTC[:, :, :end].transpose(-1, -2)).view(B, K, -1, block, end).float() * C**-0.5
         weights = scores.masked_fill(~causal[..., start:end, :end], float("-inf")).softmax(-1).to(value_BKTC.dtype)
-        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, _BLOCK, C))
+        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, block, C))
     return torch.cat(out, dim=3).view(B, H, T, C)
 
 
