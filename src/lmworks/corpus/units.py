@@ -162,16 +162,31 @@ def ngrams_of(hashes: np.ndarray, lengths: Iterable[int]) -> Iterator[tuple[int,
     grams = hashes.copy()
     for n in range(1, wanted[-1] + 1 if wanted else 0):
         if n > 1:
-            grams = grams[: max(len(hashes) - n + 1, 0)]
-            grams *= STEP
-            grams += hashes[n - 1 :][: len(grams)]
+            lengthen(grams := grams[: max(len(hashes) - n + 1, 0)], hashes, n)
         if n in wanted:
             yield n, mix(grams.copy())
+
+
+def lengthen(grams: np.ndarray, hashes: np.ndarray, n: int) -> None:
+    """Turn runs of n - 1 units, of which there are as many as runs of n, into those, in place; `mix` makes their hashes."""
+    grams *= STEP
+    grams += hashes[n - 1 :][: len(grams)]
 
 
 def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
     """Hashes of all runs of n units: (max(U - n + 1, 0),) uint64."""
     return next(grams for _, grams in ngrams_of(hashes, [n]))
+
+
+def repeated(grams: np.ndarray, n: int) -> np.ndarray:
+    """(U,) bool: which units lie in a run of n that stood earlier, from the hashes of all runs of n."""
+    again = np.ones(len(grams), dtype=bool)
+    again[np.unique(grams, return_index=True)[1]] = False
+    edges = np.zeros(len(grams) + n, dtype=np.int32)
+    edges[:-n][again] += 1
+    edges[n:][again] -= 1
+    covered: np.ndarray = np.cumsum(edges)[:-1] > 0
+    return covered
 
 
 def whole(hashes: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ def execute(job: Job, stages: Sequence[Stage]) -> None:
             with bar(stage.label, total or None, total - left) as progress:
                 rate = Rate(progress)
                 if workers > 1:
-                    pool.do(stage, todo, workers, rate)
+                    pool.do(stage, tasks, todo, workers, rate)
                 else:
                     for number in todo:
                         stage.do(job, tasks[number], rate)
@@ -98,11 +98,10 @@ class _Pool:
         self._job = job
         self._workers: list[_Worker] = []
 
-    def do(self, stage: Stage, todo: Sequence[int], workers: int, advance: Advance) -> None:
+    def do(self, stage: Stage, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
         """Hand out the tasks, the heaviest first, and wait for them."""
         while len(self._workers) < workers:
             self._workers.append(_Worker(self._job))
-        tasks = stage.tasks(self._job)
         waiting = deque(sorted(todo, key=lambda number: -weight(tasks[number])))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers[:workers]:

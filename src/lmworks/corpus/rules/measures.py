@@ -10,7 +10,7 @@ import numpy as np
 from lmworks.corpus.parsing import python_error
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
-from lmworks.corpus.units import ngrams, units
+from lmworks.corpus.units import ngrams, repeated, units
 
 Measure = Callable[[Text], float]
 
@@ -127,16 +127,8 @@ def _repeated(doc: Text, n: int) -> float:
     """Share of characters that lie in n-grams seen earlier in the document, each character once."""
     if len(doc.hashes) <= n:
         return 0.0
-    _, first = np.unique(ngrams(doc.hashes, n), return_index=True)
-    again = np.ones(len(doc.hashes) - n + 1, dtype=bool)
-    again[first] = False
-    if not again.any():
-        return 0.0
-    edges = np.zeros(len(doc.hashes) + 1, dtype=np.int32)
-    places = np.flatnonzero(again)
-    np.add.at(edges, places, 1)
-    np.add.at(edges, places + n, -1)
-    return float(doc.lengths[np.cumsum(edges)[:-1] > 0].sum() / doc.characters)
+    covered = repeated(ngrams(doc.hashes, n), n)
+    return float(doc.lengths[covered].sum() / doc.characters) if covered.any() else 0.0
 
 
 def repeated_ngrams(n: int) -> Measure:

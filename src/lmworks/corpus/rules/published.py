@@ -13,7 +13,7 @@ import numpy as np
 
 from lmworks.corpus.rules.rule import Rule, first_broken
 from lmworks.corpus.rules.tokens import SENTENCE_ENDS, Vocabulary, Words
-from lmworks.corpus.units import STEP, mix
+from lmworks.corpus.units import lengthen, mix, repeated
 
 _ENDS = tuple(SENTENCE_ENDS)
 _PARAGRAPHS = re.compile(r"\n{2,}")
@@ -87,8 +87,9 @@ def _grams(doc: Words, n: int) -> np.ndarray:
     known, grams = doc.__dict__.get("_grams", (1, doc.hashes))
     if known > n:
         known, grams = 1, doc.hashes
+    grams = grams.copy()
     for length in range(known + 1, n + 1):
-        grams = grams[: max(len(doc.hashes) - length + 1, 0)] * STEP + doc.hashes[length - 1 :]
+        lengthen(grams := grams[: max(len(doc.hashes) - length + 1, 0)], doc.hashes, length)
     doc.__dict__["_grams"] = n, grams
     return mix(grams.copy())
 
@@ -118,31 +119,25 @@ class _Repeated:
         self._n, self._high = n, high
 
     def __call__(self, doc: Words) -> float:
-        n, grams = self._n, _grams(doc, self._n)
-        order = np.argsort(grams, kind="stable")
-        new = np.ones(len(grams), dtype=bool)
-        new[1:] = grams[order[1:]] != grams[order[:-1]]
-        later = ~new
-        if not later.any():
+        grams = _grams(doc, self._n)
+        if not len(grams):
             return 0.0
-        heads = order[np.maximum.accumulate(np.where(new, np.arange(len(grams)), 0))]
-        covered = np.zeros(len(doc.hashes) + 1, dtype=np.int64)
-        covered[:-n][order[later]] += 1
-        covered[n:][order[later]] -= 1
-        share = float(doc.lengths[np.cumsum(covered)[:-1] > 0].sum() / len(doc.text))
-        return share if share <= self._high else self._read(doc, order[later], heads[later], grams)
+        share = float(doc.lengths[repeated(grams, self._n)].sum() / len(doc.text))
+        return share if share <= self._high else self._read(doc, grams)
 
-    def _read(self, doc: Words, places: np.ndarray, heads: np.ndarray, grams: np.ndarray) -> float:
-        """As defined. Only n-grams with an earlier equal one are looked at (`heads` are the earliest): one counts if an equal one was read.
+    def _read(self, doc: Words, grams: np.ndarray) -> float:
+        """As defined. Only n-grams with an earlier equal one are looked at: one counts if an equal one was read.
 
         The first of its kind was read unless it lies in a stretch that was gone over.
         """
         n, total, behind = self._n, 0, 0
         ends = np.concatenate([[0], np.cumsum(doc.lengths)])
-        rising = np.argsort(places)
+        _, first, kind = np.unique(grams, return_index=True, return_inverse=True)
+        heads = first[kind]
+        places = np.flatnonzero(heads != np.arange(len(grams)))
         passed = bytearray(len(grams) + n)
         read: set[int] = set()
-        for place, head in zip(places[rising].tolist(), heads[rising].tolist(), strict=True):
+        for place, head in zip(places.tolist(), heads[places].tolist(), strict=True):
             if place < behind:
                 continue
             gram = int(grams[place])
