@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tiny_run
+from rank_pool import RankPool
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -42,3 +43,11 @@ def browser() -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=found, args=QUIET)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Gloo worlds of up to 8 processes."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -1,0 +1,111 @@
+"""The ranks of a layout: one device mesh, and the groups in which the parts of a step talk.
+
+A rank's number is read as digits, the slowest first: pp, dp_replicate, dp_shard, cp, tp. Neighbours in tp are neighbours in number, so a
+launcher that fills machine by machine keeps them on one machine. Expert ranks are the fast digits of (dp_shard, cp).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lmworks.errors import UserError
+from lmworks.recipe.after import Layout
+
+_DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "tp")
+_FLAT = {
+    "dp": ("dp_replicate", "dp_shard_out", "dp_shard_in"),  # ranks that read different sequences
+    "cp": ("cp_out", "cp_in"),  # ranks that share a sequence
+    "loss": ("dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in"),  # ranks whose losses add up to the step's
+    "fsdp": ("dp_shard_out", "dp_shard_in", "cp_out", "cp_in"),  # ranks that weights are sharded over
+    "ep": ("dp_shard_in", "cp_in"),  # ranks that hold different experts
+    "efsdp": ("dp_shard_out", "cp_out"),  # ranks that the weights of one expert are sharded over
+    "weights": ("dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "tp"),  # ranks that hold parts or copies of one stage
+}
+
+
+def world_size(layout: Layout) -> int:
+    """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
+    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+
+
+class Ranks:
+    """The mesh of `layout` over the initialised process group; alone, without one, everything has size 1.
+
+    Axes: pp, dp_replicate, tp, and those of `_FLAT`: dp, cp, loss, fsdp, ep, efsdp, weights. With `zero` 0 nothing is sharded: the
+    ranks of dp_shard and cp hold copies (dp_shard still reads different sequences).
+    """
+
+    def __init__(self, layout: Layout, device_type: str = "cpu") -> None:
+        self.layout = layout
+        cp_in = min(layout.ep, layout.cp)
+        dp_in = layout.ep // cp_in
+        if layout.cp % cp_in or dp_in * cp_in != layout.ep or layout.dp_shard % dp_in:
+            raise UserError(
+                f"layout.ep {layout.ep} does not fold out of cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a "
+                "multiple of cp that divides dp_shard x cp"
+            )
+        sizes = (layout.pp, layout.dp_replicate, layout.dp_shard // dp_in, dp_in, layout.cp // cp_in, cp_in, layout.tp)
+        self._sizes = dict(zip(_DIGITS, sizes, strict=True))
+        self.world = prod(sizes)
+        self._mesh: DeviceMesh | None = None
+        self._flat: dict[str, DeviceMesh] = {}
+        if dist.is_available() and dist.is_initialized():
+            if dist.get_world_size() != self.world:
+                raise UserError(f"the layout has {self.world} ranks, but {dist.get_world_size()} were started; set layout or start {self.world}")
+            self._mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_DIGITS)
+            self._flat = {name: self._mesh[digits]._flatten(name) for name, digits in _FLAT.items()}
+        elif self.world != 1:
+            raise UserError(f"the layout has {self.world} ranks, but one was started; use: lmworks launch local RECIPE")
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group at all."""
+        return self._mesh is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it writes metrics, ledger and the terminal."""
+        return self._mesh is None or dist.get_rank() == 0
+
+    def size(self, axis: str) -> int:
+        return prod(self._sizes[digit] for digit in _FLAT.get(axis, (axis,)))
+
+    def rank(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return 0 if self._mesh is None else self.mesh(axis).get_local_rank()
+
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """The part of the mesh along one or more axes, through this rank."""
+        assert self._mesh is not None
+        if len(axes) == 1 and axes[0] in self._flat:
+            return self._flat[axes[0]]
+        return self._mesh[axes if len(axes) > 1 else axes[0]]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group along an axis; None where it has one rank."""
+        return None if self.size(axis) == 1 else self.mesh(axis).get_group()
+
+    def sum(self, tensor: Tensor, axis: str) -> Tensor:
+        """The sum over an axis, in place, on all its ranks."""
+        if self.size(axis) > 1:
+            dist.all_reduce(tensor, group=self.group(axis))
+        return tensor
+
+    def barrier(self) -> None:
+        if self._mesh is not None:
+            dist.barrier()
+
+
+def alone() -> Ranks:
+    """One process."""
+    return Ranks(Layout())
+
+
+def backend_for(device: torch.device) -> str:
+    """What the ranks of such devices talk with; messages of the host always go through gloo."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,56 @@
+"""The groups of a layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lmworks.errors import UserError
+from lmworks.parallel.mesh import Ranks, alone
+from lmworks.recipe.after import Layout
+from rank_pool import RankPool
+
+AXES = ("pp", "dp_replicate", "tp", "dp", "cp", "loss", "fsdp", "ep", "efsdp", "weights")
+
+
+def _members(layout: dict[str, int]) -> dict[str, list[int]]:
+    ranks = Ranks(Layout(**layout))
+    return {axis: dist.get_process_group_ranks(ranks.mesh(axis).get_group()) for axis in AXES}
+
+
+def test_groups_of_eight_ranks(ranks: RankPool) -> None:
+    """pp 2 x dp_shard 2 x tp 2, and experts over dp_shard: the members by hand."""
+    found = ranks.run(_members, 8, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2})
+    assert found[0] == {
+        "pp": [0, 4], "dp_replicate": [0], "tp": [0, 1], "dp": [0, 2], "cp": [0], "loss": [0, 2], "fsdp": [0, 2], "ep": [0, 2],
+        "efsdp": [0], "weights": [0, 1, 2, 3],
+    }  # fmt: skip
+    assert found[7]["tp"] == [6, 7]
+    assert found[7]["pp"] == [3, 7]
+    assert found[5]["dp"] == [5, 7]
+
+
+def test_experts_fold_out_of_data_and_context(ranks: RankPool) -> None:
+    found = ranks.run(_members, 8, {"dp_shard": 4, "cp": 2, "ep": 4})
+    assert found[0]["ep"] == [0, 1, 2, 3]
+    assert found[0]["efsdp"] == [0, 4]
+    assert found[0]["fsdp"] == list(range(8))
+    within = ranks.run(_members, 8, {"dp_shard": 2, "cp": 4, "ep": 2})
+    assert within[0]["ep"] == [0, 1]
+    assert within[0]["efsdp"] == [0, 2, 4, 6]
+
+
+def test_alone() -> None:
+    one = alone()
+    assert (one.world, one.size("fsdp"), one.rank("tp"), one.group("dp"), one.is_first) == (1, 1, 0, None, True)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 4}])
+def test_more_ranks_than_were_started_are_refused(layout: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="but one was started; use: lmworks launch"):
+        Ranks(Layout(**layout))
+
+
+def test_experts_that_do_not_fold_are_refused() -> None:
+    with pytest.raises(UserError, match="ep 3 does not fold out of cp 2"):
+        Ranks(Layout(dp_shard=3, cp=2, ep=3))

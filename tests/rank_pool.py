@@ -1,0 +1,83 @@
+"""Processes that play ranks: started once for all tests, since importing torch takes seconds and a test's own work less."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+def _serve(rank: int, jobs: Any, results: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        function, world, store, seconds, args = job
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
+            )
+            results.put((rank, function(*args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """`run(function, world, *args)` calls `function(*args)` on ranks 0 .. world - 1 of a new gloo world and returns what each returned.
+
+    `function` must be importable (a function of a test module) and results picklable: numpy arrays or plain values rather than tensors.
+    An exception on a rank is raised here with the rank's traceback; after it, and after a time-out, the processes are started anew.
+    """
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+        self._results: Any = self._context.Queue()
+        self._folder = tempfile.TemporaryDirectory()
+        self._number = 0
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = 120) -> list[Any]:
+        while len(self._workers) < world:
+            jobs = self._context.Queue()
+            process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
+            process.start()
+            self._workers.append((process, jobs))
+        self._number += 1
+        store = str(Path(self._folder.name) / f"store-{self._number}")
+        for _, jobs in self._workers[:world]:
+            jobs.put((function, world, store, seconds, args))
+        found: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(found) + len(failures) < world:
+            try:
+                # a rank that fails leaves the others waiting in a collective until their time-out: do not wait for them
+                rank, value, failure = self._results.get(timeout=3 if failures else seconds + 60)
+            except queue.Empty:
+                break
+            if failure:
+                failures[rank] = failure
+            else:
+                found[rank] = value
+        if failures or len(found) < world:
+            self.close()
+            told = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+            raise AssertionError(told or f"ranks {sorted(set(range(world)) - set(found))} did not answer in {seconds} s")
+        return [found[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+        self._workers.clear()
+        self._results = self._context.Queue()
