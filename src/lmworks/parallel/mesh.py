@@ -55,8 +55,8 @@ class Ranks:
         self._mesh: DeviceMesh | None = None
         self._flat: dict[str, DeviceMesh] = {}
         if dist.is_available() and dist.is_initialized():
-            if dist.get_world_size() != self.world:
-                raise UserError(f"the layout has {self.world} ranks, but {dist.get_world_size()} were started; set layout or start {self.world}")
+            if (started := dist.get_world_size()) != self.world:
+                raise UserError(f"the layout has {self.world} ranks, but {started} were started; set layout or start {self.world}")
             self._mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_DIGITS)
             self._flat = {name: self._mesh[digits]._flatten(name) for name, digits in _FLAT.items()}
         elif self.world != 1:
