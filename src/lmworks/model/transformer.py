@@ -5,7 +5,7 @@ Shapes: B batch, T time, D hidden, V vocabulary, L sparse layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,6 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight  # type: ignore[assignment]
         self._plain = False
-        self._compiled: list[Callable] | None = None
         self._chunk_loss = chunk_loss
         self.set_rope(config.rope)
 
@@ -112,9 +111,11 @@ class Transformer(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a training step spends its time in: the layers, whose code is shared, and the loss of a chunk.
 
-        Evaluation and generation keep the eager code: their shapes vary, and each would be compiled anew.
+        Evaluation and generation keep the eager code: their shapes vary, and each would be compiled anew. Only `forward` is compiled,
+        not what hooks a module has around it.
         """
-        self._compiled = [torch.compile(block, *args, **kwargs) for block in self.layers]
+        for block in self.layers:
+            block.forward = _in_training(block, torch.compile(block.forward, *args, **kwargs), block.forward)
         self._chunk_loss = torch.compile(chunk_loss, *args, **kwargs)
 
     def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Tensor:
@@ -126,39 +127,58 @@ class Transformer(nn.Module):
         """The head on given hidden states; (B, T, V) in fp32."""
         return soft_cap(self.head(hidden_BTD).float(), self.config.logit_softcap)
 
-    def loss(self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None) -> Loss:
+    def loss(self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Loss:
         """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step."""
-        hidden, experts = self.hidden(tokens_BT, cu_seqlens)
-        inputs = (hidden.flatten(0, 1), self.head.weight, labels_BT.flatten())
+        hidden, experts = self.hidden(tokens_BT, cu_seqlens, cache)
+        total, head = self.head_loss(hidden, labels_BT)
+        return Loss(total if experts.aux is None else total + experts.aux, head, experts)
+
+    def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
+        """The summed objective of normed hidden states, and its parts."""
+        inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
         softcap, z_weight = self.config.logit_softcap, self.config.z_loss
         if self._plain:
-            total, head = head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
-        else:
-            total, head = head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.head_chunk, chunk_loss=self._chunk_loss)
-        return Loss(total if experts.aux is None else total + experts.aux, head, experts)
+            return head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
+        return head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.head_chunk, chunk_loss=self._chunk_loss)
 
     def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Experts]:
         """The normed output of the last layer (B, T, D), and what the experts did."""
+        spans = self.spans(tokens_BT, cu_seqlens, cache)
+        x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
+        return self.norm(x_BTD), experts
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Tokens as vectors (B, T, D) in the type of the activations."""
+        return F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
+
+    def spans(self, tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> documents.Documents:
+        """Positions, and who sees whom."""
         window = int(self.config.sliding_window) if self.config.sliding_window else None
         if cache is None:
-            spans = documents.from_cu_seqlens((tokens_BT.shape[0], tokens_BT.shape[1]), cu_seqlens, window, tokens_BT.device)
-        else:
-            assert cu_seqlens is None  # a cached row is one document
-            spans = documents.Documents(cache.begin(tokens_BT.shape[1]), cache.mask(None), cache.mask(window))
-        x_BTD = F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
-        rope = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, x_BTD.dtype)
+            return documents.from_cu_seqlens((tokens_BT.shape[0], tokens_BT.shape[1]), cu_seqlens, window, tokens_BT.device)
+        assert cu_seqlens is None  # a cached row is one document
+        return documents.Documents(cache.begin(tokens_BT.shape[1]), cache.mask(None), cache.mask(window))
+
+    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | None = None) -> tuple[Tensor, Experts]:
+        """Through the layers: the residual stream (B, T, D), and what the experts did."""
+        rope = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
         counts, aux = [], []
-        compiled = self._compiled if self.training and torch.is_grad_enabled() else None
-        layers: Iterable[Callable[..., Any]] = self.layers if compiled is None else compiled
-        for index, (block, run) in enumerate(zip(self.layers, layers, strict=True)):
+        for index, block in enumerate(self.layers):
             mask = spans.window_mask if block.attention.slides else spans.mask  # type: ignore[union-attr]
-            x_BTD, layer_counts, layer_aux = run(x_BTD, rope, mask, cache.layer(index) if cache else None)
+            x_BTD, layer_counts, layer_aux = block(x_BTD, rope, mask, cache.layer(index) if cache else None)
             if layer_counts is not None:
                 counts.append(layer_counts)
             if layer_aux is not None:
                 aux.append(layer_aux)
-        return self.norm(x_BTD), Experts(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+        return x_BTD, Experts(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
     def routers(self) -> list[MoE]:
         """The sparse layers' feed-forward parts, in order."""
         return [block.ffn for block in self.layers if isinstance(block.ffn, MoE)]
+
+
+def _in_training(block: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any) -> Any:
+        return (compiled if block.training and torch.is_grad_enabled() else eager)(*args)
+
+    return forward

@@ -48,7 +48,8 @@ def train_step(
     optimizer.zero_grad()
     for start in range(0, len(batch.tokens), micro_batch):
         part = batch.rows(start, min(start + micro_batch, len(batch.tokens)))
-        loss = model.loss(*(torch.from_numpy(array).to(device, non_blocking=True) for array in (part.tokens, part.labels, part.cu_seqlens)))
+        tokens, labels, cu_seqlens = (torch.from_numpy(a).to(device, non_blocking=True) for a in (part.tokens, part.labels, part.cu_seqlens))
+        loss = model.loss(tokens, labels, cu_seqlens)
         (loss.total * (scale / max(valid, 1))).backward()
         losses.append(torch.stack((loss.head.cross_entropy, loss.head.z, _detached(loss.experts.aux, device))))
         if loss.experts.counts is not None:

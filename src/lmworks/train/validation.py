@@ -17,7 +17,8 @@ from lmworks.shards.tuning import TuningBatches
 def nats(model: Transformer, batch: Batch) -> float:
     """Summed cross-entropy of a batch under the model as it is in evaluation."""
     device = model.embedding.weight.device
-    loss = model.loss(*(torch.from_numpy(array).to(device) for array in (batch.tokens, batch.labels, batch.cu_seqlens)))
+    tokens, labels, cu_seqlens = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.labels, batch.cu_seqlens))
+    loss = model.loss(tokens, labels, cu_seqlens)
     return float(loss.head.cross_entropy)
 
 
