@@ -3,3 +3,9 @@
 
 class Interrupted(Exception):
     """The work was asked to stop, and everything is saved; the message says how to go on."""
+
+
+class Preempted(Interrupted):
+    """A scheduler asked, with SIGTERM or SIGUSR1; the command ends with `EXIT_CODE`, so that the job is queued again."""
+
+    EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.errors import UserError
 from lmworks.watch.finite import BadSteps, load_bad_batch
 
 NAN, INF = float("nan"), float("inf")
@@ -28,16 +27,18 @@ def test_good_steps_touch_nothing_and_end_a_streak(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "grad_norm", "what"), [(NAN, 1.0, "loss"), (INF, NAN, "loss"), (1.0, -INF, "gradient norm"), (1.0, NAN, "gradient norm")]
 )
-def test_a_run_that_cannot_recover_stops_with_the_reason(tmp_path, loss, grad_norm, what):
+def test_too_many_in_a_row_have_a_reason(tmp_path, loss, grad_norm, what):
     events = []
     policy = BadSteps(tmp_path / "bad_batches", 3, 20, report=lambda event, **fields: events.append((event, fields)))
-    assert not policy.observe(7, loss, grad_norm, BATCH)
-    assert not policy.observe(8, loss, grad_norm, BATCH)
-    said = f"stopped at step 9: the {what} was not finite in 3 steps in a row.*replay are in {tmp_path}/bad_batches;"
-    with pytest.raises(UserError, match=said) as caught:
-        policy.observe(9, loss, grad_norm, BATCH)
-    assert "\n" not in str(caught.value)
-    assert [event for event, _ in events] == ["bad_step"] * 3 + ["stopped"]
+    for step in (7, 8):
+        assert not policy.observe(step, loss, grad_norm, BATCH)
+        assert not policy.too_many
+    policy.observe(9, loss, grad_norm, BATCH)
+    assert policy.too_many
+    assert policy.first == 7
+    assert policy.reason(loss) == f"the {what} was not finite in 3 steps in a row (stability.max_bad_steps)"
+    assert policy.where == f"batches for replay are in {tmp_path}/bad_batches"
+    assert [event for event, _ in events] == ["bad_step"] * 3
     batch = str(tmp_path / "bad_batches/step-00000007.npz")
     assert events[0][1] == {"step": 7, "loss": str(loss), "grad_norm": str(grad_norm), "in_a_row": 1, "batch": batch}
 
@@ -61,6 +62,6 @@ def test_a_batch_comes_back_as_it_was(tmp_path):
 
 def test_nothing_is_kept_when_nothing_is_wanted(tmp_path):
     policy = BadSteps(tmp_path / "bad_batches", 1, 0)
-    with pytest.raises(UserError, match=r"no batch was kept \(stability.save_bad_batches is 0\)"):
-        policy.observe(1, NAN, 1.0, BATCH)
+    policy.observe(1, NAN, 1.0, BATCH)
+    assert policy.where == "no batch was kept (stability.save_bad_batches is 0)"
     assert not (tmp_path / "bad_batches").exists()

@@ -33,7 +33,7 @@ def start(linger: float) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_lets_the_run_end_well(number):
     process = start(0)
     process.send_signal(number)
@@ -49,11 +49,30 @@ def test_the_second_signal_ends_it_at_once(number):
     process.send_signal(number)
     assert process.stdout is not None
     assert "stopped by" in process.stdout.readline()
+    time.sleep(1.1)  # within a second it counts as the same
     begin = time.monotonic()
     process.send_signal(number)
     process.communicate(timeout=20)
     assert process.returncode == -number
     assert time.monotonic() - begin < 5
+
+
+def test_one_request_that_comes_twice_does_not_cut_the_save_short():
+    """A launcher and a terminal both pass a signal on; Slurm warns with SIGUSR1 and ends with SIGTERM."""
+    process = start(2)
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.05)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("number", "preempted"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGUSR1, True)])
+def test_who_asked(number, preempted):
+    with graceful_stop() as stop:
+        assert not stop.preempted
+        os.kill(os.getpid(), number)
+        assert stop.preempted is preempted
 
 
 def test_the_meaning_of_signals_comes_back_after_the_block():

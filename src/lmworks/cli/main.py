@@ -41,8 +41,9 @@ def _register() -> None:
 
 
 def main() -> None:
-    """Entry point. A user's fault is one line and exit code 2; a request to stop is one line and 130; a fault of ours one line and 1."""
-    from lmworks.interrupt import Interrupted
+    """Entry point. A user's fault is one line and exit code 2; a request to stop is one line and 130,
+    or 75 if a scheduler made it; a fault of ours one line and 1."""
+    from lmworks.interrupt import Interrupted, Preempted
 
     _register()
     debug = "--debug" in sys.argv
@@ -54,6 +55,8 @@ def main() -> None:
         sys.stdout.flush()
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
+    except Preempted as stop:
+        _fail(stop, str(stop), Preempted.EXIT_CODE, debug)
     except Interrupted as stop:
         _fail(stop, str(stop), 130, debug)
     except (KeyboardInterrupt, typer.Abort) as stop:

@@ -9,7 +9,8 @@ from lmworks.recipe.base import Node
 from lmworks.recipe.corpus import Corpus
 from lmworks.recipe.data import Shards, Tokenizer
 from lmworks.recipe.model import Model
-from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Stability, Train
+from lmworks.recipe.stability import Stability
+from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Train
 
 
 class Recipe(Node):

@@ -1,4 +1,4 @@
-"""Optimizer, phases, checkpoints, stability, metrics: how the model learns."""
+"""Optimizer, phases, checkpoints, metrics: how the model learns."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ class Phase(Node):
     balance_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.rate from this phase on (GLM: 0.001, late in the run 0)"
     )
+    mtp_weight: float | None = Field(None, gt=0, description="replaces model.mtp.weight from this phase on (GLM: 0.3, later 0.1)")
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -153,13 +154,6 @@ class Checkpoints(Node):
     keep_best: bool = Field(True, description="keep the one with the lowest validation loss")
     asynchronous: bool = Field(True, description="write in the background while training goes on")
     copy_to: str | None = Field(None, description="directory or fsspec URL to copy finished checkpoints to, in the background")
-
-
-class Stability(Node):
-    """What happens to a bad step."""
-
-    max_bad_steps: int = Field(10, gt=0, description="non-finite steps in a row after which the run stops with the reason")
-    save_bad_batches: int = Field(20, ge=0, description="batches kept for replay")
 
 
 class Metrics(Node):

@@ -229,7 +229,10 @@ class Trainer:
         # An overflow that a smaller scale mends is how fp16 finds its scale, and no reason to stop.
         if good or not math.isfinite(loss) or self.scaler is None or self.scaler.scale.item() <= 1:
             arrays = {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
-            self.bad_steps.observe(self.step, loss, norm, arrays)
+            if not self.bad_steps.observe(self.step, loss, norm, arrays) and self.bad_steps.too_many:
+                self.ledger.write("stopped", step=self.step, reason=self.bad_steps.reason(loss))
+                advice = f"no weight was changed by them; {self.bad_steps.where}; lower optimizer.learning_rate or look at the batches"
+                raise UserError(f"stopped at step {self.step}: {self.bad_steps.reason(loss)}; {advice}")
         self.bad_total += not good
         if good and result.counts_LE is not None and self.expert_counts is not None:
             self.expert_counts += result.counts_LE.double().cpu()

@@ -1,7 +1,7 @@
-"""The policy for steps whose loss or gradient norm is not finite (SPEC STB1).
+"""Steps whose loss or gradient norm is not finite (SPEC STB1): counted, and their batches kept for replay.
 
 The weights are safe before this code runs: the trainer selects the update away on the device (`torch.where`), on all ranks
-alike. Here the step is counted, its batch kept for replay, and a run that cannot recover is stopped.
+alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.errors import UserError
 from lmworks.files import atomic_path
 
 Arrays = Mapping[str, np.ndarray]
@@ -25,41 +24,45 @@ def _ignore(event: str, **fields: object) -> None:
 
 
 class BadSteps:
-    """Counts bad steps in a row and stops the run after `max_in_a_row` of them.
+    """Counts bad steps in a row.
 
     `directory` (run_dir/bad_batches) gets at most `keep` batches over the whole run, as `step-00000012.npz`; when it is full the
-    newest are not kept, since the first bad batch of a streak tells the most. `in_a_row` belongs into the checkpoint's meta, so
-    that a resumed run stops where an undisturbed one would.
+    newest are not kept, since the first bad batch of a streak tells the most. `in_a_row` and `first`, the streak's first step, belong
+    into the checkpoint's meta, so that a resumed run decides as an undisturbed one would.
     """
 
     def __init__(self, directory: Path, max_in_a_row: int, keep: int, report: Callable[..., None] = _ignore) -> None:
         self.directory, self.max_in_a_row, self.keep, self.report = Path(directory), max_in_a_row, keep, report
-        self.in_a_row = 0
+        self.in_a_row, self.first = 0, 0
 
     def observe(self, step: int, loss: float, grad_norm: float, batch: Arrays | Callable[[], Arrays]) -> bool:
-        """Tell the policy about one step; True if it was good. `batch` (or a function that makes it) is only used if it was bad.
-
-        Raises `UserError` at the `max_in_a_row`-th bad step in a row.
-        """
+        """Tell of one step; True if it was good. `batch` (or a function that makes it) is only used if it was bad."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
+        self.first = self.first if self.in_a_row else step
         self.in_a_row += 1
-        saved = self._save(step, batch)
-        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        saved = self.save(step, batch)
         self.report("bad_step", step=step, loss=str(loss), grad_norm=str(grad_norm), in_a_row=self.in_a_row, batch=saved and str(saved))
-        if self.in_a_row >= self.max_in_a_row:
-            self.report("stopped", step=step, reason="bad steps in a row", in_a_row=self.in_a_row)
-            raise UserError(
-                f"stopped at step {step}: the {what} was not finite in {self.in_a_row} steps in a row (stability.max_bad_steps); "
-                f"no weight was changed by them; {self._where()}; lower optimizer.learning_rate or look at the batches"
-            )
         return False
 
-    def _where(self) -> str:
+    @property
+    def too_many(self) -> bool:
+        """Whether it is time for another policy than leaving the steps out."""
+        return self.in_a_row >= self.max_in_a_row
+
+    def reason(self, loss: float) -> str:
+        """What is wrong, once there are too many."""
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        return f"the {what} was not finite in {self.in_a_row} steps in a row (stability.max_bad_steps)"
+
+    @property
+    def where(self) -> str:
+        """Where the batches are."""
         return f"batches for replay are in {self.directory}" if self.keep else "no batch was kept (stability.save_bad_batches is 0)"
 
-    def _save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
+    def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
+        """Keep a batch, if there is room for it."""
         path = self.directory / f"step-{step:08d}.npz"
         if not path.exists() and len(list(self.directory.glob("step-*.npz"))) >= self.keep:
             return None

@@ -1,15 +1,18 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave; a second one leaves at once."""
+"""Ctrl-C, SIGTERM, and SIGUSR1 (Slurm's warning before the end): finish the step, save, leave; a second one leaves at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SAME = 1.0
+"""Seconds within which a signal that comes again is the same request: a terminal and a launcher both hand Ctrl-C to a process."""
 
 
 class Stop:
@@ -17,11 +20,17 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._since = 0.0
 
     @property
     def requested(self) -> bool:
         """True from the first signal on."""
         return self.signal is not None
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a scheduler asked rather than a person: the run is to be queued again."""
+        return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:
         """The last line that a stopped run prints."""
@@ -29,17 +38,20 @@ class Stop:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            # SIGUSR1 and then SIGTERM are one pre-emption, and must not cut its save short.
+            if number == self.signal and time.monotonic() - self._since > _SAME:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        self.signal = signal.Signals(number)
+        self.signal, self._since = signal.Signals(number), time.monotonic()
         # os.write, because a print inside a handler may meet the lock of the print that it interrupted.
         os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
 
 
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """Within the block the first SIGINT or SIGTERM only sets the yielded `Stop`; a second one ends the process.
+    """Within the block the first SIGINT, SIGTERM or SIGUSR1 only sets the yielded `Stop`; the same one again, a second or
+    more later, ends the process.
 
     Outside the main thread Python cannot catch signals: there the `Stop` is never set and the signals keep their meaning.
     """

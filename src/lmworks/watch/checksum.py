@@ -1,0 +1,72 @@
+"""Silent corruption in what ranks hold copies of (SPEC STB5): checksums of tensors, and a vote on who is right."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements read as whole numbers, 0-d int64, wrapping; on its device. Any single flipped bit changes it.
+
+    Equal for equal bits, in whatever order they are added up.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    whole = flat.view(_VIEWS[flat.element_size()]) if flat.dtype != torch.bool else flat.view(torch.uint8)
+    return whole.sum(dtype=torch.int64)
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """By name, of this rank's part of each tensor; the host waits once."""
+    if not tensors:
+        return {}
+    sums = [checksum(tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu() for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))
+
+
+def parts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """By name, which part of the whole this rank holds. Ranks with equal parts hold copies of each other."""
+    return {name: _part(tensor) for name, tensor in tensors.items()}
+
+
+def _part(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "whole"
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch 2.13 has no public name for it
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    strided = [str(placement) for placement in tensor.placements if not placement.is_shard() and not placement.is_replicate()]
+    return f"{tuple(offset)}+{tuple(shape)}{strided or ''}"
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A rank whose copy of a tensor differs from that of the others. `certain`: most copies agree against it; with a draw, as between
+    two, every holder is named and none is certain."""
+
+    rank: int
+    tensor: str
+    certain: bool
+
+
+def vote(by_rank: Sequence[Mapping[tuple[str, str], int]]) -> list[Deviation]:
+    """Compare the copies: for each rank, checksum by (tensor, part). Parts that only one rank holds cannot be compared."""
+    copies: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for rank, sums in enumerate(by_rank):
+        for key, value in sums.items():
+            copies[key].append((rank, value))
+    found = []
+    for (name, _), held in copies.items():
+        counts = Counter(value for _, value in held).most_common()
+        if len(counts) == 1:
+            continue
+        certain = counts[0][1] > counts[1][1]
+        found += [Deviation(rank, name, certain) for rank, value in held if not certain or value != counts[0][0]]
+    return sorted(found, key=lambda one: (not one.certain, one.rank, one.tensor))

@@ -1,0 +1,109 @@
+"""What is done about a bad step: a pure function of the steps so far, of the ledger's rollbacks, and of the recipe (SPEC STB1, STB2).
+
+The trainer tells of each step and carries out what is decided. All ranks see the same global numbers, so all decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.stability import Stability
+from lmworks.watch.finite import Arrays, BadSteps
+from lmworks.watch.skips import Rollback
+from lmworks.watch.spike import Limits, Spikes
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """To the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, `stop` is the error to end with, or
+    None where the run may go on as it is."""
+
+    step: int
+    reason: str
+    stop: str | None
+
+
+class Policy:
+    """Decides about steps. `state()` belongs into the checkpoint's meta; the number of rollbacks comes from the ledger."""
+
+    def __init__(self, options: Stability, bad_steps: BadSteps, report: Callable[..., None]) -> None:
+        self.options, self.bad_steps, self.report = options, bad_steps, report
+        self.spikes = Spikes(options.spike)
+        self._spike_began = 0
+        self._lowered_at: int | None = None
+        self.spike_total = 0
+
+    def limits(self, step: int, since: int) -> Limits:
+        """What the step must stay below; see `Spikes.limits`."""
+        return self.spikes.limits(step, since)
+
+    def rate(self, step: int) -> float:
+        """The factor on the learning rate after a spike whose action is `lower`; 1 otherwise."""
+        spike = self.options.spike
+        if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.lower_steps:
+            return 1.0
+        return spike.lower_to + (1 - spike.lower_to) * (step - self._lowered_at - 1) / spike.lower_steps
+
+    def observe(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays) -> GoBack | None:
+        """Tell of a step; what to do, beside not having applied its update."""
+        if not self.bad_steps.observe(step, loss, grad_norm, batch):
+            if not self.bad_steps.too_many:
+                return None
+            reason = self.bad_steps.reason(loss)
+            advice = f"no weight was changed by them; {self.bad_steps.where}; lower optimizer.learning_rate or look at the batches"
+            return GoBack(self.bad_steps.first, reason, f"{reason}; {advice}")
+        if self.options.spike is None or not self.spikes.observe(step, loss, grad_norm, limits):
+            return None
+        return self._spiked(step, loss, grad_norm, limits, batch)
+
+    def _spiked(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays) -> GoBack | None:
+        assert self.options.spike
+        spike, in_a_row = self.options.spike, self.spikes.in_a_row
+        self._spike_began = step if in_a_row == 1 else self._spike_began
+        self.spike_total += 1
+        action = "rollback" if in_a_row >= spike.max_in_a_row else spike.action
+        kept = self.bad_steps.save(step, batch)
+        self.report(
+            "spike", step=step, loss=loss, loss_limit=limits.loss, grad_norm=grad_norm, grad_norm_limit=limits.grad_norm,
+            in_a_row=in_a_row, action=action, batch=kept and str(kept),
+        )  # fmt: skip
+        if action == "lower":
+            self._lowered_at = step
+        if action != "rollback":
+            return None
+        return GoBack(self._spike_began, f"{in_a_row} spike{'s' if in_a_row > 1 else ''} in a row (stability.spike)", None)
+
+    def accept(self, step: int) -> None:
+        """Take the level after a spike as the new one: there is no rollback left."""
+        self.spikes.forget(self.spikes.since)
+        self.report("spike_accepted", step=step)
+
+    def may_roll_back(self, history: Sequence[Rollback], first_step: int) -> bool:
+        """Whether a phase that began at `first_step` has a rollback left; those asked for by hand do not count."""
+        return sum(one.step >= first_step and bool(one.reason) for one in history) < self.options.max_rollbacks
+
+    def give_up(self, step: int, back: GoBack, history: Sequence[Rollback]) -> UserError:
+        """The error of a run that cannot go on."""
+        self.report("stopped", step=step, reason=back.reason)
+        tried = sum(bool(one.reason) for one in history)
+        after = f" after {tried} rollback{'s' if tried > 1 else ''}" if tried else ""
+        return UserError(f"stopped at step {step}{after}: {back.stop}")
+
+    def window(self, step: int, to_step: int) -> tuple[int, int]:
+        """The steps whose data a rollback at `step` to `to_step` leaves out."""
+        return max(to_step, step + 1 - self.options.skip_steps), step + 1
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint's meta."""
+        return {
+            "bad_in_a_row": self.bad_steps.in_a_row, "bad_first": self.bad_steps.first, "spikes": self.spikes.state(),
+            "spike_began": self._spike_began, "spike_total": self.spike_total, "lowered_at": self._lowered_at,
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.bad_steps.in_a_row, self.bad_steps.first = int(state["bad_in_a_row"]), int(state["bad_first"])
+        self._spike_began, self.spike_total, self._lowered_at = int(state["spike_began"]), int(state["spike_total"]), state["lowered_at"]
+        self.spikes.load(state["spikes"])
