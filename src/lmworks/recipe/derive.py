@@ -41,6 +41,8 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
 
     size = laws.parse_size(tree["size"])
     model = tree.setdefault("model", {})
+    if model.get("mla"):
+        raise UserError("size derives no shape with model.mla; leave size out and write model.hidden_size, model.layers and model.heads")
     moe = model.get("moe")
     vocab = model.get("vocab_size") or vocabulary(tree)[0]
     sketch = Model(
@@ -188,6 +190,11 @@ def _fill_model(tree: dict[str, Any], derive: Any) -> None:
             f"the model has no {' and no '.join(missing)}; write size: 125M, model.preset: NAME, or model.hidden_size and model.layers"
         )
     hidden = model["hidden_size"]
+    if model["mla"]:
+        mla = model["mla"]
+        derive(("model", "heads"), max(1, hidden // mla["nope_dim"]), "hidden_size / mla.nope_dim")
+        derive(("model", "kv_heads"), model["heads"], "every head has a key of its own out of the latent")
+        derive(("model", "head_dim"), mla["nope_dim"] + mla["rope_dim"], "mla.nope_dim + mla.rope_dim")
     if model["heads"]:
         derive(("model", "head_dim"), max(1, hidden // model["heads"]), "hidden_size / heads")
     else:

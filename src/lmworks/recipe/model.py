@@ -70,6 +70,23 @@ class Moe(Node):
         return self
 
 
+class Mla(Node):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come out of one small latent per token."""
+
+    q_rank: int | None = Field(None, gt=0, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none")
+    kv_rank: int = Field(512, gt=0, description="width of the latent that keys and values share; it and the rotated key are what is cached")
+    rope_dim: int = Field(64, gt=0, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads")
+    nope_dim: int = Field(128, gt=0, description="dimensions of a head's query and key that have no positions")
+    value_dim: int = Field(128, gt=0, description="width of a head's value")
+
+
+class Mtp(Node):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each."""
+
+    layers: int = Field(1, gt=0, description="layers, each one token further ahead (GLM-4.x and DeepSeek-V3: 1)")
+    weight: float = Field(0.3, gt=0, description="of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
+
+
 class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
@@ -83,11 +100,13 @@ class Model(Node):
     ffn_size: int | None = Field(None, gt=0, description="hidden width of the dense SwiGLU layers")
     attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
     qk_norm: bool = Field(False, description="RMS norm over head_dim on queries and keys, before RoPE")
+    mla: Mla | None = None
     rope: Rope = Rope()
     nope_every: int = Field(0, ge=0, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
     sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
     global_every: int = Field(0, ge=0, description="with a sliding window, every n-th layer still sees everything; 0 is never")
     moe: Moe | None = None
+    mtp: Mtp | None = None
     tie_embeddings: bool = Field(False, description="the head is the embedding matrix")
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMS norms")
     init_std: float = Field(0.02, gt=0, description="standard deviation of the first weights")
@@ -103,4 +122,22 @@ class Model(Node):
             raise ValueError(f"model.kv_heads {self.kv_heads} must divide model.heads {self.heads}")
         if self.head_dim and int(self.head_dim * self.rope.fraction) % 2:
             raise ValueError(f"model.rope.fraction {self.rope.fraction} of head_dim {self.head_dim} must be an even number of dimensions")
+        return self
+
+    @model_validator(mode="after")
+    def _latent_attention_stands_alone(self) -> Model:
+        mla = self.mla
+        if mla is None:
+            return self
+        for name, clash, why in (
+            ("attention_bias", self.attention_bias, "its projections have no biases"),
+            ("qk_norm", self.qk_norm, "the latents are normed instead"),
+            ("nope_every", self.nope_every, "every layer rotates mla.rope_dim dimensions"),
+            ("sliding_window", self.sliding_window, "every layer sees everything"),
+            ("rope.fraction", self.rope.fraction != 1, "mla.rope_dim says how much of a head is rotated"),
+            ("kv_heads", self.kv_heads not in (None, self.heads), "every head has a key of its own out of the latent"),
+            ("head_dim", self.head_dim not in (None, mla.nope_dim + mla.rope_dim), "it is mla.nope_dim + mla.rope_dim"),
+        ):
+            if clash:
+                raise ValueError(f"model.{name} does not combine with model.mla: {why}; leave it out")
         return self
