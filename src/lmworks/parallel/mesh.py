@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lmworks.errors import UserError
 from lmworks.recipe.after import Layout
 
-_DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "tp")
+_DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "one", "tp")  # `one` has one rank: where nothing is sharded
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard_out", "dp_shard_in"),  # ranks that read different sequences
     "cp": ("cp_out", "cp_in"),  # ranks that share a sequence
@@ -24,8 +24,10 @@ _FLAT = {
     "fsdp": ("dp_shard_out", "dp_shard_in", "cp_out", "cp_in"),  # ranks that weights are sharded over
     "ep": ("dp_shard_in", "cp_in"),  # ranks that hold different experts
     "efsdp": ("dp_shard_out", "cp_out"),  # ranks that the weights of one expert are sharded over
+    "ecopies": ("dp_replicate", "dp_shard_out", "cp_out"),  # ranks that hold parts or copies of one expert
     "weights": ("dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "tp"),  # ranks that hold parts or copies of one stage
 }
+AXES = ("pp", "dp_replicate", "tp", *_FLAT)
 
 
 def world_size(layout: Layout) -> int:
@@ -49,7 +51,7 @@ class Ranks:
                 f"layout.ep {layout.ep} does not fold out of cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a "
                 "multiple of cp that divides dp_shard x cp"
             )
-        sizes = (layout.pp, layout.dp_replicate, layout.dp_shard // dp_in, dp_in, layout.cp // cp_in, cp_in, layout.tp)
+        sizes = (layout.pp, layout.dp_replicate, layout.dp_shard // dp_in, dp_in, layout.cp // cp_in, cp_in, 1, layout.tp)
         self._sizes = dict(zip(_DIGITS, sizes, strict=True))
         self.world = prod(sizes)
         self._mesh: DeviceMesh | None = None
@@ -95,6 +97,11 @@ class Ranks:
         if self.size(axis) > 1:
             dist.all_reduce(tensor, group=self.group(axis))
         return tensor
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The group of all ranks; None alone."""
+        return dist.group.WORLD if self._mesh is not None else None
 
     def barrier(self) -> None:
         if self._mesh is not None:

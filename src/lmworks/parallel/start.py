@@ -1,0 +1,72 @@
+"""A process becomes a rank: where `torchrun` (or `lmworks launch`) has put it, its device, its threads, and the group of all ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lmworks.errors import UserError
+from lmworks.parallel.mesh import AXES, Ranks, backend_for, world_size
+from lmworks.recipe.after import Layout
+
+_JOINING = 600.0  # seconds that the slowest rank may take to start
+_RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang
+
+
+def layout_for(layout: Layout, world: int) -> Layout:
+    """The layout on `world` ranks: pp, cp, tp and ep stay as they are, and the data axis takes what is there.
+
+    That axis is dp_shard, or dp_replicate where the recipe has replicas: then dp_shard is what a replica needs to fit.
+    Raises `UserError` naming the nearest numbers of ranks that are possible.
+    """
+    axis = "dp_replicate" if layout.dp_replicate > 1 else "dp_shard"
+    fixed = world_size(layout) // getattr(layout, axis)
+    per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # dp_shard comes in multiples of this
+    unit = fixed * per_data_rank
+    if world % unit:
+        legal = sorted({size for size in (world // unit * unit, -(-world // unit) * unit) if size})
+        kept = " x ".join(
+            f"{name} {getattr(layout, name)}" for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis and getattr(layout, name) > 1
+        )
+        raise UserError(
+            f"{world} ranks do not divide by layout {kept or axis} ({unit} ranks at a time); start {' or '.join(map(str, legal))} ranks"
+        )
+    return layout.model_copy(update={axis: world // fixed})
+
+
+def launched() -> bool:
+    """Whether this process was started as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
+    """Join the other ranks; one process that nobody launched stays alone.
+
+    `timeout`: seconds that a rank waits for the others in one collective before it gives up. `threads`: CPU threads of the machine, which
+    its ranks share; all cores when left out. Raises `UserError` if the layout cannot be had on the ranks that were started.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (threads or os.cpu_count() or 1) // here))
+    if not launched():
+        return Ranks(layout)
+    layout = layout_for(layout, int(os.environ["WORLD_SIZE"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
+    ranks = Ranks(layout, device.type)
+    for group in (dist.group.WORLD, *map(ranks.group, AXES)):
+        if group is not None:
+            group.set_timeout(patience)  # a mesh gives its groups torch's default, half an hour on gloo
+    return ranks
+
+
+def finish() -> None:
+    """Leave the group, when all ranks are at the end of their work."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
