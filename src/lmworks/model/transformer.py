@@ -18,7 +18,9 @@ from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, LayerCache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
 from lmworks.model.loss import HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
+from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
+from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
 from lmworks.model.rope import cos_sin, frequencies
 from lmworks.recipe.model import Model, Rope
 
@@ -30,14 +32,23 @@ class Experts:
     counts: Tensor | None
     aux: Tensor | None
 
+    def joined(self, after: Experts) -> Experts:
+        """These layers and those after them."""
+        counts = [part.counts for part in (self, after) if part.counts is not None]
+        aux = [part.aux for part in (self, after) if part.aux is not None]
+        return Experts(torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+
 
 @dataclass(frozen=True)
 class Loss:
-    """Sums over the valid tokens. `total` is what is differentiated: cross-entropy + z-loss + auxiliary loss."""
+    """Sums over the valid tokens. `total` is what is differentiated: cross-entropy + z-loss + auxiliary loss, and in training the
+    weighted mean objective of multi-token prediction, whose mean cross-entropy is `mtp`.
+    """
 
     total: Tensor
     head: HeadLoss
     experts: Experts
+    mtp: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -47,7 +58,8 @@ class Block(nn.Module):
         super().__init__()
         assert config.hidden_size and config.ffn_size
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention: LatentAttention | Attention
+        self.attention = LatentAttention(config) if config.mla else Attention(config, layer)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         sparse = config.moe is not None and layer >= config.moe.dense_layers
         self.ffn: MoE | SwiGLU
@@ -55,7 +67,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, cache: LayerCache | None = None
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | None, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The new x, and for a sparse layer its tokens per expert and auxiliary loss."""
         x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD), rope, mask, cache))
@@ -89,15 +101,23 @@ class Transformer(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight  # type: ignore[assignment]
+        mtp_layers = config.mtp.layers if config.mtp else 0
+        self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.layers + depth)) for depth in range(mtp_layers))
+        self.mtp_weight = config.mtp.weight if config.mtp else 0.0
         self._plain = False
         self._chunk_loss = chunk_loss
         self.set_rope(config.rope)
 
     def set_rope(self, rope: Rope) -> None:
         """Change the positions, at the start or at a phase boundary."""
+        mla = self.config.mla
         assert self.config.head_dim
         self.rope = rope
-        inverse, self.rope_scale = frequencies(rope, self.config.head_dim)
+        inverse, self.rope_scale = frequencies(rope, mla.rope_dim if mla else self.config.head_dim)
+        if mla:  # only a part of each head rotates, and YaRN's scale is meant for the whole score
+            for block in self.every_block():
+                block.attention.score_scale = self.rope_scale**2
+            self.rope_scale = 1.0
         self.register_buffer("inverse_frequencies", inverse.to(self.embedding.weight.device), persistent=False)
 
     def plain(self, on: bool = True) -> Transformer:
@@ -114,7 +134,7 @@ class Transformer(nn.Module):
         Evaluation and generation keep the eager code: their shapes vary, and each would be compiled anew. Only `forward` is compiled,
         not what hooks a module has around it.
         """
-        for block in self.layers:
+        for block in self.every_block():
             block.forward = _in_training(block, torch.compile(block.forward, *args, **kwargs), block.forward)
         self._chunk_loss = torch.compile(chunk_loss, *args, **kwargs)
 
@@ -127,11 +147,40 @@ class Transformer(nn.Module):
         """The head on given hidden states; (B, T, V) in fp32."""
         return soft_cap(self.head(hidden_BTD).float(), self.config.logit_softcap)
 
-    def loss(self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Loss:
-        """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step."""
-        hidden, experts = self.hidden(tokens_BT, cu_seqlens, cache)
-        total, head = self.head_loss(hidden, labels_BT)
-        return Loss(total if experts.aux is None else total + experts.aux, head, experts)
+    def loss(
+        self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None,
+        ahead: list[Ahead] | None = None,
+    ) -> Loss:  # fmt: skip
+        """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step.
+
+        `ahead` is what multi-token prediction reads and learns, where the rows are not whole; else it is found in them.
+        """
+        spans = self.spans(tokens_BT, cu_seqlens, cache)
+        x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
+        hidden_BTD = self.norm(x_BTD)
+        total, head = self.head_loss(hidden_BTD, labels_BT)
+        mtp = None
+        if self.mtp and self.training:
+            ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
+            mtp_total, mtp, mtp_experts = self.mtp_loss(hidden_BTD, ahead, spans, cache)
+            total, experts = total + self.mtp_weight * mtp_total, experts.joined(mtp_experts)
+        return Loss(total if experts.aux is None else total + experts.aux, head, experts, mtp)
+
+    def mtp_loss(
+        self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor, Experts]:
+        """The mean over the layers of multi-token prediction of their objective and of their cross-entropy, and what their experts did."""
+        rope = self.rotation(spans)
+        totals, entropies, experts = [], [], Experts(None, None)
+        for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
+            mask = spans.window_mask if layer.block.attention.slides else spans.mask  # type: ignore[union-attr]
+            place = cache.layer((self.config.layers or 0) + depth) if cache else None
+            hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
+            total, head = self.head_loss(hidden_BTD, labels_BT)
+            totals.append(total)
+            entropies.append(head.cross_entropy)
+            experts = experts.joined(Experts(None if counts is None else counts[None], aux))
+        return torch.stack(totals).mean(), torch.stack(entropies).mean(), experts
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
         """The summed objective of normed hidden states, and its parts."""
@@ -161,7 +210,7 @@ class Transformer(nn.Module):
 
     def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | None = None) -> tuple[Tensor, Experts]:
         """Through the layers: the residual stream (B, T, D), and what the experts did."""
-        rope = cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
+        rope = self.rotation(spans)
         counts, aux = [], []
         for index, block in enumerate(self.layers):
             mask = spans.window_mask if block.attention.slides else spans.mask  # type: ignore[union-attr]
@@ -172,9 +221,17 @@ class Transformer(nn.Module):
                 aux.append(layer_aux)
         return x_BTD, Experts(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
+    def rotation(self, spans: documents.Documents) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions."""
+        return cos_sin(spans.positions_BT, self.inverse_frequencies, self.rope_scale, self.compute_dtype)
+
+    def every_block(self) -> list[Any]:
+        """The layers (`Block`), and then those of multi-token prediction."""
+        return [*self.layers, *(layer.block for layer in self.mtp)]
+
     def routers(self) -> list[MoE]:
-        """The sparse layers' feed-forward parts, in order."""
-        return [block.ffn for block in self.layers if isinstance(block.ffn, MoE)]
+        """The sparse layers' feed-forward parts, in order, those of multi-token prediction last."""
+        return [block.ffn for block in self.every_block() if isinstance(block.ffn, MoE)]
 
 
 def _in_training(block: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.training import Optimizer as Options
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MTP = re.compile(r"(?:^|\.)mtp\.\d+\.")
 
 
 @dataclass
@@ -26,14 +27,14 @@ class Group:
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter maps hidden states to hidden states: 2-D weights and expert stacks inside the layers, where norms
-    and biases are vectors.
+    """Whether a parameter maps hidden states to hidden states: 2-D weights and expert stacks inside the layers, those of multi-token
+    prediction included, where norms and biases are vectors.
 
     The router counts: GLM-4.5 (arXiv:2508.06471) gives AdamW only the word embeddings, biases and norm weights, and Moonlight
     (arXiv:2502.16982) all that is not a matrix and the two ends of the model, so both train the router by Muon.
     The ends stay with AdamW: their rows belong to tokens, seen at very different rates, and are no map between hidden states.
     """
-    return parameter.ndim >= 2 and _LAYER.search(name) is not None
+    return parameter.ndim >= 2 and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -49,7 +50,8 @@ def clean_name(name: str) -> str:
 def group_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Options) -> list[Group]:
     """Group the parameters that require gradients, in the order of their names' first appearance.
 
-    With `layer_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm and the head at 1.
+    With `layer_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm, the head and multi-token
+    prediction at 1.
     """
     named = [(clean_name(name), parameter) for name, parameter in named_parameters]
     layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)

@@ -1,0 +1,87 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are expanded from one small latent per token.
+
+Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H heads, L latent of keys and values, R rotated dimensions of a head,
+N dimensions without positions, V value dimensions, C = N + R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lmworks.model.attention import attend_fast, attend_plain
+from lmworks.model.cache import LayerCache
+from lmworks.model.documents import Visible
+from lmworks.model.layers import Linear, RMSNorm
+from lmworks.model.rope import rotate
+from lmworks.recipe.model import Model
+
+
+class LatentAttention(nn.Module):
+    """Attention with the `forward` of `Attention`. The cache keeps the normed latent and the rotated key, which all heads share."""
+
+    slides = False
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        mla = config.mla
+        assert mla is not None and config.hidden_size and config.heads
+        D, H, C = config.hidden_size, config.heads, mla.nope_dim + mla.rope_dim
+        self.query = None if mla.q_rank else Linear(D, H * C)
+        self.query_down = Linear(D, mla.q_rank) if mla.q_rank else None
+        self.query_norm = RMSNorm(mla.q_rank, config.norm_eps) if mla.q_rank else None
+        self.query_up = Linear(mla.q_rank, H * C) if mla.q_rank else None
+        self.kv_down = Linear(D, mla.kv_rank + mla.rope_dim)
+        self.kv_norm = RMSNorm(mla.kv_rank, config.norm_eps)
+        self.kv_up = Linear(mla.kv_rank, H * (mla.nope_dim + mla.value_dim))
+        self.output = Linear(H * mla.value_dim, D)
+        self.mla = mla
+        self.dropout = config.attention_dropout
+        self.score_scale = 1.0  # beside 1 / sqrt(C); YaRN's, on the whole score where `Attention` has it in the rotation
+        self.plain = False
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
+        B, T, _ = x_BTD.shape
+        query_BHTC = self._queries(x_BTD)
+        if self.score_scale != 1:
+            query_BHTC = query_BHTC * self.score_scale
+        nope_BHTN, turned = query_BHTC.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
+        turned_BHTR = rotate(turned, *rope)
+        latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_rank, self.mla.rope_dim), dim=-1)
+        latent_B1SL, key_B1SR = self.kv_norm(latent), rotate(key, *rope)
+        if cache is not None:
+            latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
+        # Expanding all latents for one query would cost more than taking the query to them.
+        mix = self._mix_latents if T == 1 and not self.plain else self._mix
+        mixed_BHTV = mix(nope_BHTN, turned_BHTR, latent_B1SL, key_B1SR, mask)
+        return self.output(mixed_BHTV.transpose(1, 2).reshape(B, T, -1))
+
+    def _queries(self, x_BTD: Tensor) -> Tensor:
+        """(B, H, T, C); as many heads as there are rows of the weight."""
+        if self.query is not None:
+            query = self.query(x_BTD)
+        else:
+            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
+            query = self.query_up(self.query_norm(self.query_down(x_BTD)))
+        return query.view(*x_BTD.shape[:2], -1, self.mla.nope_dim + self.mla.rope_dim).transpose(1, 2)
+
+    def _mix(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+        """Attention with keys and values expanded; (B, H, T, V)."""
+        B, H, S = latent_B1SL.shape[0], nope_BHTN.shape[1], latent_B1SL.shape[2]
+        expanded = self.kv_up(latent_B1SL[:, 0]).view(B, S, H, -1).transpose(1, 2)
+        key_BHSN, value_BHSV = expanded.split((self.mla.nope_dim, self.mla.value_dim), dim=-1)
+        query_BHTC = torch.cat((nope_BHTN, turned_BHTR), dim=-1)
+        key_BHSC = torch.cat((key_BHSN, key_B1SR.expand(-1, H, -1, -1)), dim=-1)
+        attend = attend_plain if self.plain else attend_fast
+        return attend(query_BHTC, key_BHSC, value_BHSV, mask, self.dropout if self.training else 0.0)
+
+    def _mix_latents(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+        """The same without expanding: q (U l) = (q U) l, so that all heads attend to the latents themselves."""
+        up_HXL = self.kv_up.weight.to(nope_BHTN.dtype).view(-1, self.mla.nope_dim + self.mla.value_dim, self.mla.kv_rank)
+        key_up_HNL, value_up_HVL = up_HXL.split((self.mla.nope_dim, self.mla.value_dim), dim=1)
+        query = torch.cat((nope_BHTN @ key_up_HNL, turned_BHTR), dim=-1)
+        # the scores are those of heads of C dimensions, and attention divides by the root of what it is given
+        query = query * (query.shape[-1] / (self.mla.nope_dim + self.mla.rope_dim)) ** 0.5
+        dropout = self.dropout if self.training else 0.0
+        mixed_BHTL = attend_fast(query, torch.cat((latent_B1SL, key_B1SR), dim=-1), latent_B1SL, mask, dropout)
+        return mixed_BHTL @ value_up_HVL.mT

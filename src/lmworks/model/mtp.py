@@ -1,0 +1,59 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each.
+
+Layer d (counted from 1) takes the hidden state at t of what is before it and the embedding of token t + d, and predicts token t + d + 1
+through the model's own head. The layers train the model below them; evaluation and generation leave them out.
+
+Shapes: B batch, T time, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmworks.model.layers import Linear, RMSNorm
+from lmworks.model.loss import IGNORE
+from lmworks.recipe.model import Model
+
+
+class MtpLayer(nn.Module):
+    """norm(block(projection([norm(embedding), norm(hidden)])))."""
+
+    def __init__(self, config: Model, block: nn.Module) -> None:
+        super().__init__()
+        assert config.hidden_size
+        self.embedding_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.projection = Linear(2 * config.hidden_size, config.hidden_size)
+        self.block = block
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, *context: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The normed hidden state (B, T, D), and what the block says of its experts; `context` is what a block takes beside x."""
+        joined = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)), dim=-1)
+        x_BTD, counts, aux = self.block(self.projection(joined), *context)
+        return self.norm(x_BTD), counts, aux
+
+
+class Ahead(NamedTuple):
+    """What one layer reads and learns: the token so many places on, and the label there."""
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+
+
+def look_ahead(tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, layers: int) -> list[Ahead]:
+    """Per layer, from whole rows and the positions in their documents; the label is IGNORE where that place is in another document."""
+    found = []
+    for depth in range(1, layers + 1):
+        same = _shift(positions_BT, depth, -1) == positions_BT + depth
+        labels = torch.where(same, _shift(labels_BT, depth, IGNORE), IGNORE)
+        found.append(Ahead(_shift(tokens_BT, depth, 0), labels))
+    return found
+
+
+def _shift(x_BT: Tensor, places: int, fill: int) -> Tensor:
+    return F.pad(x_BT[:, places:], (0, min(places, x_BT.shape[1])), value=fill)
