@@ -17,7 +17,7 @@ class Spike(Node):
         "skip", description="skip: go on; lower: with a lower rate for a while; rollback: from the last checkpoint, without the data since"
     )
     window: int = Field(128, ge=8, description="steps looked back on; a quarter of them must be known before any step is judged")
-    threshold: float = Field(12.0, gt=0, description="how far above the median is a spike, in median absolute deviations")
+    threshold: float = Field(16.0, gt=0, description="how far above the median is a spike, in median absolute deviations")
     floor: float = Field(0.3, ge=0, description="least rise of the loss above the median, in nats per token")
     norm_factor: float = Field(10.0, gt=1, description="least rise of the gradient norm, as a factor on its median")
     max_in_a_row: int = Field(5, gt=0, description="spikes in a row after which skip and lower roll back too")

@@ -1,0 +1,125 @@
+"""A flipped bit is found, and whose it is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lmworks.watch.checksum import Deviation, checksum, checksums, parts, vote
+from lmworks.watch.recheck import twice
+
+
+def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """One bit of one element."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_any_flipped_bit_changes_the_checksum(dtype):
+    draw = random.Random(2)
+    tensor = torch.randn(7, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = checksum(tensor)
+    assert checksum(tensor.clone()) == before
+    bits = 1 if dtype == torch.bool else 8 * tensor.element_size()
+    for _ in range(40):
+        element, bit = draw.randrange(tensor.numel()), draw.randrange(bits)
+        flip(tensor, element, bit)
+        assert checksum(tensor) != before, (element, bit)
+        flip(tensor, element, bit)
+
+
+def test_nan_and_zero_have_checksums_too():
+    assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(torch.tensor(3.0)).shape == ()
+
+
+def test_the_majority_is_right():
+    good = {("a", "whole"): 1, ("b", "0"): 2}
+    assert vote([good] * 4) == []
+    assert vote([good, good, {**good, ("b", "0"): 9}, good]) == [Deviation(2, "b", True)]
+    assert vote([good, {**good, ("a", "whole"): 9}]) == [Deviation(0, "a", False), Deviation(1, "a", False)]
+    assert vote([{("a", "rows 0-3"): 1}, {("a", "rows 4-7"): 5}]) == [], "different parts are no copies"
+
+
+def _model() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)), torch.randn(5, 8)
+
+
+def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
+    parts = {f"layer {name}": module for name, module in model.named_children()}
+    return twice(lambda: model(x).square().sum(), parts, dict(model.named_parameters()))
+
+
+def test_sound_arithmetic_is_the_same_twice_and_leaves_no_trace():
+    model, x = _model()
+    state, grads = torch.get_rng_state(), [p.grad for p in model.parameters()]
+    assert _twice(model, x) == []
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.grad for p in model.parameters()] == grads == [None] * 4
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_flipped_bit_in_an_activation_is_found_where_it_happened():
+    model, x = _model()
+    calls = []
+
+    def hook(module, inputs, output):
+        calls.append(1)
+        if len(calls) == 2:
+            flip(output, 7, 12)
+
+    model[0].register_forward_hook(hook)
+    assert _twice(model, x)[0] == "output of layer 0"
+
+
+def test_a_flipped_bit_in_a_gradient_is_found():
+    model, x = _model()
+    calls = []
+
+    def hook(parameter):
+        calls.append(1)
+        if len(calls) == 1:
+            flip(parameter.grad, 3, 2)
+
+    model[2].weight.register_post_accumulate_grad_hook(hook)
+    assert _twice(model, x) == ["gradient of 2.weight"]
+
+
+def replica(planted: int | None) -> list[tuple[int, str, bool]]:
+    """On each rank: a DTensor sharded over two and copied over two ranks, a plain one, and optimizer state; one bit flipped on one rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    draw = torch.Generator().manual_seed(3)
+    sharded = distribute_tensor(torch.randn(6, 4, generator=draw), mesh, [Replicate(), Shard(0)])
+    tensors = {"sharded": sharded, "plain": torch.randn(5, generator=draw), "copied": distribute_tensor(torch.ones(3), mesh, [Replicate()] * 2)}
+    if dist.get_rank() == planted:
+        flip(tensors["plain"], 2, 1)
+        flip(sharded.to_local(), 1, 30)
+    where = parts(tensors)
+    mine = {(name, where[name]): value for name, value in checksums(tensors).items()}
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return [(one.rank, one.tensor, one.certain) for one in vote(gathered)]
+
+
+def test_the_rank_is_named_among_four(ranks):
+    assert ranks.run(replica, 4, None) == [[]] * 4
+    for planted in range(4):
+        shard_mates = [(rank, "sharded", False) for rank in sorted({planted, (planted + 2) % 4})]
+        assert ranks.run(replica, 4, planted) == [[(planted, "plain", True), *shard_mates]] * 4
+
+
+def test_checksums_are_plain_numbers():
+    tensors = {"a": torch.ones(3), "b": torch.arange(4)}
+    assert checksums(tensors) == {"a": int(np.float32(1).view(np.int32)) * 3, "b": 6}
+    assert checksums({}) == {}

@@ -1,0 +1,47 @@
+"""Slow ranks and slow data are named once, and noise is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from lmworks.watch.slow import SlowRanks, probe
+from lmworks.watch.starvation import Starvation, advice
+
+
+def test_a_slow_rank_is_named_once_and_again_after_it_recovered():
+    draw, watch, named = np.random.default_rng(0), SlowRanks(8.0), []
+    for number in range(60):
+        seconds = 0.1 + 0.003 * draw.standard_normal(8)
+        if 10 <= number < 20 or 40 <= number < 50:
+            seconds[5] *= 1.6
+        named += [(number, rank) for rank in watch.observe(seconds.tolist())]
+    assert named == [(12, 5), (42, 5)]
+
+
+def test_noise_names_nobody():
+    draw, watch = np.random.default_rng(1), SlowRanks(8.0)
+    for _ in range(2000):
+        assert watch.observe((0.1 * np.exp(0.05 * draw.standard_normal(64))).tolist()) == []
+
+
+def test_of_two_ranks_nobody_knows_which_is_slow():
+    watch = SlowRanks(8.0)
+    assert [watch.observe([0.1, 9.0]) for _ in range(9)] == [[]] * 9
+
+
+def test_the_probe_measures_something():
+    assert 0 < probe(torch.device("cpu")) < 60
+
+
+def test_starvation_is_told_once():
+    watch, told = Starvation(0.2, window=10), []
+    for step in range(100):
+        waited = 0.5 if 30 <= step < 60 or 80 <= step else 0.01
+        if share := watch.observe(waited, 1.0):
+            told.append((step, round(share, 2)))
+    assert [step for step, _ in told] == [33, 83]
+    assert all(share > 0.2 for _, share in told)
+    assert watch.steps > 40
+    assert "shards.cache" in advice(True)
+    assert "disk" in advice(False)
