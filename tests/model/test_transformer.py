@@ -6,6 +6,7 @@ which costs about 1e-6 at these sizes; a leak across documents or a wrong mask c
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.model.attention import attend_blocks, attend_fast, attend_plain
+from lmworks.model.documents import visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
 from lmworks.recipe.model import Balance, Model, Moe, Rope
@@ -103,12 +105,13 @@ def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: boo
     inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shape]
     mask = None
     if documents:
-        which = torch.arange(256) // 100
-        mask = (which[:, None] == which[None]).tril()[None, None].expand(2, 1, 256, 256)
+        places = torch.arange(256).expand(2, 256)
+        mask = visible(places, 256, None, places // 100 * 100)
     upstream = torch.randn(shape[0], generator=generator)
     results = []
-    for attend in (attend_blocks, lambda *a: attend_plain(*a, 0.0), lambda *a: attend_fast(*a, 0.0)):
-        out = attend(*inputs, mask)
+    in_blocks = partial(attend_blocks, mask_B1TT=mask.dense() if mask else None)
+    for attend in (in_blocks, partial(attend_plain, mask=mask, dropout=0.0), partial(attend_fast, mask=mask, dropout=0.0)):
+        out = attend(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, upstream)])
     for found in (results[0], results[2]):
         for a, b in zip(found, results[1], strict=True):

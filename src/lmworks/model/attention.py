@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.model.cache import LayerCache
+from lmworks.model.documents import Visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate
 from lmworks.recipe.model import Model
 
 
 class Attention(nn.Module):
-    """MHA, GQA or MQA by the number of key/value heads. A second kind (MLA) would be another class with this `forward`."""
+    """MHA, GQA or MQA by the number of key/value heads; MLA is another class with this `forward`."""
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
@@ -33,11 +34,11 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
         self.plain = False
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask_B1TS: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
-        query = self.query(x_BTD).view(B, T, self.heads, self.head_dim)
-        key = self.key(x_BTD).view(B, T, self.kv_heads, self.head_dim)
-        value = self.value(x_BTD).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        query = self.query(x_BTD).view(B, T, -1, self.head_dim)
+        key = self.key(x_BTD).view(B, T, -1, self.head_dim)
+        value = self.value(x_BTD).view(B, T, -1, self.head_dim).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
@@ -46,8 +47,8 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.append(key, value)
         attend = attend_plain if self.plain else attend_fast
-        mixed_BHTC = attend(query, key, value, mask_B1TS, self.dropout if self.training else 0.0)
-        return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
+        mixed_BHTC = attend(query, key, value, mask, self.dropout if self.training else 0.0)
+        return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
 
 
 def has_positions(config: Model, layer: int) -> bool:
@@ -60,13 +61,16 @@ def slides(config: Model, layer: int) -> bool:
     return bool(config.sliding_window) and not (config.global_every and (layer + 1) % config.global_every == 0)
 
 
-def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask_B1TS: Tensor | None, dropout: float) -> Tensor:
+def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
     """softmax(q k^T / sqrt(C)) v, causal where no mask is given, by the fastest way this device has."""
+    if mask is not None and mask.kept_B1TS is None and not dropout:
+        return mask.attend(query_BHTC, key_BKSC, value_BKSC)
+    seen = None if mask is None else mask.dense()
     T, S = query_BHTC.shape[2], key_BKSC.shape[2]
     if query_BHTC.device.type == "cpu" and _BLOCK <= T == S <= _LONGEST_BLOCKED and T % _BLOCK == 0 and not dropout:
-        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, mask_B1TS)
+        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen)
     return F.scaled_dot_product_attention(
-        query_BHTC, key_BKSC, value_BKSC, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=mask_B1TS is None,
+        query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,
         enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],
     )  # fmt: skip
 
@@ -93,16 +97,15 @@ def attend_blocks(query_BHTC: Tensor, key_BKTC: Tensor, value_BKTC: Tensor, mask
         rows = query[:, :, :, start:end].reshape(B, K, -1, C)
         scores = (rows @ key_BKTC[:, :, :end].transpose(-1, -2)).view(B, K, -1, block, end).float() * C**-0.5
         weights = scores.masked_fill(~causal[..., start:end, :end], float("-inf")).softmax(-1).to(value_BKTC.dtype)
-        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, block, C))
-    return torch.cat(out, dim=3).view(B, H, T, C)
+        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, block, value_BKTC.shape[-1]))
+    return torch.cat(out, dim=3).view(B, H, T, value_BKTC.shape[-1])
 
 
-def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask_B1TS: Tensor | None, dropout: float) -> Tensor:
+def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
     """The same, written out: the twin that tests compare with."""
     group = query_BHTC.shape[1] // key_BKSC.shape[1]
     key, value = key_BKSC.repeat_interleave(group, 1), value_BKSC.repeat_interleave(group, 1)
     scores = query_BHTC @ key.transpose(-1, -2) * query_BHTC.shape[-1] ** -0.5
-    if mask_B1TS is None:
-        mask_B1TS = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    weights = scores.masked_fill(~mask_B1TS, float("-inf")).float().softmax(-1).to(value.dtype)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if mask is None else mask.dense()
+    weights = scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lmworks.model.documents import Visible, visible
 from lmworks.recipe.model import Model
 
 
@@ -19,9 +20,9 @@ class LayerCache:
 
     def append(self, key_BKTC: Tensor, value_BKTC: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens at each row's own length, and return all keys and values up to the longest row."""
-        where = self._cache.slots_BT[:, None, :, None].expand_as(key_BKTC)
-        self._key.scatter_(2, where, key_BKTC)
-        self._value.scatter_(2, where, value_BKTC)
+        where = self._cache.slots_BT[:, None, :, None]
+        self._key.scatter_(2, where.expand_as(key_BKTC), key_BKTC)
+        self._value.scatter_(2, where.expand_as(value_BKTC), value_BKTC)
         end = self._cache.end
         return self._key[:, :, :end], self._value[:, :, :end]
 
@@ -29,14 +30,16 @@ class LayerCache:
 class Cache:
     """Rows of different lengths in one tensor: row b holds `lengths[b]` tokens; what lies beyond is never looked at.
 
-    Prompts are padded on the right: padding is overwritten as the row grows, and masked until then.
+    Prompts are padded on the right: padding is overwritten as the row grows, and masked until then. Latent attention keeps one latent in
+    the place of all keys and values, and the rotated key beside it: (kv_rank + rope_dim) numbers a token and layer.
     """
 
     def __init__(self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         assert config.layers and config.kv_heads and config.head_dim
-        shape = (config.layers, rows, config.kv_heads, capacity, config.head_dim)
-        self._keys = torch.zeros(shape, device=device, dtype=dtype)
-        self._values = torch.zeros(shape, device=device, dtype=dtype)
+        heads, sizes = (1, (mla.kv_rank, mla.rope_dim)) if (mla := config.mla) else (config.kv_heads, (config.head_dim, config.head_dim))
+        self._keys, self._values = (
+            torch.zeros(config.layers, rows, heads, capacity, size, device=device, dtype=dtype) for size in sizes
+        )
         self.capacity = capacity
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.end = 0
@@ -50,11 +53,9 @@ class Cache:
         self.end = min(int(self.lengths.max()) + steps, self.capacity)
         return self.slots_BT
 
-    def mask(self, window: int | None) -> Tensor:
-        """True where a new token may see a cached one; (B, 1, T, S)."""
-        distance = self.slots_BT[:, :, None] - torch.arange(self.end, device=self.lengths.device)
-        visible = distance >= 0
-        return (visible & (distance < window) if window else visible)[:, None]
+    def mask(self, window: int | None) -> Visible:
+        """The cached tokens that each new one sees: those before it in its row, and itself."""
+        return visible(self.slots_BT, self.end, window)
 
     def finish(self, counts_B: Tensor) -> None:
         """Keep `counts_B[b]` of the tokens just written in row b."""

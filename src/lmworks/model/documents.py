@@ -1,51 +1,89 @@
-"""Where documents begin and end: the one source of positions and attention masks (promise 6).
+"""Where documents begin and end: the one source of positions and of who sees whom (promise 6).
 
-Shapes: B batch, T time, N = B * T, n documents. `cu_seqlens` (n + 1,) are the starts of the documents in the flattened
+Shapes: B batch, T queries, S keys, N = B * T, n documents. `cu_seqlens` (n + 1,) are the starts of the documents in the flattened
 batch, then N. A row of the batch always starts a document.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from lmworks.model.chunked import attend_chunks
+from lmworks.model.flex import attend_flex, block_mask, has_flex
+
+_KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made once for all layers
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What each query sees: the keys from place `first` to place `last` of its row, both (B, T), of `keys` in all.
+
+    Causal attention, documents and windows are all of this kind, and it takes two numbers a query where a mask takes one per pair.
+    `kept` is that mask for short rows, and `blocks` what FlexAttention asks for on a GPU. A query sees itself at least.
+    """
+
+    first_BT: Tensor
+    last_BT: Tensor
+    keys: int
+    kept_B1TS: Tensor | None = None
+    blocks: BlockMask | None = None
+
+    def dense(self) -> Tensor:
+        """True where a query sees a key; (B, 1, T, S)."""
+        if self.kept_B1TS is not None:
+            return self.kept_B1TS
+        place_S = torch.arange(self.keys, device=self.first_BT.device)
+        return ((self.first_BT[:, :, None] <= place_S) & (place_S <= self.last_BT[:, :, None]))[:, None]
+
+    def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(C)) v over what is seen, (B, H, T, V), in memory linear in the length."""
+        if self.blocks is not None:
+            return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks)
+        return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)[0]
+
+
+def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
+    """What queries at places `last_BT` see of a document that begins at `start_BT`, under a window or without one."""
+    first_BT = torch.zeros_like(last_BT) + start_BT
+    if window:
+        first_BT = torch.maximum(first_BT, last_BT - window + 1)
+    seen = Visible(first_BT, last_BT, keys)
+    if last_BT.shape[1] * keys <= _KEPT:
+        return replace(seen, kept_B1TS=seen.dense())
+    return replace(seen, blocks=block_mask(first_BT, last_BT, keys)) if has_flex(first_BT.device) else seen
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions (B, T) within each token's document, and the masks (B, 1, T, T) of who sees whom.
+    """Positions (B, T) within each token's document, and who sees whom.
 
     `mask` is None where plain causal attention says the same; `window_mask` is that of the sliding layers.
     """
 
     positions_BT: Tensor
-    mask: Tensor | None
-    window_mask: Tensor | None
+    mask: Visible | None
+    window_mask: Visible | None
+
+
+def starts(shape: tuple[int, int], cu_seqlens: Tensor) -> Tensor:
+    """The place in its row at which each token's document begins; (B, T)."""
+    rows, length = shape
+    flat = torch.arange(rows * length, device=cu_seqlens.device)
+    begins = cu_seqlens[torch.searchsorted(cu_seqlens.to(flat.dtype), flat, right=True) - 1]
+    return begins.view(rows, length) - (flat - flat % length).view(rows, length)
 
 
 def from_cu_seqlens(shape: tuple[int, int], cu_seqlens: Tensor | None, window: int | None, device: torch.device) -> Documents:
-    """Masks and positions of a batch of `shape` (B, T); without `cu_seqlens` each row is one document."""
+    """Positions and masks of a batch of `shape` (B, T); without `cu_seqlens` each row is one document."""
     rows, length = shape
-    steps = torch.arange(length, device=device)
+    places = torch.arange(length, device=device).expand(rows, length)
+    slides = window is not None and window < length
     if cu_seqlens is None or cu_seqlens.numel() == rows + 1:
-        positions = steps.expand(rows, length)
-        window_mask = _visible(positions, None, window) if window and window < length else None
-        return Documents(positions, None, window_mask)
-    flat = torch.arange(rows * length, device=device)
-    document = torch.searchsorted(cu_seqlens.to(flat.dtype), flat, right=True) - 1
-    positions = (flat - cu_seqlens[document]).view(rows, length)
-    document_BT = document.view(rows, length)
-    mask = _visible(positions, document_BT, None)
-    return Documents(positions, mask, _visible(positions, document_BT, window) if window and window < length else mask)
-
-
-def _visible(positions_BT: Tensor, document_BT: Tensor | None, window: int | None) -> Tensor:
-    """True where a query may see a key; (B, 1, T, T). Within a document, order in the row is order of position."""
-    distance = positions_BT[:, :, None] - positions_BT[:, None, :]
-    visible = distance >= 0
-    if window:
-        visible = visible & (distance < window)
-    if document_BT is not None:
-        visible = visible & (document_BT[:, :, None] == document_BT[:, None, :])
-    return visible[:, None]
+        return Documents(places, None, visible(places, length, window) if slides else None)
+    start = starts(shape, cu_seqlens)
+    mask = visible(places, length, None, start)
+    return Documents(places - start, mask, visible(places, length, window, start) if slides else mask)

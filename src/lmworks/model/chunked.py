@@ -1,0 +1,117 @@
+"""Attention in linear memory: a block of queries at a time against the keys that they see.
+
+Kept for the backward pass are queries, keys, values, the output and the log-sum-exp of each query; scores are made again there
+(FlashAttention, Dao et al. 2022, arXiv:2205.14135). The keys that a block of queries sees lie side by side, so that what no query sees,
+later tokens and other documents, costs nothing.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K, C head dimension, V value dimension, Q queries of a
+block, R keys that they see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_SCORES = 1 << 20  # of one block, at most, as long as it has _FEWEST queries
+_FEWEST, _MOST = 32, 512
+
+
+@torch.library.custom_op("lmworks::attend_chunks", mutates_args=())
+def attend_chunks(
+    query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T) in fp32.
+
+    One operator for the compiler: which keys a block sees is known only when it runs.
+    """
+    B, H, T, _ = query_BHTC.shape
+    out = query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1])
+    lse = query_BHTC.new_empty(B, H, T, dtype=torch.float32)
+    for row, rows, keys in _blocks(query_BHTC, first_BT, last_BT):
+        key, value = key_BKSC[row, :, keys], value_BKSV[row, :, keys]
+        scores_KGQR = _scores(query_BHTC[row, :, rows], key, first_BT[row, rows], last_BT[row, rows], keys.start, scale)
+        most = scores_KGQR.amax(-1, keepdim=True)
+        weights = scores_KGQR.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True)
+        mixed = _product(weights.to(value.dtype), value)
+        out[row, :, rows] = (mixed / total.to(mixed.dtype)).view(H, -1, value.shape[-1])
+        lse[row, :, rows] = (most + total.log()).view(H, -1)
+    return out, lse
+
+
+@torch.library.custom_op("lmworks::attend_chunks_backward", mutates_args=())
+def attend_chunks_backward(
+    grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value; those of key and value add up in fp32."""
+    K, C, V = key_BKSC.shape[1], key_BKSC.shape[-1], value_BKSV.shape[-1]
+    grad_query = torch.empty(query_BHTC.shape, dtype=query_BHTC.dtype, device=query_BHTC.device)
+    grad_key = torch.zeros(key_BKSC.shape, dtype=torch.float32, device=key_BKSC.device)
+    grad_value = torch.zeros(value_BKSV.shape, dtype=torch.float32, device=key_BKSC.device)
+    for row, rows, keys in _blocks(query_BHTC, first_BT, last_BT):
+        query, key, value = query_BHTC[row, :, rows], key_BKSC[row, :, keys], value_BKSV[row, :, keys]
+        grad = grad_BHTV[row, :, rows]
+        weights = _scores(query, key, first_BT[row, rows], last_BT[row, rows], keys.start, scale)
+        weights.sub_(lse_BHT[row, :, rows].view(K, -1, weights.shape[2], 1)).exp_()
+        # what the softmax takes off each score's gradient: the sum over keys of weight times gradient
+        mean = (grad.float() * out_BHTV[row, :, rows].float()).sum(-1).view(K, -1, weights.shape[2], 1)
+        grad_KMV = grad.reshape(K, -1, V)
+        grad_value[row, :, keys] += (weights.to(grad.dtype).view(K, -1, key.shape[1]).transpose(1, 2) @ grad_KMV).float()
+        grad_weights = (grad_KMV @ value.transpose(1, 2)).float().view_as(weights)
+        grad_scores = weights.mul_(grad_weights.sub_(mean)).mul_(scale).to(query.dtype)
+        grad_query[row, :, rows] = _product(grad_scores, key).view(query.shape)
+        grad_key[row, :, keys] += (grad_scores.view(K, -1, key.shape[1]).transpose(1, 2) @ query.reshape(K, -1, C)).float()
+    return grad_query, grad_key.to(key_BKSC.dtype), grad_value.to(value_BKSV.dtype)
+
+
+def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Row, queries and the keys that at least one of them sees, block by block."""
+    B, H, T, _ = query_BHTC.shape
+    longest = int(last_BT.max()) + 1
+    size = min(max(_SCORES // (H * longest), _FEWEST), _MOST)
+    for row in range(B):
+        for start in range(0, T, size):
+            rows = slice(start, min(start + size, T))
+            yield row, rows, slice(int(first_BT[row, rows].min()), int(last_BT[row, rows].max()) + 1)
+
+
+def _scores(query_HQC: Tensor, key_KRC: Tensor, first_Q: Tensor, last_Q: Tensor, start: int, scale: float) -> Tensor:
+    """(K, G, Q, R) in fp32, -inf where a query does not see a key. The heads of a group share their keys: one product for all."""
+    K, R, C = key_KRC.shape
+    scores = (query_HQC.reshape(K, -1, C) @ key_KRC.transpose(1, 2)).view(K, -1, query_HQC.shape[1], R).float()
+    place_R = torch.arange(start, start + R, device=key_KRC.device)
+    hidden_QR = (place_R < first_Q[:, None]) | (place_R > last_Q[:, None])
+    return scores.mul_(scale).masked_fill_(hidden_QR, float("-inf"))
+
+
+def _product(weights_KGQR: Tensor, value_KRV: Tensor) -> Tensor:
+    K, G, Q, R = weights_KGQR.shape
+    return (weights_KGQR.view(K, G * Q, R) @ value_KRV).view(K, G, Q, -1)
+
+
+@attend_chunks.register_fake
+def _(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    B, H, T, _ = query_BHTC.shape
+    return query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1]), query_BHTC.new_empty(B, H, T, dtype=torch.float32)
+
+
+@attend_chunks_backward.register_fake
+def _(grad, query, key, value, first, last, out, lse, scale):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
+    grads = attend_chunks_backward(grad_out, *ctx.saved_tensors, ctx.scale)
+    return (*grads, None, None, None)
+
+
+attend_chunks.register_autograd(_differentiate, setup_context=_keep)
