@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmworks.optim.groups import Group
+from lmworks.optim.placement import local, local_grad
 from lmworks.optim.select import selected
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
@@ -16,7 +17,8 @@ _FUSED = ("cpu", "cuda", "xpu", "mps")
 class AdamW:
     """AdamW over groups, by torch's fused kernel where the device has one; equal to `torch.optim.AdamW`.
 
-    State: `first[name]`, `second[name]` (fp32, shaped as the parameter) and one `count` of the steps taken (0-d fp32, exact to 16.7M).
+    State: `first[name]`, `second[name]` (fp32, shaped and placed as the parameter) and one `count` of the steps taken (0-d fp32, exact
+    to 16.7M).
     The fused kernel leaves everything alone by itself when it is told that the step is not finite.
     """
 
@@ -39,9 +41,9 @@ class AdamW:
                 (self._fused if self.fused else self._plain)(group, names, factor * group.learning_rate, finite)
 
     def _fused(self, group: Group, names: list[str], rate: float, finite: Tensor | None) -> None:
-        weights: list[Tensor] = [group.parameters[name] for name in names]
-        grads = [weight.grad for weight in weights if weight.grad is not None]
-        first, second = [self.first[name] for name in names], [self.second[name] for name in names]
+        weights = [local(group.parameters[name]) for name in names]
+        grads = [grad for name in names if (grad := local_grad(group.parameters[name])) is not None]
+        first, second = [local(self.first[name]) for name in names], [local(self.second[name]) for name in names]
         torch._fused_adamw_(
             weights, grads, first, second, [], [self.count] * len(names),
             lr=rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=group.weight_decay, eps=self.eps,
@@ -51,9 +53,10 @@ class AdamW:
     def _plain(self, group: Group, names: list[str], rate: float, finite: Tensor | None) -> None:
         beta1, beta2 = self.betas
         for name in names:
-            weight, first, second = group.parameters[name], self.first[name], self.second[name]
-            assert weight.grad is not None
-            grad = weight.grad.float()
+            weight, first, second = local(group.parameters[name]), local(self.first[name]), local(self.second[name])
+            grad = local_grad(group.parameters[name])
+            assert grad is not None
+            grad = grad.float()
             with selected([weight, first, second], finite):
                 weight.mul_(1 - rate * group.weight_decay)
                 first.lerp_(grad, 1 - beta1)

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lmworks.optim.placement import local, local_grad, shards
 
 
 @torch.no_grad()
-def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, holders: int | None = None) -> Tensor:
     """The Euclidean norm over all elements of all tensors; 0-d fp32, not finite if any element is not.
+
+    With `group` the tensors of all its ranks count, each element once. `holders` is how many of the ranks share a tensor, every one with
+    a part or a copy (`Ranks.size("weights")`); left out, all. With pipeline stages it is fewer: other stages have other tensors.
 
     On CPU row by row: torch adds a whole tensor up in running fp32 sums, which is off by 1e-3 at 20M elements.
     """
-    if not tensors:
-        return torch.zeros(())
-    if tensors[0].device.type == "cpu":
-        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(tensor.float(), dim=-1)) for tensor in tensors]
+    here = [local(tensor) for tensor in tensors]
+    if not here:
+        norm = torch.zeros(())
     else:
-        norms = list(torch._foreach_norm(list(tensors), 2, torch.float32))
-    return torch.linalg.vector_norm(torch.stack(norms))
+        if here[0].device.type == "cpu":
+            norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(tensor.float(), dim=-1)) for tensor in here]
+        else:
+            norms = list(torch._foreach_norm(here, 2, torch.float32))
+        if group is not None:
+            # Of H holders and S different parts, H / S ranks have the same one: each counts for S / H of it.
+            sharers = dist.get_world_size(group) if holders is None else holders
+            torch._foreach_mul_(norms, [(shards(tensor) / sharers) ** 0.5 for tensor in tensors])
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    if group is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt().float()
+    return norm
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[Tensor], limit: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
+    copies: Collection[Tensor] = (),
+) -> Tensor:  # fmt: skip
     """Scale the gradients in place so that their global norm is at most `limit` (0: leave them); returns the norm before.
 
+    `group` and `holders` as in `global_norm`; every rank of the group must call. Among the parameters, `copies` are those that another
+    pipeline stage has too and counts (a tied embedding): they are scaled, but not counted here.
     Non-finite gradients stay so; `Optimizer.step` is told by `finite` to ignore them.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = global_norm(grads)
+    parameters, elsewhere = list(parameters), {id(parameter) for parameter in copies}
+    grads = [grad for parameter in parameters if (grad := local_grad(parameter)) is not None]
+    counted = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) not in elsewhere]
+    # A rank with nothing to count takes part in the sum from its own device.
+    norm = global_norm(counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])], group, holders)
     # On CPU the norm is known, and a pass over all gradients that multiplies by one can be spared.
     if limit and grads and not (norm.device.type == "cpu" and norm.item() <= limit):
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lmworks.optim.placement import local
 from lmworks.optim.select import selected
 
 
 class Ema:
-    """average <- decay * average + (1 - decay) * weight, in fp32, from the first weights on. State: `average[name]`."""
+    """average <- decay * average + (1 - decay) * weight, in fp32, from the first weights on.
+
+    State: `average[name]`, placed as the parameter.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         self.decay, self.parameters = decay, dict(parameters)
@@ -22,8 +26,9 @@ class Ema:
     def step(self, finite: Tensor | None = None) -> None:
         """Take the weights in; a step that did not happen does not count."""
         for name, parameter in self.parameters.items():
-            with selected([self.average[name]], finite):
-                self.average[name].lerp_(parameter.float(), 1 - self.decay)
+            average = local(self.average[name])
+            with selected([average], finite):
+                average.lerp_(local(parameter).float(), 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -38,4 +43,4 @@ class Ema:
     @torch.no_grad()
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            parameter.copy_(values[name])
+            local(parameter).copy_(local(values[name]))

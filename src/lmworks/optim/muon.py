@@ -6,16 +6,16 @@ Shapes: N matrices of R rows and C columns, R <= C in a stack; a parameter is on
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lmworks.optim.groups import Group
+from lmworks.optim.placement import local, local_grad
 from lmworks.optim.select import selected
+from lmworks.optim.whole import Arrival, Bucket, plan
 from lmworks.precision import has_bf16
 
 QUINTIC = (3.4445, -4.775, 2.0315)
@@ -55,50 +55,15 @@ def update_scale(rows: int, cols: int, kind: Literal["rms", "spectral"]) -> floa
     return 0.2 * math.sqrt(max(rows, cols)) if kind == "rms" else math.sqrt(max(1.0, rows / cols))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some matrices of one parameter: what one stack takes at a time."""
-
-    name: str
-    parameter: Tensor
-    first: int
-    count: int
-    learning_rate: float
-    weight_decay: float
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This piece (count, R, C) of a tensor shaped as the parameter; a view."""
-        return tensor.view(-1, *tensor.shape[-2:])[self.first : self.first + self.count]
-
-
-def _pieces(groups: Sequence[Group], limit: int) -> Iterator[_Piece]:
-    for group in groups:
-        for name, parameter in group.parameters.items():
-            rows, cols = parameter.shape[-2:]
-            matrices, at_once = parameter.numel() // (rows * cols), max(1, limit // (rows * cols))
-            for first in range(0, matrices, at_once):
-                yield _Piece(name, parameter, first, min(at_once, matrices - first), group.learning_rate, group.weight_decay)
-
-
-def _stacks(groups: Sequence[Group], limit: int) -> list[list[_Piece]]:
-    """Pieces of equal shape, up to transposition, together; at most `limit` elements unless one matrix alone has more."""
-    stacks: dict[tuple[int, int], list[list[_Piece]]] = defaultdict(list)
-    for piece in _pieces(groups, limit):
-        rows, cols = piece.parameter.shape[-2:]
-        same = stacks[min(rows, cols), max(rows, cols)]
-        if not same or (sum(other.count for other in same[-1]) + piece.count) * rows * cols > limit:
-            same.append([])
-        same[-1].append(piece)
-    return [stack for same in stacks.values() for stack in same]
-
-
 class Muon:
-    """Muon over groups of matrices and expert stacks; equal to `torch.optim.Muon` on each matrix alone.
+    """Muon over groups of matrices and expert stacks; equal to `torch.optim.Muon` on each matrix alone, however they are sharded.
 
     `dtype` is that of Newton-Schulz (torch: bf16); left out, bf16 where the device multiplies it in hardware, else fp32. The state,
-    `momentum[name]`, is fp32 and shaped as its parameter.
+    `momentum[name]`, is fp32, shaped and placed as its parameter. Sharded matrices travel in `dtype`: they are rounded to it on one
+    process as well, so that nothing is lost. Momentum is elementwise and stays where it is.
     `stack_elements` bounds a stack, and with it the scratch memory of about 12 bytes per element. Left out, it is 1Mi on CPU, where a
     stack should stay in the cache and fresh large buffers cost page faults, and 128Mi elsewhere, where few large kernels are best.
+    Construction and `step` are collective where parameters are sharded (`whole.plan`).
     """
 
     def __init__(
@@ -113,38 +78,61 @@ class Muon:
         stack_elements: int | None = None,
     ) -> None:
         self.beta, self.nesterov, self.steps, self.scale = momentum, nesterov, steps, scale
-        self.momentum = {name: torch.zeros_like(p, dtype=torch.float32) for group in groups for name, p in group.parameters.items()}
-        devices = {p.device for group in groups for p in group.parameters.values()}
+        self._group_of = {name: group for group in groups for name in group.parameters}
+        parameters = {name: p for group in groups for name, p in group.parameters.items()}
+        self.momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+        devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
         self.dtype = dtype or (torch.bfloat16 if all(map(has_bf16, devices)) else torch.float32)
-        self._stacks = _stacks(groups, stack_elements or (1 << 20 if on_cpu else 1 << 27))
+        self._buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27))
 
     @torch.no_grad()
     def step(self, factor: float = 1.0, finite: Tensor | None = None) -> None:
-        """One update at `factor` times the groups' rates; parameters without a gradient are left alone."""
-        for stack in self._stacks:
-            pieces = [piece for piece in stack if piece.parameter.grad is not None]
-            if pieces:
-                self._step(pieces, factor, finite)
+        """One update at `factor` times the groups' rates; parameters without a gradient are left alone.
 
-    def _step(self, pieces: list[_Piece], factor: float, finite: Tensor | None) -> None:
-        weights = [piece.of(piece.parameter) for piece in pieces]
-        momenta = [piece.of(self.momentum[piece.name]) for piece in pieces]
-        grads = [piece.of(piece.parameter.grad).float() for piece in pieces if piece.parameter.grad is not None]
-        with selected([*weights, *momenta], finite):
-            torch._foreach_lerp_(momenta, grads, 1 - self.beta)
-            directions = torch._foreach_lerp(grads, momenta, self.beta) if self.nesterov else momenta
-            torch._foreach_mul_(weights, [1 - factor * piece.learning_rate * piece.weight_decay for piece in pieces])
-            for piece, weight, update in zip(pieces, weights, self._orthogonal(directions), strict=True):
-                rate = factor * piece.learning_rate * update_scale(weight.shape[1], weight.shape[2], self.scale)
-                weight.add_(update, alpha=-rate)
+        While a bucket is orthogonalised, the parts of the next and the updates of the last are on their way.
+        """
+        coming: tuple[Bucket, Arrival] | None = None
+        leaving: tuple[Bucket, Arrival] | None = None
+        for bucket in [*self._buckets, None, None]:
+            begun = None if bucket is None else (bucket, self._collect(bucket, finite))
+            done = None if coming is None else (coming[0], self._distribute(*coming))
+            if leaving is not None:
+                self._apply(*leaving, factor, finite)
+            coming, leaving = begun, done
 
-    def _orthogonal(self, directions: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalise pieces (n, R, C) or (n, C, R) in one stack; views of it, each the way its piece lay."""
-        rows, cols = sorted(directions[0].shape[1:])
-        counts = [len(piece) for piece in directions]
-        stack = torch.empty((sum(counts), rows, cols), dtype=self.dtype, device=directions[0].device)
-        for place, piece in zip(stack.split(counts), directions, strict=True):
-            place.copy_(piece.mT if piece.shape[1] > piece.shape[2] else piece)
-        done = orthogonalize(stack, self.steps).split(counts)
-        return [out.mT if piece.shape[1] > piece.shape[2] else out for out, piece in zip(done, directions, strict=True)]
+    def _collect(self, bucket: Bucket, finite: Tensor | None) -> Arrival:
+        """Take the gradients into the momentum, and send the directions to the owners."""
+        grads = {i: part.of(g).float() for i, part in enumerate(bucket.parts) if (g := local_grad(part.run.parameter)) is not None}
+        momenta = {i: bucket.parts[i].of(local(self.momentum[bucket.parts[i].run.name])) for i in grads}
+        sent = [i for i in bucket.sends if i in grads]
+        with selected(list(momenta.values()), finite):
+            if grads:
+                torch._foreach_lerp_(list(momenta.values()), list(grads.values()), 1 - self.beta)
+            directions = {i: momenta[i] for i in sent}
+            if sent and self.nesterov:
+                made = torch._foreach_lerp([grads[i] for i in sent], list(directions.values()), self.beta)
+                directions = dict(zip(sent, made, strict=True))
+        # The sizes of an exchange are fixed: a part without a gradient goes as zeros, and what comes back for it is not taken.
+        parts = [directions[i] if i in directions else torch.zeros(bucket.parts[i].shape, device=bucket.device) for i in bucket.sends]
+        return bucket.collect.start(parts, self.dtype, bucket.device)
+
+    def _distribute(self, bucket: Bucket, directions: Arrival) -> Arrival:
+        """Orthogonalise what this rank owns, and send the updates to all that hold a part."""
+        stacks = [torch.empty(shape, dtype=self.dtype, device=bucket.device) for shape in bucket.stacks]
+        for place, direction in zip(bucket.taken, directions(), strict=True):
+            place.of(stacks).copy_(direction)
+        done = [orthogonalize(stack, self.steps) for stack in stacks]
+        return bucket.distribute.start([place.of(done) for place in bucket.given], self.dtype, bucket.device)
+
+    def _apply(self, bucket: Bucket, updates: Arrival, factor: float, finite: Tensor | None) -> None:
+        """Decay and move what this rank holds."""
+        arrived = [(part, update) for part, update in zip(bucket.parts, updates(), strict=True) if part.run.parameter.grad is not None]
+        weights = [part.of(local(part.run.parameter)) for part, _ in arrived]
+        groups = [self._group_of[part.run.name] for part, _ in arrived]
+        with selected(weights, finite):
+            if weights:
+                torch._foreach_mul_(weights, [1 - factor * group.learning_rate * group.weight_decay for group in groups])
+            for (part, update), weight, group in zip(arrived, weights, groups, strict=True):
+                rows, cols = part.run.parameter.shape[-2:]
+                weight.add_(update, alpha=-factor * group.learning_rate * update_scale(rows, cols, self.scale))

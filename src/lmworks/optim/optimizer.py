@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
 from lmworks.optim.adamw import AdamW
 from lmworks.optim.ema import Ema
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.optim.muon import Muon
+from lmworks.optim.placement import local, part_of
 from lmworks.recipe.training import Optimizer as Options
 
 
@@ -58,7 +60,7 @@ class Optimizer:
         return rates
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state itself, not a copy: flat, KIND.PARAMETER, each tensor shaped as its parameter; and `count`, the steps taken."""
+        """The state itself, not a copy: flat, KIND.PARAMETER, each shaped and placed as its parameter; and `count`, the steps taken."""
         kinds: dict[str, Mapping[str, Tensor]] = {"momentum": self.muon.momentum, "first": self.adamw.first, "second": self.adamw.second}
         if self.ema:
             kinds["average"] = self.ema.average
@@ -66,7 +68,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` in; names and shapes must be those of `state_dict()`."""
+        """Copy `state` in; names and shapes must be those of `state_dict()`. A tensor is placed as the parameter, or plain and whole."""
         own = self.state_dict()
         wrong = sorted(own.keys() ^ state.keys()) + [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
         if wrong:
@@ -75,7 +77,10 @@ class Optimizer:
                 "load the checkpoint with the recipe it was made with"
             )
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            given = state[name]
+            if isinstance(given, DTensor):
+                assert isinstance(tensor, DTensor) and given.placements == tensor.placements, f"{name} is placed {given.placements}"
+            local(tensor).copy_(local(given) if isinstance(given, DTensor) else part_of(given, tensor))
 
 
 def build_optimizer(model: nn.Module, options: Options) -> Optimizer:

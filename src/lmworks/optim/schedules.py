@@ -8,7 +8,7 @@ the next phase's curve begins there at x = 0.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -61,6 +61,11 @@ class _Curve:
             return self.start + (top - self.start) * x / self.warmup
         return top * self._shape(x)
 
+    @property
+    def warm(self) -> int:
+        """The first step behind the warm-up."""
+        return bisect_left(range(self.steps), self.warmup, key=self.tokens_before)
+
     def _shape(self, x: int) -> float:
         schedule, final = self.phase.schedule, self.phase.schedule.final
         if schedule.kind == "constant":
@@ -108,6 +113,11 @@ class Schedules:
         index = bisect_right(self._ends, step)
         curve = self._curves[index]
         return curve.value(step - self._ends[index] + curve.steps)
+
+    def warm(self, step: int) -> int:
+        """The first step behind the warm-up of the phase that `step` lies in; it may lie ahead."""
+        index = bisect_right(self._ends, min(step, self._ends[-1] - 1))
+        return self._ends[index] - self._curves[index].steps + self._curves[index].warm
 
 
 def _since(first: int, tokens_before: Callable[[int], int]) -> Callable[[int], int]:
