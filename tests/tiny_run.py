@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.storage import Reader, read_table
+from lmworks.checkpoint.storage import Reader
 from lmworks.metrics import system
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
@@ -166,12 +166,9 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> N
 
 def checkpoint(run_dir: Path, step: int | None = None, folder: str = "checkpoints") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint by path: model, optimizer, experts, random state."""
-    import torch.distributed.checkpoint as dcp
-
     path = run_dir / folder / listing.name_of(step) if step is not None else listing.directories(run_dir / folder)[-1]
-    tensors = {name: torch.empty(row["shape"], dtype=getattr(torch, row["dtype"])) for name, row in read_table(path).items()}
-    dcp.load(tensors, storage_reader=Reader(path), planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
-    return tensors
+    reader = Reader(path)
+    return {name: reader.box(name, (0,) * len(record.shape), record.shape) for name, record in reader.table.items()}
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

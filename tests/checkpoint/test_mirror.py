@@ -45,7 +45,7 @@ def test_finished_checkpoints_are_copied_to_a_url(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     run(tmp_path / "run", "memory://bucket/run", steps=2)
     filesystem = fsspec.filesystem("memory")
-    for name in ("data-00000-00000.bin", "manifest.json", "meta.json", "tensors.json"):
+    for name in ("data-00000-00000.bin", "manifest.json", "meta.json", "tensors.jsonl.gz"):
         assert filesystem.cat_file(f"/bucket/run/step-00000002/{name}") == (tmp_path / "run/step-00000002" / name).read_bytes()
 
 

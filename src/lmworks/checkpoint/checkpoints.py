@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmworks.checkpoint import listing, manifest, retention
+from lmworks.checkpoint.loading import as_json, load
 from lmworks.checkpoint.mirror import Mirror
+from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
 from lmworks.files import sync_directory
 from lmworks.recipe.training import Checkpoints as Options
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-
+    from lmworks.checkpoint.parts import Part
     from lmworks.checkpoint.state import Staging, State
 
 
@@ -53,9 +52,9 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._staging: Staging | None = None
-        self._group, self._rank, self._ranks = _own_group()
-        self._mirror = Mirror(options.copy_to, report) if options.copy_to and self._rank == 0 else None
-        if self._rank == 0:
+        self._team = new_team()
+        self._mirror = Mirror(options.copy_to, report) if options.copy_to and self._team.is_first else None
+        if self._team.is_first:
             self._clean()
 
     def save(
@@ -67,19 +66,21 @@ class Checkpoints:
         Asynchronous by the options: when this returns the state has been copied and may be changed; `wait` (or `self.wait()`) waits
         until it is on the disk. Raises `UserError` if this save, or the one before it, failed; earlier checkpoints stay as they are.
         """
+        from lmworks.checkpoint.parts import parts_to_write
         from lmworks.checkpoint.state import Staging, split
 
         self.wait()
         begin = time.monotonic()
         tensors, values = split(state)
-        document = _as_json(
+        parts = parts_to_write(tensors, self._team)
+        document = as_json(
             {"format": 1, "step": step, "metric": metric, "permanent": permanent, "identity": self.identity, "meta": meta, "values": values}
         )
         if not self.options.asynchronous:
-            self._write(step, tensors, document, begin)
+            self._write(step, parts, document, begin)
             return
         self._staging = self._staging or Staging()
-        job = partial(self._in_background, step, self._staging.copy(tensors), document, begin)
+        job = partial(self._in_background, step, self._staging.copy(parts), document, begin)
         self._thread = threading.Thread(target=job, name="checkpoint-save")
         self._thread.start()
         if wait:
@@ -119,15 +120,15 @@ class Checkpoints:
         """The newest checkpoint of which every byte verifies, or None. Bad ones are renamed aside (`step-00000100.bad-1`), reported,
         and added to `refused`."""
         self.wait()
-        for path in reversed(self._agree(listing.directories(self.directory))):
-            reasons = self._gather(manifest.problem(path, share=(self._rank, self._ranks)))
+        for path in self._team.agree(listing.directories(self.directory)[::-1] if self._team.is_first else []):
+            reasons = self._team.all(manifest.problem(path, share=(self._team.rank, self._team.size)))
             reason = next((one for one in reasons if one), None)
             if reason is None:
                 self._verified.add(path)
                 return path
             self.refused.append((path, reason))
-            if self._rank == 0:
-                aside = self._set_aside(path)
+            if self._team.is_first:
+                aside = set_aside(path, "bad")
                 self.report("checkpoint_refused", path=str(path), reason=reason, renamed=str(aside))
         return None
 
@@ -136,32 +137,31 @@ class Checkpoints:
 
         Raises `UserError` if the checkpoint is damaged or of another model.
         """
-        return load(path, state, self.identity, verified=path in self._verified, group=self._group)
+        return load(path, state, self.identity, verified=path in self._verified, team=self._team)
 
     def load_latest(self, state: State) -> dict[str, Any] | None:
         """`load` of `latest_good`; None if there is none."""
         path = self.latest_good()
         return None if path is None else self.load(path, state)
 
-    def _in_background(self, step: int, tensors: dict[str, torch.Tensor], document: dict[str, Any], begin: float) -> None:
+    def _in_background(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
         try:
-            self._write(step, tensors, document, begin)
+            self._write(step, parts, document, begin)
         except BaseException as error:
             self._failure = error
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor], document: dict[str, Any], begin: float) -> None:
+    def _write(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
         final = self.directory / listing.name_of(step)
         aside = self.directory / f".{final.name}.part"
         try:
-            self._write_aside(aside, tensors, document)
-            if self._rank == 0:
-                self._publish(aside, final)
+            self._write_aside(aside, parts, document)
+            self._team.together(partial(self._publish, aside, final) if self._team.is_first else _nothing)
         except OSError as error:
             raise self._explain(step, error) from error
         finally:
-            if self._rank == 0:
+            if self._team.is_first:
                 shutil.rmtree(aside, ignore_errors=True)
-        if self._rank != 0:
+        if not self._team.is_first:
             return
         self._verified.discard(final)
         size = sum(entry.bytes for entry in manifest.entries(final).values())
@@ -171,19 +171,13 @@ class Checkpoints:
             self._mirror.add(final)
         self._prune(step)
 
-    def _write_aside(self, aside: Path, tensors: dict[str, torch.Tensor], document: dict[str, Any]) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
+    def _write_aside(self, aside: Path, parts: list[Part], document: dict[str, Any]) -> None:
+        from lmworks.checkpoint.storage import documents, seal, write_parts
 
-        from lmworks.checkpoint.storage import Writer
-
-        try:
-            dcp.save(
-                tensors, storage_writer=Writer(aside, {listing.META: document}),
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False), process_group=self._group,
-            )
-        except CheckpointException as error:
-            raise _first_failure(error) from error
+        self._team.together(partial(aside.mkdir, parents=True) if self._team.is_first else _nothing)
+        written = self._team.collect(lambda: write_parts(aside, self._team.rank, parts))
+        if self._team.is_first:
+            seal(aside, documents(written, {listing.META: document}))
 
     def _publish(self, aside: Path, final: Path) -> None:
         replaced = self.directory / f".{final.name}.replaced"
@@ -215,14 +209,6 @@ class Checkpoints:
             elif match:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _set_aside(self, path: Path) -> Path:
-        number = 1
-        while (aside := path.with_name(f"{path.name}.bad-{number}")).exists():
-            number += 1
-        os.replace(path, aside)
-        sync_directory(self.directory)
-        return aside
-
     def _explain(self, step: int, error: OSError) -> UserError:
         before = listing.directories(self.directory)
         intact = f"the checkpoint before it, {before[-1].name}, is intact" if before else "there is no earlier checkpoint"
@@ -232,68 +218,16 @@ class Checkpoints:
             what, mend = f"the disk of {self.directory} is full ({free / 1e6:,.1f} MB free)", "free some space"
         return UserError(f"the checkpoint of step {step} was not saved: {what}; {intact}; {mend} and run the same command again")
 
-    def _agree(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
-        return self._gather(value)[0]
 
-    def _gather(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self._ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint to `step-00000100.WHY-1` (or -2 and so on), where no reader looks; returns the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+        number += 1
+    os.replace(path, aside)
+    sync_directory(path.parent)
+    return aside
 
 
-def load(
-    path: Path, state: State, identity: dict[str, Any] | None = None, *, verified: bool = False, group: ProcessGroup | None = None
-) -> dict[str, Any]:
-    """Fill the tensors of `state` in place from the checkpoint at `path`, replace its plain values, and return the meta saved with it.
-
-    Only the top-level parts that `state` has are read: `{"model": model.state_dict()}` leaves the optimizer alone. The layout of
-    DTensors may differ from that of the save. `verified` skips the hashing. Raises `UserError` if the checkpoint is damaged, or of
-    another model (`identity`, where given, or names, shapes or types differ).
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from lmworks.checkpoint import state as states
-    from lmworks.checkpoint.storage import Reader, read_table
-
-    path = Path(path)
-    if not verified and (reason := manifest.problem(path)) is not None:
-        raise UserError(f"{path} is damaged: {reason}; use another checkpoint (lmworks ckpt verify shows the good ones)")
-    document, table = listing.read_meta(path), read_table(path)
-    if identity is not None:
-        states.refuse_other_identity(str(path), _as_json(identity), document["identity"])
-    states.refuse_other_tensors(str(path), state, table, document["values"])
-    tensors, _ = states.split(state)
-    try:
-        dcp.load(tensors, storage_reader=Reader(path), planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), process_group=group)
-    except CheckpointException as error:
-        raise _first_failure(error) from error
-    states.put_values(state, document["values"])
-    return dict(document["meta"])
-
-
-def _as_json(value: Any) -> Any:
-    """What `value` will be once read back from JSON; a copy that later changes do not reach."""
-    return json.loads(json.dumps(value))
-
-
-def _first_failure(error: Any) -> BaseException:
-    """What a rank met, without the collective's wrapping."""
-    failures: dict[int, Any] = error.failures
-    first: BaseException = failures[min(failures)][0]
-    return first
-
-
-def _own_group() -> tuple[ProcessGroup | None, int, int]:
-    """A gloo group for the thread that saves, since it must not mix its messages with those of training; (None, 0, 1) alone."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return None, 0, 1
-    group = dist.new_group(backend="gloo")
-    return group, dist.get_rank(group), dist.get_world_size(group)
+def _nothing() -> None:
+    """What the others do while the first does something."""

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lmworks.files import sha256_file
-
 NAME = "manifest.json"
+_BLOCK = 1 << 20
 _Item = TypeVar("_Item")
 
 
@@ -29,15 +28,11 @@ class Entry:
     sha256: str
 
 
-def _canonical(files: dict[str, Entry]) -> bytes:
+def canonical(files: dict[str, Entry]) -> bytes:
+    """The one way in which a manifest of `files` is written."""
     body: dict[str, Any] = {"format": 1, "files": {name: vars(files[name]) for name in sorted(files)}}
     body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body, indent=1).encode() + b"\n"
-
-
-def seal(directory: Path, files: dict[str, Entry]) -> None:
-    """Write the manifest of `files`, synced."""
-    write_synced(directory / NAME, _canonical(files))
 
 
 def write_synced(path: Path, data: bytes) -> Entry:
@@ -59,32 +54,49 @@ def entries(directory: Path) -> dict[str, Entry]:
         files = {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in json.loads(data)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{NAME} is not readable") from None
-    if _canonical(files) != data or any(Path(name).name != name for name in files):
+    if canonical(files) != data or any(Path(name).name != name for name in files):
         raise ValueError(f"{NAME} is not as it was written")
     return files
 
 
-def problem(directory: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+def problem(directory: Path, share: tuple[int, int] = (0, 1), advance: Callable[[int], None] | None = None) -> str | None:
     """Why the directory is not a good checkpoint, or None. Hashes in parallel threads.
 
     share: (rank, ranks); each rank hashes its part of the files, so that many machines verify a large checkpoint together.
+    advance: called with the bytes that were hashed, from several threads.
     """
     try:
         files = entries(directory)
-        reasons: dict[str, str] = {}
-        rank, ranks = share
-        parallel(lambda name: _check(directory / name, files[name], reasons), sorted(files)[rank::ranks])
     except (ValueError, OSError) as error:
         return str(error)
+    rank, ranks = share
+    return differing(directory, {name: files[name] for name in sorted(files)[rank::ranks]}, advance)
+
+
+def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int], None] | None = None) -> str | None:
+    """Which of the files are not as the manifest says, or None. Hashes in parallel threads."""
+    reasons: dict[str, str] = {}
+    parallel(lambda name: _check(directory / name, files[name], reasons, advance), sorted(files))
     return "; ".join(reasons[name] for name in sorted(reasons)) or None
 
 
-def _check(path: Path, expected: Entry, reasons: dict[str, str]) -> None:
+def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    hasher, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as handle:
+        while count := handle.readinto(block):
+            hasher.update(block[:count])
+            if advance is not None:
+                advance(count)
+    return hasher.hexdigest()
+
+
+def _check(path: Path, expected: Entry, reasons: dict[str, str], advance: Callable[[int], None] | None) -> None:
     try:
         size = path.stat().st_size
         if size != expected.bytes:
             reasons[path.name] = f"{path.name} has {size} bytes, not {expected.bytes}"
-        elif sha256_file(path) != expected.sha256:
+        elif hash_file(path, advance) != expected.sha256:
             reasons[path.name] = f"{path.name} has other content than was written (SHA-256 differs)"
     except FileNotFoundError:
         reasons[path.name] = f"{path.name} is missing"

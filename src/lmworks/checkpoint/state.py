@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmworks.checkpoint.parts import Part
+from lmworks.checkpoint.storage import Table
+from lmworks.checkpoint.team import Team
 from lmworks.errors import UserError
 
 State = dict[Any, Any]
@@ -44,27 +49,31 @@ def put_values(state: State, values: dict[str, Any]) -> None:
 def refuse_other_identity(where: str, here: dict[str, Any], there: dict[str, Any]) -> None:
     """Raise `UserError` naming the first keys in which two identities differ."""
     keys = [*here, *(key for key in there if key not in here)]
-    _refuse(where, [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys if there.get(key) != here.get(key)])
+    differ = [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys if there.get(key) != here.get(key)]
+    _refuse(where, differ, len(differ))
 
 
-def refuse_other_tensors(where: str, state: State, table: dict[str, Any], values: dict[str, Any]) -> None:
+def refuse_other_tensors(where: str, state: State, table: Table, values: dict[str, Any], team: Team) -> None:
     """Raise `UserError` naming the first tensors whose names, shapes or types differ from those of the checkpoint at `where`.
 
-    Only the top-level parts that `state` has are compared, so that a reader of the weights need not know the optimizer.
+    Only the top-level parts that `state` has are compared, so that a reader of the weights need not know the optimizer. Together
+    the ranks must hold everything; one alone may hold a part.
     """
     tensors, plain = split(state)
-    parts = {str(key) for key in state}
     here = {name: _kind(tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()} | dict.fromkeys(plain, "a value")
-    there = {name: _kind(record["shape"], record["dtype"]) for name, record in table.items()} | dict.fromkeys(values, "a value")
-    there = {name: kind for name, kind in there.items() if name.split("/")[0] in parts}
-    names = [*here, *(name for name in there if name not in here)]
-    differ = [name for name in names if here.get(name) != there.get(name)]
-    _refuse(where, [f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here" for name in differ])
+    there = {name: _kind(record.shape, str(record.dtype)) for name, record in table.items()} | dict.fromkeys(values, "a value")
+    roots = {str(key) for key in state}
+    held = torch.tensor([[name in here for name in there], [name.split("/")[0] in roots for name in there]], dtype=torch.uint8)
+    held, asked = team.largest(held).tolist()
+    absent = [name for name, is_held, is_asked in zip(there, held, asked, strict=True) if is_asked and not is_held]
+    differ = [name for name in here if here[name] != there.get(name)]
+    found = [f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here" for name in (*differ, *absent)]
+    _refuse(where, next((one for one in team.all(found[:4]) if one), []), len(found))
 
 
-def _refuse(where: str, differences: list[str]) -> None:
+def _refuse(where: str, differences: list[str], count: int) -> None:
     if differences:
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        more = f" (and {count - 3} more)" if count > 3 else ""
         what = f"{where} is a checkpoint of another model: {'; '.join(differences[:3])}{more}"
         raise UserError(f"{what}; use the recipe that it was trained with, or another run_dir")
 
@@ -84,11 +93,11 @@ class Staging:
             StagingOptions(use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
         )
 
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, copied to CPU memory when this returns. What the call before returned is overwritten."""
-        staged = self._stager.stage(tensors)
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts, copied to CPU memory when this returns. What the call before returned is overwritten."""
+        staged = self._stager.stage({part.name: part.values() for part in parts})
         assert isinstance(staged, dict), "asynchronous staging is off"
-        return staged
+        return [replace(part, values=partial(staged.__getitem__, part.name)) for part in parts]
 
     def close(self) -> None:
         """Free the memory."""

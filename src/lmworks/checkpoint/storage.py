@@ -1,46 +1,67 @@
-"""How tensors lie in a checkpoint: a storage for `torch.distributed.checkpoint` without pickle.
+"""How tensors lie in a checkpoint: raw bytes in `data-WRITER-NUMBER.bin`, and a table that says which box of which tensor lies where.
 
-DCP's planners decide which rank saves which chunk of which tensor, and on loading which chunks a rank needs on its own layout.
-This file is the storage below them: raw bytes in `data-RANK-NUMBER.bin`, and `tensors.json` saying where each chunk lies.
-PyTorch's own file-system storage keeps that table as a pickle, which runs code when a checkpoint from elsewhere is opened.
+A tensor is saved in boxes, as the ranks hold it, and read as any other boxes: that is all there is to resharding. The table has a line
+of JSON per file; each writer compresses its own lines and the first rank only strings them together, so that it need not look at
+the boxes of thousands of ranks. PyTorch's own storage keeps its table as a pickle, which runs code when a checkpoint is opened.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import gzip
 import hashlib
 import json
 import math
 import os
-import warnings
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from lmworks.checkpoint import manifest
-from lmworks.files import sha256_file, sync_directory
+from lmworks.checkpoint.parts import Part
+from lmworks.files import sync_directory
 
-TABLE = "tensors.json"
+TABLE = "tensors.jsonl.gz"
 _FILE_BYTES = 1 << 30
+_BLOCK = 1 << 24
 _THREADS = min(4, os.cpu_count() or 1)
-# One process without init_process_group is a layout like any other here, not something to warn about.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a chunk lies: byte offset and length in a file, and what the manifest will say of the whole file."""
+@dataclass(frozen=True)
+class Written:
+    """What one writer has written: what the manifest says of its files, and its lines of the table, compressed."""
 
+    files: dict[str, manifest.Entry]
+    table: bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A saved box of a tensor, and where it lies: byte offset in a file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     file: str
-    offset: int
-    length: int
-    entry: manifest.Entry | None = None
+    at: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A saved tensor: its type, its shape, and the chunks that it consists of."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Table = dict[str, Record]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -49,162 +70,166 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+def write_parts(
+    directory: Path, writer: int, parts: Iterable[Part], *, file_bytes: int | None = None, threads: int = _THREADS
+) -> Written:
+    """Write the files of one writer into `directory`, in a few threads. Every file is hashed as it is written, synced, and read back
+    before it counts. Raises OSError."""
+    groups = list(enumerate(_split(parts, file_bytes or _FILE_BYTES)))
+    found: dict[str, tuple[manifest.Entry, str]] = {}
+
+    def write(group: tuple[int, list[Part]]) -> None:
+        name = f"data-{writer:05d}-{group[0]:05d}.bin"
+        found[name] = _write_file(directory / name, group[1])
+
+    manifest.parallel(write, groups, threads)
+    lines = "".join(found[name][1] + "\n" for name in sorted(found))
+    return Written({name: entry for name, (entry, _) in found.items()}, gzip.compress(lines.encode(), mtime=0) if lines else b"")
 
 
-class Writer(StorageWriter):
-    """Writes one checkpoint into `directory`, which the coordinator makes. `documents` are small JSON files that go with it.
-
-    Every file is synced and read back before it counts. The coordinator writes the documents, the table and last the manifest.
-    """
-
-    def __init__(self, directory: Path, documents: dict[str, Any], file_bytes: int = _FILE_BYTES) -> None:
-        self.directory, self.documents, self.file_bytes = directory, documents, file_bytes
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            self.directory.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        groups = _split(plan.items, self.file_bytes)
-        batches = [(f"data-{plan.storage_data:05d}-{number:05d}.bin", items) for number, items in enumerate(groups)]
-        results: list[WriteResult] = []
-        manifest.parallel(lambda batch: results.extend(self._write_file(*batch, planner)), batches, _THREADS)
-        return _done(results)
-
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        path, hasher, offset, places = self.directory / name, hashlib.sha256(), 0, []
-        with open(path, "xb") as handle:
-            for item in items:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor), "only tensors reach the storage"
-                data = raw_bytes(tensor)
-                handle.write(data)
-                hasher.update(data)
-                places.append((item.index, offset, data.nbytes))
-                offset += data.nbytes
-            handle.flush()
-            os.fsync(handle.fileno())
-            # Forget the cached pages, so that reading back asks the disk.
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        entry = manifest.Entry(offset, hasher.hexdigest())
-        if sha256_file(path) != entry.sha256:
-            raise OSError(f"{path} read back differs from what was written; the disk or its driver is faulty")
-        return [WriteResult(index, length, Place(name, begin, length, entry)) for index, begin, length in places]
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for rank in results for result in rank}
-        files = {place.file: place.entry for place in places.values()}
-        for name, value in {**self.documents, TABLE: _table(metadata, places)}.items():
-            files[name] = manifest.write_synced(self.directory / name, json.dumps(value, indent=1).encode() + b"\n")
-        manifest.seal(self.directory, files)
-        sync_directory(self.directory)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]:
+    hasher, offset, rows = hashlib.sha256(), 0, []
+    with open(path, "xb", buffering=0) as handle:
+        for part in parts:
+            data = raw_bytes(part.values())
+            assert data.nbytes == part.bytes, f"{part.name}: {data.nbytes} bytes, not {part.bytes}"
+            for begin in range(0, data.nbytes, _BLOCK):
+                block = data[begin:begin + _BLOCK]
+                hasher.update(block)
+                while block:
+                    block = block[handle.write(block):]
+            rows.append((part.name, str(part.dtype).removeprefix("torch."), part.shape, part.offsets, part.sizes, offset))
+            offset += data.nbytes
+        os.fsync(handle.fileno())
+        # Forget the cached pages, so that reading back asks the disk.
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    entry = manifest.Entry(offset, hasher.hexdigest())
+    if manifest.hash_file(path) != entry.sha256:
+        raise OSError(f"{path} read back differs from what was written; the disk or its driver is faulty")
+    return entry, json.dumps({"file": path.name, "parts": rows}, separators=(",", ":"))
 
 
-def _split(items: list[WriteItem], limit: int) -> list[list[WriteItem]]:
-    """Items in order, in groups of about `limit` bytes."""
-    groups: list[list[WriteItem]] = []
+def _split(parts: Iterable[Part], limit: int) -> list[list[Part]]:
+    """Parts in order, in groups of about `limit` bytes."""
+    groups: list[list[Part]] = []
     room = 0
-    for item in items:
-        assert item.tensor_data is not None, "only tensors reach the storage"
-        size = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        if not groups or size > room:
+    for part in parts:
+        if not groups or part.bytes > room:
             groups.append([])
             room = limit
-        groups[-1].append(item)
-        room -= size
+        groups[-1].append(part)
+        room -= part.bytes
     return groups
 
 
-def _table(metadata: Metadata, places: dict[MetadataIndex, Place]) -> dict[str, Any]:
-    table = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), "only tensors reach the storage"
-        chunks = []
-        for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            where = {"file": place.file, "offset": place.offset, "length": place.length}
-            chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
-        table[name] = {"dtype": str(tensor.properties.dtype).removeprefix("torch."), "shape": list(tensor.size), "chunks": chunks}
+def documents(written: Sequence[Written], small: dict[str, Any]) -> dict[str, bytes]:
+    """The files that make a checkpoint of what the writers wrote: `small` ones as JSON, the table, and the manifest, which comes last."""
+    made = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in small.items()}
+    made[TABLE] = b"".join(one.table for one in written)
+    files = {name: entry for one in written for name, entry in one.files.items()}
+    files |= {name: manifest.Entry(len(data), hashlib.sha256(data).hexdigest()) for name, data in made.items()}
+    return made | {manifest.NAME: manifest.canonical(files)}
+
+
+def seal(directory: Path, made: dict[str, bytes]) -> None:
+    """Write the documents, synced, in their order."""
+    for name, data in made.items():
+        manifest.write_synced(directory / name, data)
+    sync_directory(directory)
+
+
+def parse_table(data: bytes, names: Collection[str] | None = None) -> Table:
+    """By name, what is saved of each tensor (or of those in `names`)."""
+    table: Table = {}
+    for line in gzip.decompress(data).splitlines() if data else ():
+        document = json.loads(line)
+        for name, dtype, shape, offsets, sizes, at in document["parts"]:
+            if names is None or name in names:
+                record = table.setdefault(name, Record(getattr(torch, dtype), tuple(shape), []))
+                record.chunks.append(Chunk(tuple(offsets), tuple(sizes), document["file"], at))
     return table
 
 
-def read_table(directory: Path) -> dict[str, Any]:
-    """name -> {dtype, shape, chunks} of every tensor in a checkpoint."""
-    return dict(json.loads((directory / TABLE).read_text()))
+def read_table(directory: Path) -> Table:
+    """By name, every tensor in a checkpoint."""
+    return parse_table((directory / TABLE).read_bytes())
 
 
-class Reader(StorageReader):
-    """Reads the chunks that a rank's plan asks for, straight into its tensors."""
+class Reader:
+    """Reads boxes of the tensors of a checkpoint."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._places: dict[MetadataIndex, Place] = {}
-        self._chunks: dict[MetadataIndex, tuple[torch.dtype, list[int]]] = {}
+    def __init__(self, directory: Path, table: Table | None = None) -> None:
+        self.directory, self.table = directory, read_table(directory) if table is None else table
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
+    def files(self, parts: Iterable[Part]) -> set[str]:
+        """The data files that are needed to fill these parts."""
+        return {chunk.file for part in parts for chunk, _ in self._overlaps(part)}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {}
-        for name, record in read_table(self.directory).items():
-            chunks = [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in record["chunks"]]
-            dtype = getattr(torch, record["dtype"])
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(record["shape"]), chunks)
-            for chunk in record["chunks"]:
-                index = MetadataIndex(name, chunk["offsets"])
-                self._places[index] = Place(chunk["file"], chunk["offset"], chunk["length"])
-                self._chunks[index] = (dtype, chunk["sizes"])
-        return Metadata(state_dict_metadata=tensors, storage_data=self._places)
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Read the values of the parts, in a few threads. Raises OSError if a file ends too early or a part is not all there."""
+        manifest.parallel(self._fill, list(parts), _THREADS)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The table that `read_metadata` filled is all there is."""
+    def box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """One box, in CPU memory."""
+        record = self.table[name]
+        values = torch.empty(sizes, dtype=record.dtype)
+        self._fill(Part(name, record.dtype, record.shape, offsets, sizes, lambda: values))
+        return values
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+    def _overlaps(self, part: Part) -> list[tuple[Chunk, list[tuple[int, int]]]]:
+        """The chunks that share elements with a part, and the bounds of what they share in each dimension."""
+        found = []
+        for chunk in self.table[part.name].chunks:
+            bounds = [
+                (max(a, b), min(a + m, b + n))
+                for a, m, b, n in zip(part.offsets, part.sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if all(low < high for low, high in bounds):
+                found.append((chunk, bounds))
+        return found
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+    @torch.no_grad()
+    def _fill(self, part: Part) -> None:
+        target, left = part.values(), math.prod(part.sizes)
+        for chunk, bounds in self._overlaps(part) if left else ():
+            to = target
+            for dim, ((low, high), begin) in enumerate(zip(bounds, part.offsets, strict=True)):
+                to = to.narrow(dim, low - begin, high - low)
+            self._read(chunk, part.dtype, bounds, to)
+            left -= to.numel()
+        if left:
+            raise OSError(f"{self.directory}: {left} elements of {part.name} are nowhere in it")
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._places[item.storage_index].file, []).append(item)
-        manifest.parallel(lambda name: self._read_file(self.directory / name, by_file[name], planner), sorted(by_file), _THREADS)
-        return _done(None)
+    def _read(self, chunk: Chunk, dtype: torch.dtype, bounds: list[tuple[int, int]], to: Tensor) -> None:
+        """Only the rows that are wanted are read, straight into their place where they lie there as they do in the file."""
+        path = self.directory / chunk.file
+        row = math.prod(chunk.sizes[1:]) * dtype.itemsize
+        first = (bounds[0][0] - chunk.offsets[0]) * row if bounds else 0
+        sizes = [high - low for low, high in bounds[:1]] + list(chunk.sizes[1:])
+        whole = list(to.shape) == sizes
+        rows = to if whole and to.is_contiguous() and to.device.type == "cpu" and to.dtype == dtype else torch.empty(sizes, dtype=dtype)
+        with open(path, "rb", buffering=0) as handle:
+            _read_into(handle.fileno(), chunk.at + first, raw_bytes(rows), path)
+        if rows is not to:
+            for dim, ((low, high), begin) in enumerate(zip(bounds, chunk.offsets, strict=True)):
+                if dim:
+                    rows = rows.narrow(dim, low - begin, high - low)
+            to.copy_(rows)
 
-    def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with open(path, "rb", buffering=0) as handle, torch.no_grad():
-            for item in items:
-                place = self._places[item.storage_index]
-                dtype, sizes = self._chunks[item.storage_index]
-                chunk = torch.empty(sizes, dtype=dtype)
-                _read_into(handle.fileno(), place.offset, raw_bytes(chunk), path)
-                for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    chunk = chunk.narrow(axis, start, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(chunk)
-                planner.commit_tensor(item, target)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def boxes(record: Record, limit: int = 1 << 26) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A tensor cut along its first dimension into (offsets, sizes) of about `limit` bytes, so that it need not fit into memory."""
+    if not record.shape:
+        return [((), ())]
+    rows, rest = record.shape[0], record.shape[1:]
+    step = max(1, limit // max(1, math.prod(rest) * record.dtype.itemsize))
+    starts = range(0, rows, step) if rows else (0,)
+    return [((start, *(0,) * len(rest)), (min(step, rows - start), *rest)) for start in starts]
+
+
+def missing(table: Table) -> list[str]:
+    """Names of tensors whose chunks do not add up to the whole."""
+    return [name for name, one in table.items() if sum(math.prod(chunk.sizes) for chunk in one.chunks) != math.prod(one.shape)]
 
 
 def _read_into(fd: int, offset: int, target: memoryview, path: Path) -> None:
