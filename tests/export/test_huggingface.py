@@ -16,12 +16,14 @@ from lmworks.export.config import class_for, from_config, to_config
 from lmworks.export.huggingface import read_model, write_model
 from lmworks.export.names import from_huggingface, to_huggingface
 from lmworks.model import Transformer
-from lmworks.recipe.model import Model, Moe, Rope
+from lmworks.recipe.model import Mla, Model, Moe, Rope
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn_size": 96, "max_length": "64 tokens"
 }  # fmt: skip
 _MOE = Moe(experts=8, top_k=3, expert_size=32, shared_experts=2, dense_layers=1, routed_scale=2.5)
+_MLA = Mla(q_rank=24, kv_rank=20, rope_dim=8, nope_dim=12, value_dim=10)
+_LATENT: dict[str, Any] = _COMMON | {"kv_heads": 4, "head_dim": 20, "mla": _MLA, "norm_eps": 1e-6}
 _YARN = Rope(theta=500.0, scaling="yarn", factor=4, original_length="16 tokens")
 
 CASES = {
@@ -37,8 +39,16 @@ CASES = {
     "llama_yarn": Model(**_COMMON, rope=_YARN),
     "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_length="16 tokens")),
     "smollm3": Model(**_COMMON, nope_every=4, tie_embeddings=True),
+    "deepseek_dense": Model(**_LATENT),
+    "deepseek_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_rank": None})}), rope=Rope(theta=500.0)),
+    "deepseek_moe": Model(**_LATENT, moe=_MOE),
+    "deepseek_moe_groups": Model(**_LATENT, moe=_MOE.model_copy(update={"groups": 4, "top_groups": 2}), tie_embeddings=True),
+    "deepseek_yarn": Model(**_LATENT, rope=_YARN),
+    "deepseek_ntk": Model(**_LATENT, rope=Rope(scaling="ntk", factor=4, original_length="16 tokens")),
 }
-_CLASSES = {"glm4_moe": "Glm4Moe", "qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "smollm3": "SmolLM3"}
+_CLASSES = {
+    "glm4_moe": "Glm4Moe", "qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "smollm3": "SmolLM3", "deepseek": "DeepseekV3"
+}  # fmt: skip
 
 
 def ours(config: Model) -> Transformer:
@@ -82,7 +92,7 @@ def test_logits_loss_and_gradients(name: str, tmp_path: Any) -> None:
     loss = model.loss(tokens, labels).total / 46
     loss.backward()
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
-    gradients = dict(to_huggingface({key: p.grad for key, p in model.named_parameters()}))
+    gradients = dict(to_huggingface({key: p.grad for key, p in model.named_parameters()}, model.config))
     checked = 0
     for key, parameter in peer.named_parameters():
         found = _fused(key, gradients) if ".experts." in key else gradients[key]
@@ -115,7 +125,7 @@ def test_reads_what_transformers_writes(name: str, tmp_path: Any) -> None:
         assert relative(read(tokens), peer(tokens).logits) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "llama_ntk"])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("_ntk")])
 def test_config_round_trip(name: str) -> None:
     config = CASES[name]
     back = from_config(to_config(config, config.rope, {}))
@@ -132,6 +142,8 @@ def test_config_round_trip(name: str) -> None:
         ({"rope": Rope(fraction=0.5)}, "rotates 0.5 of each head"),
         ({"qk_norm": True, "attention_bias": True}, "both qk_norm and attention_bias"),
         ({"nope_every": 2, "qk_norm": True}, "layers without positions"),
+        (_LATENT | {"norm_eps": 1e-5}, r"the latents of DeepseekV3 are normed with 1e-06, not 1e-05 \(norm_eps\)"),
+        (_LATENT | {"moe": _MOE.model_copy(update={"shared_experts": 0})}, "no shared expert"),
         ({"moe": _MOE.model_copy(update={"gate": "softmax"})}, "gates are softmax"),
         ({"moe": _MOE.model_copy(update={"shared_experts": 0})}, "no shared expert"),
     ],
@@ -144,10 +156,10 @@ def test_models_without_a_class_are_refused_with_the_reason(change: dict[str, An
 def test_foreign_weights_are_refused(tmp_path: Any) -> None:
     model = ours(CASES["llama"])
     state = dict(model.state_dict())
-    tensors = list(to_huggingface(state))
+    tensors = list(to_huggingface(state, model.config))
     with pytest.raises(UserError, match="1 tensors are missing, the first is"):
-        from_huggingface(iter(tensors[:-1]), state)
+        from_huggingface(iter(tensors[:-1]), state, model.config)
     with pytest.raises(UserError, match="has no counterpart"):
-        from_huggingface(iter([*tensors, ("model.layers.0.mlp.c_fc.weight", torch.zeros(1))]), state)
+        from_huggingface(iter([*tensors, ("model.layers.0.mlp.c_fc.weight", torch.zeros(1))]), state, model.config)
     with pytest.raises(UserError, match="has shape"):
-        from_huggingface(iter([(tensors[0][0], torch.zeros(3, 3)), *tensors[1:]]), state)
+        from_huggingface(iter([(tensors[0][0], torch.zeros(3, 3)), *tensors[1:]]), state, model.config)

@@ -65,9 +65,9 @@ def on_paper(attention: LatentAttention, x_BTD: Tensor, rope: Rope) -> Tensor:
 
     query = x @ weights["query.weight"].T if mla.q_rank is None else None
     if query is None:
-        query = normed(x @ weights["query_down.weight"].T, weights["query_norm.weight"]) @ weights["query_up.weight"].T
+        query = normed(x @ weights["query_down.weight"].T, weights["query_latent_norm.weight"]) @ weights["query_up.weight"].T
     down = x @ weights["kv_down.weight"].T
-    latent = normed(down[..., : mla.kv_rank], weights["kv_norm.weight"])
+    latent = normed(down[..., : mla.kv_rank], weights["kv_latent_norm.weight"])
     up = latent @ weights["kv_up.weight"].T
     C, X = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.value_dim
     rows = []

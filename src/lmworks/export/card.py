@@ -10,7 +10,9 @@ from lmworks import __version__
 from lmworks.export.config import class_for
 from lmworks.files import read_json, write_text
 from lmworks.model import Transformer
+from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.shapes import count
 
 
 def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
@@ -40,7 +42,7 @@ def _used(corpus: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _what(recipe: Recipe, model: Transformer) -> str:
     config = model.config
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = count(config)
     idle, kind = 0, "dense"
     if config.moe is not None:
         sparse = (config.layers or 0) - config.moe.dense_layers
@@ -54,11 +56,17 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     rows = [
         ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} used per token)"), ("kind", kind),
         ("layers, width", f"{config.layers}, {config.hidden_size}"),
-        ("attention", f"{config.heads} query heads, {config.kv_heads} key-value heads of {config.head_dim}"),
+        ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_length or 0):,} tokens"),
     ]  # fmt: skip
     text = f"A language model trained from nothing with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
     return text + "\n\n" + _markdown(("", ""), rows)
+
+
+def _attention(config: Model) -> str:
+    if config.mla is None:
+        return f"{config.heads} query heads, {config.kv_heads} key-value heads of {config.head_dim}"
+    return f"{config.heads} heads of {config.head_dim}, keys and values from latents of {config.mla.kv_rank} and {config.mla.rope_dim}"
 
 
 def _sources(corpus: dict[str, Any]) -> str:

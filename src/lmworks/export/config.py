@@ -1,12 +1,14 @@
 """Which Hugging Face class is exactly our model, and its config, in both directions.
 
 Class by class (transformers 5): what it has beyond the common part.
-| class    | qk_norm | qkv bias | partial RoPE | NoPE layers | window | experts |
-| Glm4Moe  | either  | either   | yes          | no          | no     | yes     |
-| Qwen3    | yes     | no       | no           | no          | yes    | no      |
-| Qwen2    | no      | yes      | no           | no          | yes    | no      |
-| SmolLM3  | no      | no       | no           | yes         | yes    | no      |
-| Llama    | no      | no       | no           | no          | no     | no      |
+| class      | qk_norm | qkv bias | partial RoPE | NoPE layers | window | experts | MLA | MTP          |
+| Glm4Moe    | either  | either   | yes          | no          | no     | yes     | no  | yes          |
+| DeepseekV3 | no      | no       | no           | no          | no     | either  | yes | with experts |
+| Qwen3      | yes     | no       | no           | no          | yes    | no      | no  | no           |
+| Qwen2      | no      | yes      | no           | no          | yes    | no      | no  | no           |
+| SmolLM3    | no      | no       | no           | yes         | yes    | no      | no  | no           |
+| Llama      | no      | no       | no           | no          | no     | no      | no  | no           |
+MTP (multi-token prediction) changes no logits: a class without a place for it is exact without it.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.model.attention import has_positions, slides
-from lmworks.recipe.model import Model, Moe, Rope
+from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
 
 _TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2ForCausalLM": "qwen2",
     "SmolLM3ForCausalLM": "smollm3",
@@ -26,6 +29,8 @@ _TYPES = {
 }
 
 
+_LATENT_EPS = 1e-6
+"""DeepseekV3 of transformers norms latents with this, whatever rms_norm_eps says; other engines take rms_norm_eps."""
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 """What an engine draws with unless it is told otherwise: the settings that a person would chat with."""
 
@@ -44,8 +49,15 @@ def class_for(model: Model) -> str:
         raise NoClass("logit_softcap is on")
     if model.rope.fraction == 0:
         raise NoClass("it has no RoPE at all (rope.fraction 0)")
+    if model.mla is not None:
+        if model.norm_eps != _LATENT_EPS:
+            raise NoClass(f"the latents of DeepseekV3 are normed with {_LATENT_EPS:g}, not {model.norm_eps:g} (norm_eps)")
+        if model.moe is not None:
+            _require_moe(model, model.moe)
+        return "DeepseekV3ForCausalLM"
     if model.moe is not None:
-        return _moe_class(model, model.moe)
+        _require_moe(model, model.moe)
+        return "Glm4MoeForCausalLM"
     if model.rope.fraction != 1:
         raise NoClass(f"it is dense and rotates {model.rope.fraction:g} of each head (rope.fraction)")
     if model.nope_every:
@@ -63,7 +75,7 @@ def class_for(model: Model) -> str:
     return "LlamaForCausalLM"
 
 
-def _moe_class(model: Model, moe: Moe) -> str:
+def _require_moe(model: Model, moe: Moe) -> None:
     for problem, reason in (
         (moe.gate != "sigmoid", "its gates are softmax (moe.gate)"),
         (moe.shared_experts == 0, "it has no shared expert (moe.shared_experts)"),
@@ -72,7 +84,6 @@ def _moe_class(model: Model, moe: Moe) -> str:
     ):
         if problem:
             raise NoClass(reason)
-    return "Glm4MoeForCausalLM"
 
 
 def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +106,18 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
             "n_routed_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
             "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers, "norm_topk_prob": moe.normalize_top_k,
             "routed_scaling_factor": moe.routed_scale, "n_group": moe.groups, "topk_group": moe.top_groups, "use_qk_norm": model.qk_norm,
-            "num_nextn_predict_layers": 0, "partial_rotary_factor": rope.fraction,
+            "num_nextn_predict_layers": model.mtp.layers if model.mtp else 0, "partial_rotary_factor": rope.fraction,
         }  # fmt: skip
+    if model.mla is not None:
+        mla = model.mla
+        config |= {
+            "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_rope_head_dim": mla.rope_dim, "qk_nope_head_dim": mla.nope_dim,
+            "v_head_dim": mla.value_dim, "rope_interleave": True,
+        }  # fmt: skip
+        if model.moe is None:
+            config |= {"first_k_dense_replace": model.layers, "num_nextn_predict_layers": 0}
+        for key in ("head_dim", "use_qk_norm", "partial_rotary_factor"):
+            config.pop(key, None)
     if architecture == "SmolLM3ForCausalLM":
         positions = [int(has_positions(model, layer)) for layer in range(model.layers)]
         config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every}
@@ -111,10 +132,10 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
 def _rope_parameters(rope: Rope, model: Model) -> dict[str, Any]:
     theta = rope.theta
     if rope.scaling == "ntk":  # a raised base, and said so
-        rotated = int((model.head_dim or 0) * rope.fraction)
+        rotated = model.mla.rope_dim if model.mla else int((model.head_dim or 0) * rope.fraction)
         theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
     parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
-    if model.moe is not None:
+    if model.moe is not None and model.mla is None:
         parameters["partial_rotary_factor"] = rope.fraction
     if rope.scaling in ("linear", "yarn"):
         parameters["factor"] = rope.factor
@@ -122,6 +143,8 @@ def _rope_parameters(rope: Rope, model: Model) -> dict[str, Any]:
         assert rope.original_length is not None
         parameters["original_max_position_embeddings"] = int(rope.original_length)
         parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if model.mla is not None:
+            parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # the scale is on the whole score
     return parameters
 
 
@@ -134,9 +157,11 @@ def from_config(config: dict[str, Any]) -> Model:
     theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope.get("rope_type", "default")
     if kind not in ("default", "linear", "yarn"):
         raise UserError(f"config.json has rope_type {kind}; lmworks reads default, linear and yarn")
-    moe_class, layers = architecture == "Glm4MoeForCausalLM", config["num_hidden_layers"]
-    if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM") and config.get("attention_bias"):
+    glm, latent, layers = architecture == "Glm4MoeForCausalLM", architecture == "DeepseekV3ForCausalLM", config["num_hidden_layers"]
+    if config.get("attention_bias") and architecture not in ("Glm4MoeForCausalLM", "Qwen2ForCausalLM"):
         raise UserError(f"config.json has attention_bias, which in {architecture} also gives the output a bias; lmworks has none there")
+    if latent and kind == "yarn" and (rope.get("mscale"), rope.get("mscale_all_dim")) != (1, 1):
+        raise UserError("config.json has YaRN with mscale or mscale_all_dim other than 1; lmworks scales the whole score, as DeepSeek-V3")
     positions = config.get("no_rope_layers") if architecture == "SmolLM3ForCausalLM" else None
     nope_every = 0
     if positions and 0 in positions:
@@ -144,13 +169,15 @@ def from_config(config: dict[str, Any]) -> Model:
         if [int((layer + 1) % nope_every != 0) for layer in range(layers)] != list(positions):
             raise UserError("config.json has no_rope_layers that are not every n-th layer")
     window, global_every = _window(config, layers)
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)) if moe_class else 1.0
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)) if glm else 1.0
     heads = config["num_attention_heads"]
+    mla = _latent(config) if latent else None
+    head_dim = mla.nope_dim + mla.rope_dim if mla else config.get("head_dim") or config["hidden_size"] // heads
     values: dict[str, Any] = {
         "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "layers": layers, "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads, "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_heads": heads if latent else config.get("num_key_value_heads") or heads, "head_dim": head_dim, "mla": mla,
         "ffn_size": config["intermediate_size"], "attention_bias": architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias")),
-        "qk_norm": bool(config.get("use_qk_norm")) if moe_class else architecture == "Qwen3ForCausalLM",
+        "qk_norm": bool(config.get("use_qk_norm")) if glm else architecture == "Qwen3ForCausalLM",
         "rope": Rope(
             theta=theta, fraction=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
             original_length=f"{rope['original_max_position_embeddings']} tokens" if kind == "yarn" else None,
@@ -160,14 +187,23 @@ def from_config(config: dict[str, Any]) -> Model:
         "tie_embeddings": bool(config.get("tie_word_embeddings")), "norm_eps": config["rms_norm_eps"],
         "init_std": config.get("initializer_range", 0.02), "max_length": f"{config['max_position_embeddings']} tokens",
     }  # fmt: skip
-    if moe_class:
+    if glm or (latent and config["first_k_dense_replace"] < layers):
         values["moe"] = Moe(
             experts=config["n_routed_experts"], top_k=config["num_experts_per_tok"], expert_size=config["moe_intermediate_size"],
             shared_experts=config["n_shared_experts"], dense_layers=config["first_k_dense_replace"],
             normalize_top_k=config["norm_topk_prob"],
             routed_scale=config["routed_scaling_factor"], groups=config.get("n_group", 1), top_groups=config.get("topk_group", 1),
         )  # fmt: skip
+        if config.get("num_nextn_predict_layers"):
+            values["mtp"] = Mtp(layers=config["num_nextn_predict_layers"])
     return Model.model_validate(values)
+
+
+def _latent(config: dict[str, Any]) -> Mla:
+    return Mla(
+        q_rank=config.get("q_lora_rank"), kv_rank=config["kv_lora_rank"], rope_dim=config["qk_rope_head_dim"],
+        nope_dim=config["qk_nope_head_dim"], value_dim=config["v_head_dim"],
+    )  # fmt: skip
 
 
 def _window(config: dict[str, Any], layers: int) -> tuple[int | None, int]:

@@ -63,6 +63,8 @@ class _Item:
 
 def architecture_for(model: Model) -> str:
     """llama.cpp's name for this mathematics; `UserError` with the reason if it has none."""
+    if model.mla:
+        raise _refused("it has latent attention (mla), whose weights llama.cpp wants taken apart and transposed, which lmworks does not do")
     try:
         architecture = _ARCHITECTURES[class_for(model)]
     except NoClass as no:
@@ -139,6 +141,8 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_embeddings:
             continue  # llama.cpp takes the embedding where there is no output
+        if ours.startswith("mtp."):
+            continue  # llama.cpp would keep multi-token prediction and not run it
         # the package's map goes by Hugging Face's names, with stacked experts and the bias as a tensor of its own
         theirs = huggingface_name(ours).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmworks.errors import UserError
 from lmworks.export.config import from_config, to_config
-from lmworks.export.names import from_huggingface, to_huggingface
+from lmworks.export.names import carries_mtp, from_huggingface, to_huggingface
 from lmworks.files import atomic_path, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
@@ -43,19 +43,23 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
     state = model.state_dict()
     if model.config.tie_embeddings:
         state.pop("head.weight", None)
+    if not carries_mtp(model.config):
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.")}
     files = list(_split(state, dtype))
     index: dict[str, str] = {}
+    total = 0
     with bar("huggingface", sum(tensor.numel() for tensor in state.values())) as progress:
         for number, names in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            chosen = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface({key: state[key] for key in names})}
+            part = {key: state[key] for key in names}
+            chosen = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface(part, model.config)}
             with atomic_path(directory / file) as aside:
                 save_file(chosen, aside, metadata={"format": "pt"})
                 aside.chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it; a server may be somebody else
             index |= dict.fromkeys(chosen, file)
+            total += sum(tensor.nbytes for tensor in chosen.values())
             progress.advance(sum(state[key].numel() for key in names))
     if len(files) > 1:
-        total = sum(tensor.numel() * (4 if name.endswith("router.bias") else dtype.itemsize) for name, tensor in state.items())
         write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     write_json(directory / "config.json", config)
 
@@ -81,15 +85,29 @@ def read_model(directory: Path) -> Transformer:
     """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
     directory = Path(directory)
     config = read_json(directory / "config.json")
-    model = Transformer(from_config(config))
+    described = from_config(config)
+    if described.mtp and not any(name.startswith(f"model.layers.{described.layers}.") for name in _names(directory)):
+        described = described.model_copy(update={"mtp": None})  # transformers leaves the layer behind, and its number in the config
+    model = Transformer(described)
     state = dict(model.state_dict())
     if model.config.tie_embeddings:
         state.pop("head.weight", None)
-    from_huggingface(_tensors(directory), state)
+    from_huggingface(_tensors(directory), state, model.config, neighbours=bool(config.get("rope_interleave", True)))
     return model.eval()
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    for handle in _open(directory):
+        for name in handle.keys():  # noqa: SIM118
+            yield name, handle.get_tensor(name)
+
+
+def _names(directory: Path) -> list[str]:
+    return [name for handle in _open(directory) for name in handle.keys()]  # noqa: SIM118
+
+
+def _open(directory: Path) -> Iterator[Any]:
+    """The safetensors files, one at a time."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(directory.glob("*.safetensors"))
@@ -98,8 +116,7 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118
-                    yield name, handle.get_tensor(name)
+                yield handle
         except SafetensorError as error:
             raise UserError(f"{file} is damaged ({error}); export it again") from None
 
@@ -117,7 +134,7 @@ def compare(model: Transformer, directory: Path, tokens_BT: Tensor, dtype: torch
     ours.set_rope(model.rope)
     ours.load_state_dict({name: t if name.endswith("router.bias") else t.to(dtype).float() for name, t in model.state_dict().items()})
     output = theirs(tokens_BT.cpu(), output_router_logits=True) if model.config.moe else theirs(tokens_BT.cpu())
-    routers = [module for module in ours.modules() if isinstance(module, Router)]
+    routers = [module for module in ours.layers.modules() if isinstance(module, Router)]
     for router, logits_NE in zip(routers, output.router_logits if routers else (), strict=True):
         router._select = _select_by(router, logits_NE.float())  # type: ignore[method-assign, assignment]
     expected, found = ours(tokens_BT.cpu()), output.logits

@@ -1,6 +1,8 @@
 """Our parameter names and Hugging Face's, declared once and read in both directions.
 
-`{i}` is a layer, `{e}` an expert: our stacked expert weights (E, out, in) are E separate weights (out, in) there.
+`{i}` is a layer, `{e}` an expert: our stacked expert weights (E, out, in) are E separate weights (out, in) there. Layers of multi-token
+prediction go on with the numbers of the others there, and each has a copy of the embedding and the head beside it. The rotated dimensions
+of latent attention lie there in neighbours (2i, 2i + 1), and here in halves (i, i + R/2).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.recipe.model import Model
 
 _NAMES = (
     ("embedding.weight", "model.embed_tokens.weight"),
@@ -27,9 +30,21 @@ _NAMES = (
     *((f"layers.{{i}}.ffn.shared.{part}.weight", f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight")
       for part in ("gate", "up", "down")),
     *((f"layers.{{i}}.ffn.experts.{part}", f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj.weight") for part in ("gate", "up", "down")),
+    ("layers.{i}.attention.query_down.weight", "model.layers.{i}.self_attn.q_a_proj.weight"),
+    ("layers.{i}.attention.query_latent_norm.weight", "model.layers.{i}.self_attn.q_a_layernorm.weight"),
+    ("layers.{i}.attention.query_up.weight", "model.layers.{i}.self_attn.q_b_proj.weight"),
+    ("layers.{i}.attention.kv_down.weight", "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight"),
+    ("layers.{i}.attention.kv_latent_norm.weight", "model.layers.{i}.self_attn.kv_a_layernorm.weight"),
+    ("layers.{i}.attention.kv_up.weight", "model.layers.{i}.self_attn.kv_b_proj.weight"),
+    ("mtp.{i}.embedding_norm.weight", "model.layers.{i}.enorm.weight"),
+    ("mtp.{i}.hidden_norm.weight", "model.layers.{i}.hnorm.weight"),
+    ("mtp.{i}.projection.weight", "model.layers.{i}.eh_proj.weight"),
+    ("mtp.{i}.norm.weight", "model.layers.{i}.shared_head.norm.weight"),
     ("layers.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
     ("layers.{i}.ffn.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
 )  # fmt: skip
+_COPIES = {"embedding.weight": "model.layers.{i}.embed_tokens.weight", "head.weight": "model.layers.{i}.shared_head.head.weight"}
+_ROTATED = re.compile(r"layers\.\d+\.attention\.(query|query_up|kv_down)\.weight\Z")
 
 
 def _pattern(template: str) -> re.Pattern[str]:
@@ -38,6 +53,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 _TO_THEIRS = [(_pattern(ours), theirs) for ours, theirs in _NAMES]
 _TO_OURS = [(_pattern(theirs), ours) for ours, theirs in _NAMES]
+_COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
 def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str, int | None]:
@@ -56,24 +72,40 @@ def huggingface_name(ours: str) -> str:
     return _translate(ours, _TO_THEIRS)[0]
 
 
-def to_huggingface(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under Hugging Face's names, one at a time, so that a large model is never held twice."""
+def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never held twice."""
+    assert model.layers
     for name, tensor in state.items():
-        theirs = huggingface_name(name)
+        numbered = _outward(name, model.layers)
+        theirs = huggingface_name(numbered)
         if "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
-            yield theirs, tensor
+            yield theirs, _neighbours(numbered, tensor, model)
+        if name in _COPIES and carries_mtp(model) and model.mtp:
+            yield from ((_COPIES[name].replace("{i}", str(model.layers + depth)), tensor.clone()) for depth in range(model.mtp.layers))
 
 
 @torch.no_grad()
-def from_huggingface(tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-    """Copy tensors with Hugging Face's names into `state`, our model's own tensors; raises `UserError` if the two do not match."""
+def from_huggingface(
+    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, *, neighbours: bool = True
+) -> None:
+    """Copy tensors with Hugging Face's names into `state`, the tensors of `model`; raises `UserError` if the two do not match.
+
+    `neighbours` says how rotated dimensions of latent attention lie in `tensors`.
+    """
+    assert model.layers
     missing = {(name, expert) for name, tensor in state.items() for expert in (range(len(tensor)) if ".experts." in name else (None,))}
+    copies: list[tuple[str, str, Tensor]] = []
     for theirs, tensor in tensors:
         if theirs.endswith("rotary_emb.inv_freq"):
             continue
-        ours, expert = _translate(theirs, _TO_OURS)
+        original = next((ours for pattern, ours in _COPY_OF if pattern.match(theirs)), None)
+        if original is not None:
+            copies.append((theirs, original, tensor))
+            continue
+        numbered, expert = _translate(theirs, _TO_OURS)
+        ours = _inward(numbered, model.layers)
         if ours == "head.weight" and ours not in state:
             continue  # tied, and stored twice
         if (ours, expert) not in missing:
@@ -81,8 +113,41 @@ def from_huggingface(tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, 
         target = state[ours] if expert is None else state[ours][expert]
         if target.shape != tensor.shape:
             raise UserError(f"tensor {theirs} has shape {tuple(tensor.shape)}, but the config says {tuple(target.shape)}")
-        target.copy_(tensor)
+        target.copy_(_neighbours(numbered, tensor, model, back=True) if neighbours else tensor)
         missing.discard((ours, expert))
     if missing:
         name, expert = min(missing, key=str)
         raise UserError(f"{len(missing)} tensors are missing, the first is {name}{'' if expert is None else f' of expert {expert}'}")
+    for theirs, original, tensor in copies:
+        own = state.get(original, state["embedding.weight"])
+        if tensor.shape != own.shape or not torch.equal(tensor.to(own.dtype), own):
+            raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
+
+
+def carries_mtp(model: Model) -> bool:
+    """Whether the model's class has a place for multi-token prediction: those with experts; elsewhere it stays behind."""
+    return model.mtp is not None and model.moe is not None
+
+
+def _outward(name: str, layers: int) -> str:
+    """Our name with the numbers that layers of multi-token prediction have there, its block as one of the layers."""
+    match = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
+    return f"{'layers' if match[2] else 'mtp'}.{layers + int(match[1])}.{match[3]}" if match else name
+
+
+def _inward(name: str, layers: int) -> str:
+    match = re.match(r"(layers|mtp)\.(\d+)\.(.*)", name)
+    if match is None or int(match[2]) < layers:
+        return name
+    return f"mtp.{int(match[2]) - layers}.{'block.' if match[1] == 'layers' else ''}{match[3]}"
+
+
+def _neighbours(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
+    """Rows of latent attention that rotate, from halves to neighbours, or back; other tensors as they are."""
+    mla = model.mla
+    if mla is None or not _ROTATED.match(name):
+        return tensor
+    heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.nope_dim + mla.rope_dim))
+    still, turned = heads.split((heads.shape[1] - mla.rope_dim, mla.rope_dim), dim=1)
+    turned = turned.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((still, turned), dim=1).flatten(0, 1)

@@ -29,10 +29,10 @@ class LatentAttention(nn.Module):
         D, H, C = config.hidden_size, config.heads, mla.nope_dim + mla.rope_dim
         self.query = None if mla.q_rank else Linear(D, H * C)
         self.query_down = Linear(D, mla.q_rank) if mla.q_rank else None
-        self.query_norm = RMSNorm(mla.q_rank, config.norm_eps) if mla.q_rank else None
+        self.query_latent_norm = RMSNorm(mla.q_rank, config.norm_eps) if mla.q_rank else None
         self.query_up = Linear(mla.q_rank, H * C) if mla.q_rank else None
         self.kv_down = Linear(D, mla.kv_rank + mla.rope_dim)
-        self.kv_norm = RMSNorm(mla.kv_rank, config.norm_eps)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, config.norm_eps)
         self.kv_up = Linear(mla.kv_rank, H * (mla.nope_dim + mla.value_dim))
         self.output = Linear(H * mla.value_dim, D)
         self.mla = mla
@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         nope_BHTN, turned = query_BHTC.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
         turned_BHTR = rotate(turned, *rope)
         latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_rank, self.mla.rope_dim), dim=-1)
-        latent_B1SL, key_B1SR = self.kv_norm(latent), rotate(key, *rope)
+        latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
         if cache is not None:
             latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
         # Expanding all latents for one query would cost more than taking the query to them.
@@ -61,8 +61,8 @@ class LatentAttention(nn.Module):
         if self.query is not None:
             query = self.query(x_BTD)
         else:
-            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-            query = self.query_up(self.query_norm(self.query_down(x_BTD)))
+            assert self.query_down is not None and self.query_latent_norm is not None and self.query_up is not None
+            query = self.query_up(self.query_latent_norm(self.query_down(x_BTD)))
         return query.view(*x_BTD.shape[:2], -1, self.mla.nope_dim + self.mla.rope_dim).transpose(1, 2)
 
     def _mix(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:

@@ -33,6 +33,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)
+        if phase.mtp_weight is not None and recipe.model.mtp is None:
+            yield (*at, "mtp_weight"), "there is no multi-token-prediction layer to weigh; add model.mtp or leave this out"
         for number, change in enumerate(phase.mixture_changes):
             for name in change.mixture:
                 if name not in known:

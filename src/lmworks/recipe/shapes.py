@@ -111,12 +111,12 @@ def _latent_attention(model: Model, mla: Mla, start: str, layer: int) -> Iterato
     assert D and H, "the model is not resolved"
     if mla.q_rank:
         yield Parameter(start + "attention.query_down.weight", (mla.q_rank, D), "attention", layer)
-        yield Parameter(start + "attention.query_norm.weight", (mla.q_rank,), "norms", layer)
+        yield Parameter(start + "attention.query_latent_norm.weight", (mla.q_rank,), "norms", layer)
         yield Parameter(start + "attention.query_up.weight", (H * d, mla.q_rank), "attention", layer)
     else:
         yield Parameter(start + "attention.query.weight", (H * d, D), "attention", layer)
     yield Parameter(start + "attention.kv_down.weight", (mla.kv_rank + mla.rope_dim, D), "attention", layer)
-    yield Parameter(start + "attention.kv_norm.weight", (mla.kv_rank,), "norms", layer)
+    yield Parameter(start + "attention.kv_latent_norm.weight", (mla.kv_rank,), "norms", layer)
     yield Parameter(start + "attention.kv_up.weight", (H * (mla.nope_dim + mla.value_dim), mla.kv_rank), "attention", layer)
     yield Parameter(start + "attention.output.weight", (D, H * mla.value_dim), "attention", layer)
 
