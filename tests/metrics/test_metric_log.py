@@ -49,6 +49,16 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert read(tmp_path) == []
 
 
+def test_a_run_that_goes_back_has_each_step_at_most_once(tmp_path):
+    with MetricLog(tmp_path, Metrics()) as log:
+        for step in range(10):
+            log.write(step, {"train/loss": float(step)})
+        log.rewind(6)
+        for step in (8, 9):
+            log.write(step, {"train/loss": -1.0})
+    assert curve(tmp_path) == [*((step, float(step)) for step in range(6)), (8, -1.0), (9, -1.0)]
+
+
 def test_a_killed_run_has_every_line_that_was_written(tmp_path):
     code = f"""
 import os, signal

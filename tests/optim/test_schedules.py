@@ -178,6 +178,14 @@ def test_a_warmup_in_steps_is_counted_in_steps_though_they_are_not_equally_long(
     assert values[2] == 1.0
 
 
+def test_the_end_of_the_warmup_is_known_in_steps() -> None:
+    phases = [phase(40, warmup=duration("10 steps")), phase(20, warmup=duration("25%")), phase(10, warmup=duration("0 steps"))]
+    schedules = build(phases, constant_batches(phases))
+    assert {schedules.warm(step) for step in range(40)} == {10}
+    assert {schedules.warm(step) for step in range(40, 60)} == {45}
+    assert {schedules.warm(step) for step in range(60, 75)} == {60}
+
+
 def test_a_decay_in_steps_counts_from_the_end() -> None:
     ramp = Ramp(start=Tokens(16), over=duration("4 steps"), rescale="none")
     only = phase(8, 64, ramp=ramp, kind="wsd", warmup=duration("0%"), decay=duration("2 steps"), final=0.0)

@@ -125,6 +125,28 @@ def test_files_are_read_through_fsspec(folder: Path, tmp_path: Path) -> None:
     assert Url("memory://run/shards").read("train/a-00000.bin", 3, 9) == (folder / "train" / "a-00000.bin").read_bytes()[3:9]
 
 
+@pytest.mark.parametrize("failing", [2, 10**6])
+def test_storage_that_fails_is_asked_again_and_then_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    monkeypatch.setattr("lmworks.shards.remote._PAUSES", (0.0, 0.0))
+    left = iter(range(failing))
+
+    class Failing(Counted):
+        def read(self, name: str, start: int, stop: int) -> bytes:
+            if name.endswith(".bin") and next(left, None) is not None:
+                raise TimeoutError("no answer")
+            return super().read(name, start, stop)
+
+    batches = Batches(recipe_with(tmp_path, BIG), folder, storage=Failing(folder))
+    if failing == 2:
+        assert same(batches.batch(0), Batches(recipe_of(PHASES, shards={"max_epochs": 100}), folder).batch(0))
+    else:
+        said = r"\.bin could not be read in 3 tries \(TimeoutError: no answer\); see that the storage"
+        with pytest.raises(UserError, match=said):
+            batches.batch(0)
+
+
 def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path) -> None:
     storage = Counted(folder)
     batches = Batches(recipe_with(tmp_path, BIG, ahead="20 steps"), folder, storage=storage)

@@ -107,6 +107,14 @@ def test_a_planned_change_is_made_at_the_first_step_after_its_moment() -> None:
     assert Order(planned(base, ("25 steps", {"b": 1.0})), DATA).fingerprint() != Order(base, DATA).fingerprint()
 
 
+def test_the_step_from_which_on_a_mixture_holds_is_known() -> None:
+    other = {"a": 0.2, "b": 0.8}
+    recipe = planned(recipe_of(PHASES, shards={"max_epochs": 100}), ("30 steps", other))
+    order = Order(recipe, DATA, [Change(70, other), Change(120, {"c": 1.0})])
+    expected = [0] * 30 + [30] * 40 + [70] * 30 + [100] * 20 + [120] * 40
+    assert [order.mixture_since(step) for step in range(160)] == expected
+
+
 def test_planned_changes_divide_the_text_by_the_whole_plan() -> None:
     recipe = planned(recipe_of([("one", 100, 16, {"a": 1.0}), ("two", 50, 16, {"b": 1.0})]), ("50%", {"b": 1.0}))
     order = Order(recipe, DATA)

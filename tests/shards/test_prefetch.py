@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from lmworks.errors import UserError
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.prefetch import Prefetch
 
@@ -43,6 +44,20 @@ def test_an_error_is_raised_where_the_batch_is_asked_for() -> None:
         next(ready)
     with pytest.raises(StopIteration):
         next(ready)
+
+
+def test_storage_that_does_not_answer_is_not_waited_for_for_ever() -> None:
+    answer = threading.Event()
+
+    def hangs(step: int) -> Batch:
+        answer.wait(20)
+        return slow(step)
+
+    ready = Prefetch(hangs, 0, 4, patience=1)
+    with pytest.raises(UserError, match=r"no batch came for 1 s \(stability.data_timeout\)"):
+        next(ready)
+    answer.set()
+    ready.close()
 
 
 def test_closing_early_stops_the_thread() -> None:

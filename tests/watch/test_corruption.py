@@ -101,7 +101,8 @@ def replica(planted: int | None) -> list[tuple[int, str, bool]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     draw = torch.Generator().manual_seed(3)
     sharded = distribute_tensor(torch.randn(6, 4, generator=draw), mesh, [Replicate(), Shard(0)])
-    tensors = {"sharded": sharded, "plain": torch.randn(5, generator=draw), "copied": distribute_tensor(torch.ones(3), mesh, [Replicate()] * 2)}
+    copied = distribute_tensor(torch.ones(3), mesh, [Replicate()] * 2)
+    tensors = {"sharded": sharded, "plain": torch.randn(5, generator=draw), "copied": copied}
     if dist.get_rank() == planted:
         flip(tensors["plain"], 2, 1)
         flip(sharded.to_local(), 1, 30)

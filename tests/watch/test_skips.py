@@ -10,7 +10,8 @@ from lmworks.watch.skips import Rollback, Skips, rollbacks, undone
 
 
 def test_windows_that_meet_are_one():
-    skips = Skips([Rollback(9, 4, (6, 10)), Rollback(13, 4, (9, 14)), Rollback(30, 20), Rollback(40, 20, (20, 20)), Rollback(15, 13, (14, 16))])
+    first, second, third = Rollback(9, 4, (6, 10)), Rollback(13, 4, (9, 14)), Rollback(15, 13, (14, 16))
+    skips = Skips([first, second, Rollback(30, 20), Rollback(40, 20, (20, 20)), third])
     assert skips.windows == [(6, 16)]
     assert [skips.next(step) for step in (5, 6, 15, 16)] == [5, 16, 16, 16]
     assert (5 in skips, 6 in skips, 16 in skips) == (False, True, False)
@@ -43,7 +44,9 @@ def test_the_ledger_tells_them():
     assert rollbacks(lines, "tune") == [Rollback(3, 2, (2, 4), "spike")]
 
 
-@pytest.mark.parametrize(("step", "known", "expected"), [(8, 0, False), (9, 0, True), (12, 0, True), (12, 1, False), (4, 0, False), (17, 1, True)])
+@pytest.mark.parametrize(
+    ("step", "known", "expected"), [(8, 0, False), (9, 0, True), (12, 0, True), (12, 1, False), (4, 0, False), (17, 1, True)]
+)
 def test_checkpoints_from_before_a_rollback_are_undone_by_it(step, known, expected):
     history = [Rollback(14, 8, (8, 15)), Rollback(20, 16, (16, 21))]
     assert undone(step, known, history) is expected

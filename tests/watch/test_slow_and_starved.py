@@ -37,7 +37,7 @@ def test_the_probe_measures_something():
 def test_starvation_is_told_once():
     watch, told = Starvation(0.2, window=10), []
     for step in range(100):
-        waited = 0.5 if 30 <= step < 60 or 80 <= step else 0.01
+        waited = 0.5 if 30 <= step < 60 or step >= 80 else 0.01
         if share := watch.observe(waited, 1.0):
             told.append((step, round(share, 2)))
     assert [step for step, _ in told] == [33, 83]

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 import pytest
-
 from curves import Curve, falling
+
 from lmworks.recipe.stability import Spike
 from lmworks.watch.spike import Limits, Spikes, upper_limit
 

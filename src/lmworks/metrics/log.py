@@ -42,6 +42,12 @@ class MetricLog:
         for sink in self._sinks:
             sink.write(step, values)
 
+    def rewind(self, resume_step: int) -> None:
+        """Cut the lines of `resume_step` and later: the run has gone back, and writes them again or leaves them out."""
+        self.dropped += jsonl.cut_tail(self._fd, lambda record: record["step"] >= resume_step)
+        for sink in self._sinks:
+            sink.rewind(resume_step)
+
     def flush(self) -> None:
         """Bring everything written so far to the disk; called with each checkpoint."""
         with explain_os_errors(self.path):

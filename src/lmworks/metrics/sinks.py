@@ -19,6 +19,8 @@ class Sink(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def rewind(self, step: int) -> None: ...
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...
@@ -50,11 +52,16 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, resume_step: int) -> None:
         tensorboard = _import("torch.utils.tensorboard", "metrics.tensorboard", "tensorboard")
-        self._writer = tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step or None, flush_secs=1)
+        self._open = lambda step: tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=step or None, flush_secs=1)
+        self._writer = self._open(resume_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -78,6 +85,9 @@ class WeightsAndBiases:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Later values of a step replace the old ones."""
 
     def flush(self) -> None:
         """W&B sends on its own."""
@@ -108,6 +118,9 @@ class Prometheus:
         if name not in self._gauges:
             self._gauges[name] = self._client.Gauge("lmworks_" + re.sub(r"[^a-zA-Z0-9]", "_", name), meaning, registry=self._registry)
         return self._gauges[name]
+
+    def rewind(self, step: int) -> None:
+        """Only the newest values are shown."""
 
     def flush(self) -> None:
         """Values are there as soon as they are set."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -117,6 +118,13 @@ class Order:
     def phase_of(self, step: int) -> int:
         """Index of the phase of a step; UserError outside the run."""
         return self.timeline.phase_of(step)
+
+    def mixture_since(self, step: int) -> int:
+        """The first step that draws with the mixture that `step` draws with."""
+        phase = self.phase_of(step)
+        begun = self.timeline.phases[phase]
+        drawn = max(first for first, _ in self.mixtures[phase].stretches if first <= self.timeline.sequences(step)[0])
+        return self.timeline.first_step(phase) + bisect_left(range(begun.steps), drawn, key=begun.before)
 
     def sequences(self, step: int) -> tuple[int, int]:
         """Number of the first sequence of a step, counted over all ranks from the start of its phase, and how many it has."""

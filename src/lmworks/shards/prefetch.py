@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from lmworks.errors import UserError
 from lmworks.shards.batch import Batch
 
 
@@ -15,11 +16,14 @@ class Prefetch:
     """Yields `make(start)`, ..., `make(stop - 1)`; a thread stays up to `depth` batches ahead.
 
     It keeps no state that a checkpoint would need: begin anew at any step. `waited` is how long the last `next` waited, in seconds
-    (perf/data_wait), and an error while reading is raised where the batch is asked for. Use it as a context manager, or `close` it.
+    (perf/data_wait), and an error while reading is raised where the batch is asked for; so is a `UserError` after `patience` seconds
+    without one. Use it as a context manager, or `close` it.
     """
 
-    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, depth: int = 2) -> None:
-        self.waited = 0.0
+    def __init__(
+        self, make: Callable[[int], Batch], start: int, stop: int, depth: int = 2, patience: float | None = None
+    ) -> None:
+        self.waited, self._patience = 0.0, patience
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(make, start, stop), name="prefetch", daemon=True)
@@ -30,7 +34,7 @@ class Prefetch:
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
-        item = self._ready.get() if not self._closing.is_set() else None
+        item = self._get() if not self._closing.is_set() else None
         self.waited = time.perf_counter() - begin
         if isinstance(item, Batch):
             return item
@@ -39,6 +43,15 @@ class Prefetch:
             raise StopIteration
         raise item
 
+    def _get(self) -> Batch | BaseException | None:
+        try:
+            return self._ready.get(timeout=self._patience)
+        except queue.Empty:
+            return UserError(
+                f"no batch came for {self._patience:,.0f} s (stability.data_timeout): the storage of the shards does not answer; "
+                "see that it can be read, then run the same command again"
+            )
+
     def __enter__(self) -> Prefetch:
         return self
 
@@ -46,9 +59,10 @@ class Prefetch:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
+        """Stop the thread and wait for it, but not for ever if it waits for storage that does not answer."""
         self._closing.set()
-        while self._thread.is_alive():
+        last = None if self._patience is None else time.monotonic() + self._patience
+        while self._thread.is_alive() and (last is None or time.monotonic() < last):
             try:
                 self._ready.get_nowait()
             except queue.Empty:

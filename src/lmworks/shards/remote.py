@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.manifest import Shard
 
 _AT_ONCE = 32  # requests under way, which hide each other's latency
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries to read what could not be read
 _STEPS_AT_ONCE = 4  # so that the end of one step's requests is not waited for before the next one's
 
 
@@ -110,7 +112,7 @@ class RemoteShards:
         """Bytes of one of a shard's files; of an imported one, whose place is its own, straight from there."""
         storage = self._here if Path(shard.prefix).is_absolute() else self.storage
         assert storage
-        return storage.read(shard.prefix + ending, start, stop)
+        return _patiently(storage, shard.prefix + ending, start, stop)
 
     def _copied(self, shard: Shard, ending: str) -> Path:
         path = self._folder / "index" / f"{shard.sha256[ending]}{ending}"
@@ -122,6 +124,26 @@ class RemoteShards:
             path.unlink()
             raise damaged(Path(shard.prefix + ending), "is not what was written (its hash differs)") from None
         return path
+
+
+def _patiently(storage: Storage, name: str, start: int, stop: int) -> bytes:
+    """Read, and try again when the storage fails for a while; `UserError` names the file when it goes on."""
+    for pause in (*_PAUSES, None):
+        try:
+            return storage.read(name, start, stop)
+        except UserError:
+            raise
+        except FileNotFoundError:
+            raise damaged(Path(name), "is missing where the shards are kept (shards.cache.remote)") from None
+        except Exception as error:  # each kind of storage has its own kinds of trouble
+            if pause is None:
+                what = " ".join(f"{type(error).__name__}: {error}".split())
+                raise UserError(
+                    f"{name} could not be read in {len(_PAUSES) + 1} tries ({what}); see that the storage of the shards "
+                    "(shards.cache.remote) answers, then run the same command again"
+                ) from error
+            time.sleep(pause)
+    raise AssertionError
 
 
 class RemoteData:

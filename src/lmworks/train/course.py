@@ -39,5 +39,9 @@ class Course(Protocol):
     def stage(self, step: int) -> Stage:
         """The phase that a step lies in."""
 
+    def steady_since(self, step: int) -> int:
+        """The first step of the stretch around `step` in which losses can be compared: behind the warm-up of its phase and behind the
+        last change of what is read. It may lie ahead."""
+
     def tokens_before(self, step: int) -> int:
         """Tokens of all steps before this one."""

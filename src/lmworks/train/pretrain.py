@@ -26,7 +26,7 @@ from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.course import Stage
 from lmworks.train.mixture import LEDGER, Follower, read_changes
-from lmworks.train.rematerialize import checkpoint_activations
+from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.train.sampling import Sampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
@@ -61,6 +61,9 @@ class Pretraining:
 
     def stage(self, step: int) -> Stage:
         return self.stages[self.timeline.phase_of(step)]
+
+    def steady_since(self, step: int) -> int:
+        return max(self._schedules.warm(step), self.batches.order.mixture_since(step))
 
     def tokens_before(self, step: int) -> int:
         return self.timeline.tokens_before(step)

@@ -54,6 +54,9 @@ class Tuning:
     def stage(self, step: int) -> Stage:
         return self._stage
 
+    def steady_since(self, step: int) -> int:
+        return self._schedules.warm(step)
+
     def tokens_before(self, step: int) -> int:
         return step * self._batch
 
