@@ -5,9 +5,12 @@ Shapes: L sparse layers, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lmworks.model.moe import MoE
 from lmworks.model.transformer import Transformer
 from lmworks.recipe.model import Balance
 
@@ -19,8 +22,8 @@ def load_error(counts_LE: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_biases(model: Transformer, counts_LE: Tensor, rate: float, balance: Balance, finite: Tensor | None = None) -> None:
-    """Move each layer's selection bias towards an even load; a step that is not `finite` moves nothing.
+def update_biases(layers: Sequence[MoE], counts_LE: Tensor, rate: float, balance: Balance, finite: Tensor | None = None) -> None:
+    """Move the selection bias of each sparse layer towards an even load; a step that is not `finite` moves nothing.
 
     `counts_LE` are the tokens per expert of the whole optimizer step: all ranks and micro-batches, each token counted once.
     """
@@ -28,7 +31,7 @@ def update_biases(model: Transformer, counts_LE: Tensor, rate: float, balance: B
         return
     error = load_error(counts_LE.float())
     step = rate * (error.sign() if balance.update == "sign" else error.clamp(-1, 1))
-    for layer, ffn in enumerate(model.routers()):
+    for layer, ffn in enumerate(layers):
         bias = ffn.router.bias
         moved = (bias + step[layer]).clamp(-balance.clamp, balance.clamp)
         bias.copy_(moved if finite is None else torch.where(finite, moved, bias))

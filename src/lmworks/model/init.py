@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,21 +19,41 @@ _BLOCK = 1 << 22  # elements at a time: memory stays small for any tensor
 
 
 def normal(seed: int, name: str, start: int, count: int) -> Tensor:
-    """Elements start .. start + count of the standard normal stream of `name`, in fp32.
+    """Elements start .. start + count of the standard normal stream of `name`, in fp32."""
+    return normal_part(seed, name, (start + count,), (start,), (count,))
 
-    SplitMix64 (Steele et al. 2014) of the index gives 53 uniform bits; the inverse error function makes them normal.
+
+def normal_part(seed: int, name: str, shape: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """The box that begins at `begins` and has `sizes`, of a tensor of `shape` that is filled row by row from the stream of `name`; fp32.
+
+    SplitMix64 (Steele et al. 2014) of an element's index gives 53 uniform bits; the inverse error function makes them normal.
     """
     key = np.uint64(int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"))
-    out = torch.empty(count, dtype=torch.float32)
-    for begin in range(0, count, _BLOCK):
-        size = min(_BLOCK, count - begin)
-        z = np.arange(start + begin + 1, start + begin + 1 + size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        uniform = torch.from_numpy(((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-52 - 1.0)
-        out[begin : begin + size] = torch.special.erfinv(uniform) * math.sqrt(2)
-    return out
+    out = torch.empty(math.prod(sizes[:-1]), sizes[-1], dtype=torch.float32)
+    first = _row_starts(shape, begins, sizes)
+    for column in range(0, sizes[-1], _BLOCK):
+        width = min(_BLOCK, sizes[-1] - column)
+        columns = np.arange(column + 1, column + 1 + width, dtype=np.uint64)
+        height = max(1, _BLOCK // width)
+        for row in range(0, len(first), height):
+            z = (first[row : row + height, None] + columns) * np.uint64(0x9E3779B97F4A7C15) + key
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+            uniform = torch.from_numpy(((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-52 - 1.0)
+            out[row : row + height, column : column + width] = torch.special.erfinv(uniform) * math.sqrt(2)
+    return out.view(tuple(sizes))
+
+
+def _row_starts(shape: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """The index, in the whole tensor, of the first element of each row of the box."""
+    first = np.full(1, begins[-1], dtype=np.uint64)
+    stride = shape[-1]
+    for dim in range(len(shape) - 2, -1, -1):
+        places = np.arange(begins[dim], begins[dim] + sizes[dim], dtype=np.uint64) * np.uint64(stride)
+        first = (places[:, None] + first).ravel()
+        stride *= shape[dim]
+    return first
 
 
 def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
@@ -50,16 +71,26 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
     return init_std / math.sqrt(2 * layers) if into_residual else init_std
 
 
+def whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """The part of a parameter that one process holds: all of it, from its beginning."""
+    return parameter, (0,) * parameter.ndim
+
+
 @torch.no_grad()
-def initialize(model: Transformer, seed: int) -> Transformer:
-    """Fill all parameters; selection biases start at zero."""
+def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = whole) -> Transformer:
+    """Fill all parameters; selection biases start at zero.
+
+    `part` says which box of a parameter lies here, as a plain tensor, and where in the whole it begins.
+    """
     assert model.config.layers
     for name, parameter in model.named_parameters():
         std = standard_deviation(name, model.config.init_std, model.config.layers)
+        here, begins = part(parameter)
         if std is None:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            parameter.copy_((normal(seed, name, 0, parameter.numel()) * std).view_as(parameter))
+            here.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif here.numel():
+            here.copy_(normal_part(seed, name, parameter.shape, begins, here.shape) * std)
     for ffn in model.routers():
         ffn.router.bias.zero_()
+        ffn.router.temperature.fill_(1.0)
     return model

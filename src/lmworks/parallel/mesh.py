@@ -6,6 +6,7 @@ launcher that fills machine by machine keeps them on one machine. Expert ranks a
 
 from __future__ import annotations
 
+import warnings
 from math import prod
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lmworks.errors import UserError
 from lmworks.recipe.after import Layout
 
+# FSDP2 wants copies and shards as two dimensions of one mesh, and some of ours are several digits of a rank.
+warnings.filterwarnings("ignore", message="Slicing a flattened dim", module="torch.distributed.device_mesh")
 _DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "one", "tp")  # `one` has one rank: where nothing is sharded
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard_out", "dp_shard_in"),  # ranks that read different sequences

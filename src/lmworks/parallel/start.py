@@ -16,25 +16,30 @@ _JOINING = 600.0  # seconds that the slowest rank may take to start
 _RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang
 
 
+def unit(layout: Layout) -> int:
+    """The least number of ranks of a layout; every other is a multiple of it."""
+    axis = _data_axis(layout)
+    per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # experts need dp_shard in multiples of this
+    return world_size(layout) // int(getattr(layout, axis)) * per_data_rank
+
+
 def layout_for(layout: Layout, world: int) -> Layout:
     """The layout on `world` ranks: pp, cp, tp and ep stay as they are, and the data axis takes what is there.
 
     That axis is dp_shard, or dp_replicate where the recipe has replicas: then dp_shard is what a replica needs to fit.
     Raises `UserError` naming the nearest numbers of ranks that are possible.
     """
-    axis = "dp_replicate" if layout.dp_replicate > 1 else "dp_shard"
-    fixed = world_size(layout) // getattr(layout, axis)
-    per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # dp_shard comes in multiples of this
-    unit = fixed * per_data_rank
-    if world % unit:
-        legal = sorted({size for size in (world // unit * unit, -(-world // unit) * unit) if size})
-        kept = " x ".join(
-            f"{name} {getattr(layout, name)}" for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis and getattr(layout, name) > 1
-        )
-        raise UserError(
-            f"{world} ranks do not divide by layout {kept or axis} ({unit} ranks at a time); start {' or '.join(map(str, legal))} ranks"
-        )
-    return layout.model_copy(update={axis: world // fixed})
+    axis, least = _data_axis(layout), unit(layout)
+    if world % least:
+        legal = sorted({size for size in (world // least * least, -(-world // least) * least) if size})
+        sizes = {name: getattr(layout, name) for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis}
+        kept = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise UserError(f"{world} ranks do not divide by layout {kept} ({least} at a time); start {' or '.join(map(str, legal))} ranks")
+    return layout.model_copy(update={axis: world // (world_size(layout) // int(getattr(layout, axis)))})
+
+
+def _data_axis(layout: Layout) -> str:
+    return "dp_replicate" if layout.dp_replicate > 1 else "dp_shard"
 
 
 def launched() -> bool:

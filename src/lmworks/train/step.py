@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches forward and backward, clip, select, update, balance.
 
-Shapes: B sequences of a micro-batch, T time, L sparse layers, E experts.
+Shapes: L sparse layers, E experts.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmworks.model import Transformer
-from lmworks.model.balance import update_biases
 from lmworks.optim.clip import clip_gradients
 from lmworks.optim.optimizer import Optimizer
+from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
+from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the step's valid tokens, still on the device: nothing here has made the host wait."""
+    """Means over the step's valid tokens, on all ranks, still on the device: nothing here has made the host wait."""
 
     loss: Tensor
     z_loss: Tensor
     auxiliary_loss: Tensor | None
+    mtp_loss: Tensor | None
     grad_norm: Tensor
     finite: Tensor
     counts_LE: Tensor | None
@@ -32,41 +33,29 @@ class StepResult:
 
 
 def train_step(
-    model: Transformer, optimizer: Optimizer, batch: Batch, *,
-    micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
+    model: ParallelModel, optimizer: Optimizer, batch: Batch, *,
+    rows: int, valid: int, micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
 ) -> StepResult:  # fmt: skip
-    """Update the model from one batch.
+    """Update the model from one batch, of which `batch` is what this rank reads; `rows` and `valid` tokens are the whole step's.
 
-    Each micro-batch's summed loss is divided by the valid tokens of the whole step, so that how the batch is cut does not matter
-    (a mean of means would weigh short documents more). Gradients add up in fp32 in `.grad`. A step whose loss or gradient norm
-    is not finite changes nothing.
+    Each micro-batch's summed loss is divided by the valid tokens of the whole step, so that how the batch is cut, over micro-batches and
+    over ranks, does not matter (a mean of means would weigh short documents more). Gradients add up in fp32. A step whose loss or
+    gradient norm is not finite changes nothing, on any rank.
     """
-    valid = batch.valid_tokens
-    device = model.embedding.weight.device
-    scale = 1.0 if scaler is None else scaler.scale
-    losses, counts = [], []
+    scale = (1.0 if scaler is None else scaler.scale) / max(valid, 1)
     optimizer.zero_grad()
-    for start in range(0, len(batch.tokens), micro_batch):
-        part = batch.rows(start, min(start + micro_batch, len(batch.tokens)))
-        tokens, labels, cu_seqlens = (torch.from_numpy(a).to(device, non_blocking=True) for a in (part.tokens, part.labels, part.cu_seqlens))
-        loss = model.loss(tokens, labels, cu_seqlens)
-        (loss.total * (scale / max(valid, 1))).backward()
-        losses.append(torch.stack((loss.head.cross_entropy, loss.head.z, _detached(loss.experts.aux, device))))
-        if loss.experts.counts is not None:
-            counts.append(loss.experts.counts)
+    sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
     if scaler is not None:
-        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
-    cross_entropy, z, auxiliary = torch.stack(losses).sum(0) / max(valid, 1)
-    grad_norm = clip_gradients(model.parameters(), clip)
-    finite = torch.isfinite(cross_entropy) & torch.isfinite(grad_norm)
+        torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
+    grad_norm = clip_gradients(model.parameters(), clip, model.ranks.everyone, model.ranks.size("weights"))
+    loss = sums.cross_entropy / max(valid, 1)
+    finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     optimizer.step(rate, finite)
     if scaler is not None:
         scaler.update(finite)
-    counts_LE = torch.stack(counts).sum(0) if counts else None
-    if counts_LE is not None and model.config.moe is not None:
-        update_biases(model, counts_LE, balance_rate, model.config.moe.balance, finite)
-    return StepResult(cross_entropy, z, auxiliary if counts else None, grad_norm, finite, counts_LE, valid)
-
-
-def _detached(value: Tensor | None, device: torch.device) -> Tensor:
-    return torch.zeros((), device=device) if value is None else value.detach()
+    if sums.counts_LE is not None:
+        model.balance(sums.counts_LE, balance_rate, finite)
+    return StepResult(
+        loss, sums.z / max(valid, 1), None if sums.counts_LE is None else sums.auxiliary / max(valid, 1),
+        sums.mtp / max(valid, 1) if model.config.mtp else None, grad_norm, finite, sums.counts_LE, valid,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ def checkpoint_activations(model: Transformer, mode: Literal["none", "selective"
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout + model.config.attention_dropout > 0}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for block in model.layers:
+    for block in model.every_block():
         block.forward = _recomputed(block.forward, options)
 
 

@@ -1,0 +1,132 @@
+"""Communication that autograd understands and the compiler can trace.
+
+Each function says what it does forward and, after the arrow, what its gradient does: the transpose of the same map over all ranks.
+A group of None is one rank, where every function is the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+def all_sum(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks -> identity: what follows is computed alike on all ranks."""
+    return x if group is None else _AllSum.apply(x, group.group_name)
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Identity -> sum over ranks: `x` is alike on all ranks, and each computes another part from it."""
+    return x if group is None else _Copy.apply(x, group.group_name)
+
+
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Concatenate the ranks' parts along `dim` -> sum over ranks, own part: each rank computes another part from the whole."""
+    return x if group is None else _Gather.apply(x, dim, group.group_name)
+
+
+def gather_alike(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Concatenate the ranks' parts along `dim` -> own part: all ranks compute the same from the whole."""
+    return x if group is None else _GatherAlike.apply(x, dim, group.group_name, group.rank(), group.size())
+
+
+def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Sum over ranks, own part along `dim` -> concatenate."""
+    return x if group is None else _ScatterSum.apply(x, dim, group.group_name)
+
+
+def split(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Own part along `dim` of what is alike on all ranks -> concatenate."""
+    return x if group is None else _Split.apply(x, dim, group.group_name, group.rank(), group.size())
+
+
+def _sum(x: Tensor, name: Any) -> Tensor:
+    return _wait(functional.all_reduce(x.contiguous(), "sum", name))
+
+
+def _concatenate(x: Tensor, dim: int, name: Any) -> Tensor:
+    return _wait(functional.all_gather_tensor(x.contiguous(), dim % x.ndim, name))
+
+
+def _sum_and_scatter(x: Tensor, dim: int, name: Any) -> Tensor:
+    return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim % x.ndim, name))
+
+
+def _wait(x: Tensor) -> Tensor:
+    return functional.wait_tensor(x)
+
+
+def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    assert x.shape[dim] % size == 0, "every rank has a part of the same size"
+    return x.chunk(size, dim)[rank].contiguous()
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: Any) -> Tensor:
+        return _sum(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: Any) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _sum(grad, ctx.name), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, name: Any) -> Tensor:
+        ctx.dim, ctx.name = dim, name
+        return _concatenate(x, dim, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _sum_and_scatter(grad, ctx.dim, ctx.name), None, None
+
+
+class _GatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, name: str, rank: int, size: int) -> Tensor:
+        ctx.dim, ctx.rank, ctx.size = dim, rank, size
+        return _concatenate(x, dim, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _own(grad, ctx.dim, ctx.rank, ctx.size), None, None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, name: Any) -> Tensor:
+        ctx.dim, ctx.name = dim, name
+        return _sum_and_scatter(x, dim, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _concatenate(grad, ctx.dim, ctx.name), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, name: str, rank: int, size: int) -> Tensor:
+        ctx.dim, ctx.name = dim, name
+        return _own(x, dim, rank, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _concatenate(grad, ctx.dim, ctx.name), None, None, None, None

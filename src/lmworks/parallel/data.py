@@ -1,0 +1,61 @@
+"""Data parallelism on FSDP2: copies or shards of weights, gradients and optimizer state, as ZeRO (arXiv:1910.02054) counts them.
+
+| zero | optimizer state | gradients                      | weights                                     |
+| 0    | on every rank   | on every rank                  | on every rank                               |
+| 1    | sharded         | whole while they accumulate    | sharded, gathered for a whole step          |
+| 2    | sharded         | sharded after each micro-batch | sharded, gathered for a whole micro-batch   |
+| 3    | sharded         | sharded after each micro-batch | sharded, gathered layer by layer            |
+
+Gradients are summed over the ranks, not averaged: the loss has been divided by the valid tokens of the whole step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from lmworks.model import Transformer
+from lmworks.model.moe import MoE
+from lmworks.model.transformer import Block
+from lmworks.parallel.mesh import Ranks
+
+
+def shard(model: Transformer, ranks: Ranks) -> None:
+    """Wrap every layer and the rest of one pipeline stage. The forward computes in `model.compute_dtype`, sums go in fp32."""
+    zero = ranks.layout.zero
+    narrow = model.compute_dtype if model.compute_dtype != torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, expert_mesh = _meshes(ranks)
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        if isinstance(block.ffn, MoE):
+            if narrow is not None:  # a rounded router weight picks another expert
+                fully_shard(block.ffn.router, mesh=mesh, mp_policy=exact, reshard_after_forward=zero == 3)
+            if ranks.size("ep") > 1:
+                fully_shard(block.ffn.experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+    # Embedding, last norm and head stay gathered from the forward to the backward: the head is used after `hidden` has returned.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for method in ("hidden", "loss"):
+        register_fsdp_forward_method(model, method)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def hold(model: Transformer, zero: int, last: bool) -> None:
+    """Say whether the coming micro-batch is the step's last: until then ZeRO-1 keeps whole weights and whole gradients."""
+    if isinstance(model, FSDPModule) and zero <= 1:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh]:
+    """Where weights, and where the weights of one expert, are copied and sharded."""
+    if ranks.layout.zero == 0:
+        return ranks.mesh("loss", "one"), ranks.mesh("ecopies", "one")
+    if ranks.size("dp_replicate") > 1:
+        return ranks.mesh("dp_replicate", "fsdp"), ranks.mesh("dp_replicate", "efsdp")
+    return ranks.mesh("fsdp"), ranks.mesh("efsdp")

@@ -1,0 +1,157 @@
+"""The model as the ranks of a layout run it: one process is the layout of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lmworks.model import Transformer
+from lmworks.model.balance import update_biases
+from lmworks.model.moe import MoE
+from lmworks.parallel import context, data
+from lmworks.parallel.mesh import Ranks, alone
+from lmworks.recipe.model import Rope
+from lmworks.shards.batch import Batch
+from lmworks.shards.packing import IGNORE
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a rank's share of a step adds up to: over its valid tokens, and for each of its sparse layers the tokens per expert."""
+
+    cross_entropy: Tensor
+    z: Tensor
+    auxiliary: Tensor
+    mtp: Tensor
+    counts_LE: Tensor | None
+
+
+class ParallelModel:
+    """This rank's parts of a model, and how micro-batches go through them.
+
+    Every rank calls every method, in the same order. `sparse` are the numbers, among all sparse layers, of those that lie here.
+    """
+
+    def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
+        self.parts, self.ranks = parts, ranks or alone()
+        self.config, self.compute_dtype = parts[0].config, parts[0].compute_dtype
+        self.device = next(parts[0].parameters()).device
+        self.sparse = [number for part in parts for number in _sparse_layers(part)]
+
+    @property
+    def whole(self) -> Transformer | None:
+        """The model, if this rank runs all layers of it: then all ranks together may generate with it."""
+        return self.parts[0] if self.ranks.size("pp") == 1 else None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors by their names in one process; with pipeline stages, those of this rank."""
+        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+
+    def routers(self) -> list[MoE]:
+        return [ffn for part in self.parts for ffn in part.routers()]
+
+    def set_rope(self, rope: Rope) -> None:
+        for part in self.parts:
+            part.set_rope(rope)
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """Which of a batch's rows this rank's place on the data axis has: [start, stop). Shares differ by one row at most."""
+        size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
+        return rank * count // size, (rank + 1) * count // size
+
+    def forward_backward(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
+        """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch` of them at a time.
+
+        `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
+        are of this rank alone until `total` adds them up.
+        """
+        (model,) = self.parts
+        sums, counts = [], []
+        largest = -(-rows // self.ranks.size("dp"))
+        pieces = list(micro_batches(batch, -(-largest // micro_batch), micro_batch))
+        for index, (piece, real) in enumerate(pieces):
+            data.hold(model, self.ranks.layout.zero, last=index == len(pieces) - 1)
+            loss = model.loss(*self._inputs(piece))
+            (loss.total * (scale if real else 0.0)).backward()
+            if real:
+                none = torch.zeros_like(loss.head.z)
+                auxiliary, mtp = (none if value is None else value.detach() for value in (loss.experts.aux, loss.mtp))
+                sums.append(torch.stack((loss.head.cross_entropy, loss.head.z, auxiliary, mtp)))
+            if loss.experts.counts is not None:
+                counts.append(loss.experts.counts * float(real))
+        scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
+        return Sums(*scalars, torch.stack(counts).sum(0) if counts else None)
+
+    @torch.no_grad()
+    def total(self, sums: Sums) -> Sums:
+        """The sums over all ranks, and the counts of all sparse layers."""
+        if not self.ranks.distributed:
+            return sums
+        scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
+        scalars = self.ranks.sum(self.ranks.sum(scalars, "loss"), "pp")
+        counts_LE = None
+        if (moe := self.config.moe) is not None and (layers := self._all_sparse()):
+            counts_LE = torch.zeros(layers, moe.experts, device=self.device)
+            if sums.counts_LE is not None:
+                counts_LE[self.sparse] = sums.counts_LE.float()
+            counts_LE = self.ranks.sum(self.ranks.sum(counts_LE, "loss"), "pp")
+        return Sums(*scalars, counts_LE)
+
+    def balance(self, counts_LE: Tensor, rate: float, finite: Tensor | None = None) -> None:
+        """Move the selection biases of this rank's layers by the counts of all."""
+        if self.config.moe is not None:
+            update_biases(self.routers(), counts_LE[self.sparse], rate, self.config.moe.balance, finite)
+
+    @torch.no_grad()
+    def nats(self, batch: Batch) -> float:
+        """Summed cross-entropy of a whole batch under the model as it is in evaluation."""
+        (model,) = self.parts
+        (piece, real), *_ = micro_batches(batch.rows(*self.rows(len(batch.tokens))), 1, len(batch.tokens))
+        found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
+        return float(self.ranks.sum(found, "loss"))
+
+    def _inputs(self, batch: Batch) -> tuple[Any, ...]:
+        arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
+        whole = tuple(torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
+        return context.split(*whole, self.ranks, len(self.parts[-1].mtp)) if self.ranks.size("cp") > 1 else whole
+
+    def _all_sparse(self) -> int:
+        moe = self.config.moe
+        assert self.config.layers
+        return max(0, self.config.layers - moe.dense_layers) + (self.config.mtp.layers if self.config.mtp else 0) if moe else 0
+
+
+def micro_batches(batch: Batch, count: int, rows: int) -> Iterator[tuple[Batch, bool]]:
+    """`count` micro-batches of at most `rows` rows, and whether each is real: past the batch's end come blank ones, one row of nothing."""
+    for start in range(0, count * rows, rows):
+        stop = min(start + rows, len(batch.tokens))
+        if start < stop:
+            yield batch.rows(start, stop), True
+        else:
+            length = batch.tokens.shape[1]
+            nothing = np.zeros((1, length), np.int32)
+            yield Batch(nothing, np.full_like(nothing, IGNORE), np.array([0, length], np.int32), batch.phase, batch.step), False
+
+
+def _sparse_layers(part: Transformer) -> list[int]:
+    """The numbers, among the sparse layers of the whole model, of those in this part; in the order of `routers()`."""
+    moe, layers = part.config.moe, part.config.layers
+    assert layers
+    names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]
+    return [int(number) + (layers if kind == "mtp" else 0) - moe.dense_layers for kind, number, *_ in names if moe is not None]

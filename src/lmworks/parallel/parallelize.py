@@ -1,0 +1,57 @@
+"""A model on the ranks of a layout: one page, one order, nothing of it in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lmworks.model import Transformer
+from lmworks.model.init import initialize, whole
+from lmworks.parallel import context, data
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.rematerialize import checkpoint_activations
+from lmworks.precision import dtype_for
+from lmworks.recipe.recipe import Recipe
+
+
+def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transformer]:
+    """This rank's parts of the model at its start: one, or one for each of its pipeline stages.
+
+    Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
+    """
+    with torch.device("meta"):
+        model = Transformer(recipe.model)
+    parts = [model]
+    for part in parts:
+        part.compute_dtype = dtype_for(recipe.train.precision, device)
+        part.head_chunk = int(recipe.train.head_chunk)
+        if ranks.size("cp") > 1:
+            context.share(part, ranks)
+        checkpoint_activations(part, recipe.train.activation_checkpointing)
+        if recipe.train.compile:
+            part.compile(dynamic=False)
+        if ranks.size("weights") > 1:
+            data.shard(part, ranks)
+        materialise(part, recipe.seed, device)
+    return parts
+
+
+def materialise(part: Transformer, seed: int, device: torch.device) -> None:
+    """Give a model built on the meta device its memory and its first weights."""
+    part.to_empty(device=device)
+    if part.config.tie_embeddings:
+        part.head.weight = part.embedding.weight  # `to_empty` gives each place memory of its own
+    initialize(part, seed, here)
+    part.set_rope(part.rope)
+
+
+def here(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """This rank's box of a parameter, and where in the whole it begins."""
+    if not isinstance(parameter, DTensor):
+        return whole(parameter)
+    _, begins = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), begins

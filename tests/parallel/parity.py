@@ -1,0 +1,129 @@
+"""The same steps on one rank and on many: what the tests of every layout compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.recipe.after import Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.shards.batch import Batch
+from lmworks.shards.packing import IGNORE
+from lmworks.train.step import train_step
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48, "attention_bias": True,
+    "qk_norm": True, "rope": {"fraction": 0.5}, "z_loss": 1e-3, "init_std": 0.1,
+}  # fmt: skip
+_MOE = {
+    "experts": 8, "top_k": 2, "expert_size": 16, "shared_experts": 1, "dense_layers": 1, "routed_scale": 1.5,
+    "balance": {"rate": 0.01, "sequence_aux_weight": 0.01},
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": _COMMON,
+    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens", "global_every": 2},
+    "moe": _COMMON | {"moe": _MOE},
+    "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "kv_heads", "rope")} | {
+        "moe": _MOE | {"groups": 4, "top_groups": 2}, "kv_heads": 4, "head_dim": 12,
+        "mla": {"q_rank": 16, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+    },
+    "mtp": _COMMON | {"moe": _MOE, "mtp": {"layers": 1, "weight": 0.3}},
+}  # fmt: skip
+STEPS, ROWS, LENGTH = 3, 8, 24
+
+
+@dataclass
+class Trained:
+    """What came out, by name, whole: losses of the steps, gradients of the first step, weights and buffers after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    counts: np.ndarray | None
+    extras: list[float]
+
+
+def recipe_of(kind: str, **train: Any) -> Recipe:
+    tree = {
+        "name": "parity", "model": MODELS[kind], "train": {"precision": "fp32", "compile": False, **train},
+        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-4},
+    }  # fmt: skip
+    return Recipe.model_validate(tree)
+
+
+def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
+    """Random documents of random lengths; the last label of each is ignored, and some rows have hardly a label."""
+    draw = np.random.default_rng(step)
+    tokens = draw.integers(0, 64, (rows, length + 1)).astype(np.int32)
+    labels = tokens[:, 1:].copy()
+    labels[rows // 2, 3:] = IGNORE
+    begins = []
+    for row in range(rows):
+        cuts = np.sort(draw.choice(np.arange(1, length), size=int(draw.integers(0, 4)), replace=False))
+        labels[row, cuts - 1] = IGNORE
+        begins += [row * length, *(row * length + cuts)]
+    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, rows * length], np.int32), 0, step)
+
+
+def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = ROWS, length: int = LENGTH, **options: Any) -> Trained:
+    """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages."""
+    recipe = recipe_of(kind, **options)
+    ranks = Ranks(Layout(**layout))
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    optimizer = build_optimizer(model, recipe.optimizer)  # type: ignore[arg-type]
+    model.train()
+    losses, norms, extras, grads, counts = [], [], [], {}, None
+    for step in range(STEPS):
+        batch = batch_of(step, rows, length)
+        result = train_step(
+            model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch=micro_batch,
+            rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
+        )  # fmt: skip
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+        extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]
+        if step == 0:
+            grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+        counts = result.counts_LE
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return Trained(losses, norms, grads, weights, None if counts is None else counts.numpy(), extras)
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().numpy().copy()
+
+
+def compare(expected: Trained, found: list[Trained], tolerance: float = 1e-5, of_update: float = 2e-3) -> None:
+    """All ranks against one process.
+
+    Losses within `tolerance` of their size, gradients within `tolerance` of the largest in their tensor: fp32 sums in another order
+    differ by some 1e-6. A weight moves by about the rate (0.02) a step; Newton-Schulz blows up the rounding of small singular values, so
+    that weights may differ by `of_update` of that (Adam's division would do worse: eps is 1e-4 here). A wrong sign or a missing sum is
+    off by 1, a doubled count by 0.5.
+    """
+    grads: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
+    for one in found:
+        np.testing.assert_allclose(one.losses, expected.losses, rtol=tolerance)
+        np.testing.assert_allclose(one.norms, expected.norms, rtol=tolerance)
+        np.testing.assert_allclose(one.extras, expected.extras, rtol=10 * tolerance)
+        if expected.counts is not None:
+            np.testing.assert_array_equal(one.counts, expected.counts)
+        grads |= one.grads
+        weights |= one.weights
+    assert grads.keys() == expected.grads.keys()
+    assert weights.keys() == expected.weights.keys()
+    for name, grad in expected.grads.items():
+        np.testing.assert_allclose(grads[name], grad, rtol=0, atol=tolerance * np.abs(grad).max(), err_msg=f"gradient of {name}")
+    for name, weight in expected.weights.items():
+        np.testing.assert_allclose(weights[name], weight, rtol=0, atol=of_update * 0.02, err_msg=name)
