@@ -31,6 +31,9 @@ _MOE = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 1, "dense
 MODELS: dict[str, dict[str, Any]] = {
     "glm4moe": {**_DENSE, "qk_norm": True, "attention_bias": True, "rope": {"fraction": 0.5}, "moe": _MOE},
     "glm4moe-groups": {**_DENSE, "rope": {"fraction": 0.5}, "moe": {**_MOE, "groups": 4, "top_groups": 2, "normalize_top_k": False}},
+    "glm4moe-mtp": {**_DENSE, "qk_norm": True, "rope": {"fraction": 0.5}, "moe": _MOE, "mtp": {}},
+    "deepseek": {**_DENSE, "kv_heads": 4, "head_dim": 48, "norm_eps": 1e-6, "moe": _MOE, "mtp": {},
+                 "mla": {"q_rank": 64, "kv_rank": 48, "rope_dim": 16, "nope_dim": 32, "value_dim": 32}},
     "qwen3": {**_DENSE, "qk_norm": True, "tie_embeddings": True},
     "qwen2": {**_DENSE, "attention_bias": True, "head_dim": 32},
     "qwen2-wide": {**_DENSE, "attention_bias": True},

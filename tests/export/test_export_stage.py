@@ -120,6 +120,21 @@ def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: 
     assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+def test_latent_attention_and_multi_token_prediction_go_through_the_stage(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("deepseek")
+    with pytest.raises(UserError, match=r"latent attention \(mla\).*export\.gguf=false"):
+        check(run.recipe)
+    recipe = with_export(run.recipe, gguf=False)
+    check(recipe)
+    report = export(recipe, run.directory, tmp_path / "export")
+    assert report.architecture == "DeepseekV3ForCausalLM" and report.huggingface.relative < 1e-5
+    card = (tmp_path / "export" / "huggingface" / "README.md").read_text()
+    without = sum(tensor.numel() for name, tensor in run.model.named_parameters() if not name.startswith("mtp."))
+    assert f"| parameters | {without:,} (" in card and "keys and values from latents of 48 and 16" in card
+    exported = read_model(tmp_path / "export" / "huggingface").state_dict()
+    torch.testing.assert_close(exported["mtp.0.projection.weight"], run.model.state_dict()["mtp.0.projection.weight"], rtol=0, atol=0)
+
+
 def test_the_tuned_model_goes_out_where_there_is_one(glm: Any, tmp_path: Path) -> None:
     recipe = with_export(glm.recipe, gguf=False).model_copy(update={"tune": Recipe.model_validate({"name": "t", "tune": {}}).tune})
     (glm.directory / "resolved.json").unlink()  # a link into the shared run

@@ -163,6 +163,15 @@ def test_another_split_rule_is_refused(make_run: Callable[..., Any], tmp_path: P
     assert not (tmp_path / "model.gguf").exists()
 
 
+def test_multi_token_prediction_stays_behind(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("glm4moe-mtp")
+    reader = written(run, tmp_path / "model.gguf")
+    own = [name for name in run.model.state_dict() if not name.startswith("mtp.")]
+    assert len(reader.tensors) == len(own) == check_gguf(run.model, tmp_path / "model.gguf", torch.float32)
+    assert len(own) < len(run.model.state_dict()) and int(reader.get_field("glm4moe.nextn_predict_layers").contents()) == 0
+    assert int(reader.get_field("glm4moe.block_count").contents()) == run.model.config.layers
+
+
 def test_shipped_recipes_have_an_architecture() -> None:
     from lmworks.recipe.load import load_recipe, shipped
 
