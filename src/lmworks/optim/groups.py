@@ -47,14 +47,17 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def group_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], options: Options) -> list[Group]:
+def group_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], options: Options, layers: int | None = None
+) -> list[Group]:  # fmt: skip
     """Group the parameters that require gradients, in the order of their names' first appearance.
 
     With `layer_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm, the head and multi-token
-    prediction at 1.
+    prediction at 1. `layers` is n where the parameters are those of a pipeline stage; left out, one more than the largest i.
     """
     named = [(clean_name(name), parameter) for name, parameter in named_parameters]
-    layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)
+    if layers is None:
+        layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)
     # Under `rms` scaling both optimizers make updates of one size, so they share the rate unless told otherwise.
     peak, shared = options.learning_rate, options.kind == "adamw" or options.update_scale == "rms"
     adam_peak = (None if options.kind == "adamw" else options.adam_learning_rate) or (peak if shared else None)

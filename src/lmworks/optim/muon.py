@@ -84,22 +84,26 @@ class Muon:
         devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
         self.dtype = dtype or (torch.bfloat16 if all(map(has_bf16, devices)) else torch.float32)
-        self._buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27))
+        buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27))
+        self._shared, self._alone = ([bucket for bucket in buckets if bucket.shared is shared] for shared in (True, False))
 
     @torch.no_grad()
     def step(self, factor: float = 1.0, finite: Tensor | None = None) -> None:
         """One update at `factor` times the groups' rates; parameters without a gradient are left alone.
 
-        While a bucket is orthogonalised, the parts of the next and the updates of the last are on their way.
+        While a shared bucket is orthogonalised, the parts of the next and the updates of the last are on their way.
         """
         coming: tuple[Bucket, Arrival] | None = None
         leaving: tuple[Bucket, Arrival] | None = None
-        for bucket in [*self._buckets, None, None]:
+        for bucket in [*self._shared, None, None]:
             begun = None if bucket is None else (bucket, self._collect(bucket, finite))
             done = None if coming is None else (coming[0], self._distribute(*coming))
             if leaving is not None:
                 self._apply(*leaving, factor, finite)
             coming, leaving = begun, done
+        # Where nothing travels, one bucket after the other keeps the caches warm.
+        for bucket in self._alone:
+            self._apply(bucket, self._distribute(bucket, self._collect(bucket, finite)), factor, finite)
 
     def _collect(self, bucket: Bucket, finite: Tensor | None) -> Arrival:
         """Take the gradients into the momentum, and send the directions to the owners."""

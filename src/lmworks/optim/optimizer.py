@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,12 @@ from lmworks.optim.groups import Group, group_parameters
 from lmworks.optim.muon import Muon
 from lmworks.optim.placement import local, part_of
 from lmworks.recipe.training import Optimizer as Options
+
+
+class Named(Protocol):
+    """A module, or the parts of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 class Optimizer:
@@ -83,6 +90,9 @@ class Optimizer:
             local(tensor).copy_(local(given) if isinstance(given, DTensor) else part_of(given, tensor))
 
 
-def build_optimizer(model: nn.Module, options: Options) -> Optimizer:
-    """The optimizer of a model whose parameters have lmworks' names. Move the model to its device first: the state follows it."""
-    return Optimizer(group_parameters(model.named_parameters(), options), options)
+def build_optimizer(model: Named, options: Options, layers: int | None = None) -> Optimizer:
+    """The optimizer of a model whose parameters have lmworks' names. Shard it and move it to its device first: the state follows it.
+
+    Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_decay` counts from the top).
+    """
+    return Optimizer(group_parameters(model.named_parameters(), options, layers), options)

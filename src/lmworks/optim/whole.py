@@ -146,6 +146,11 @@ class Bucket:
     collect: Exchange
     distribute: Exchange
 
+    @property
+    def shared(self) -> bool:
+        """Whether anything travels."""
+        return self.collect.group is not None
+
 
 def plan(parameters: Mapping[str, Tensor], limit: int) -> list[Bucket]:
     """Cut the matrices of all parameters into buckets, the same on all ranks that share a parameter.
