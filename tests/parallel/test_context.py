@@ -9,37 +9,149 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional
+from tests.model.test_long_attention import saved_bytes
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.model import Transformer
+from lmworks.model import Transformer, documents
+from lmworks.model.documents import first_seen
 from lmworks.model.init import initialize
+from lmworks.model.router import Router
 from lmworks.parallel import context
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.after import Layout
 from lmworks.recipe.model import Model
-from parallel.parity import MODELS, batch_of, compare, train
+from parallel.parity import MODELS, Trained, batch_of, compare, train
 from rank_pool import RankPool
 
-LAYOUTS: list[dict[str, Any]] = [{"cp": 2}, {"cp": 3, "zero": 3}, {"cp": 4, "zero": 0}, {"cp": 2, "dp_shard": 2, "zero": 2}]
+_DEEP: dict[str, Any] = {"cp": 3, "zero": 3}
+_WIDE: dict[str, Any] = {"cp": 2, "dp_shard": 2, "zero": 2}
+CASES = [
+    *(({"cp": 2}, kind) for kind in MODELS),
+    (_DEEP, "tied"),
+    (_WIDE, "moe"),
+    *(pytest.param(layout, kind, marks=pytest.mark.slow) for layout in (_DEEP, {"cp": 4, "zero": 0}, _WIDE) for kind in MODELS),
+]
 
 
-def world(layout: dict[str, Any]) -> int:
-    return layout["cp"] * layout.get("dp_shard", 1)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    compare(train({}, kind, 2), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind, 2))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_equals_one_process(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
-    compare(train({}, kind, 2), ranks.run(train, world(layout), layout, kind, 2))
-
-
-@pytest.mark.parametrize("options", [{"compile": True}, {"activation_checkpointing": "full"}], ids=["compiled", "recomputed"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"compile": True}, marks=pytest.mark.slow), {"activation_checkpointing": "full"}],
+    ids=["compiled", "recomputed"],
+)
 def test_also_when_compiled_or_recomputed(ranks: RankPool, options: dict[str, Any]) -> None:
     """Compiled code sums in another order and rounds elsewhere: 1e-4."""
-    found = ranks.run(_trained_with, 2, {"cp": 2}, "tied", options)
+    found = ranks.run(_train_with, 2, options)
     compare(train({}, "tied"), found, 1e-4 if "compile" in options else 1e-5)
 
 
-def _trained_with(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
-    return train(layout, kind, **options)
+def _train_with(options: dict[str, Any]) -> Trained:
+    return train({"cp": 2}, "tied", **options)
+
+
+def _no_sum(whole_BKSW: Tensor, group: str, size: int) -> Tensor:
+    return context.slices(whole_BKSW.transpose(1, 2), size, torch.distributed.get_rank()).transpose(1, 2).contiguous()
+
+
+def _as_if_side_by_side(self: context.Slices, steps: int) -> Tensor:
+    first = self.places_BT[:, :1]
+    return first + torch.arange(steps) - self.start_BT
+
+
+def _one_too_many(places_BT: Tensor, window: int | None, start_BT: Tensor) -> Tensor:
+    return first_seen(places_BT, window, start_BT).sub(1).clamp_min(0)
+
+
+def _unordered(key: Tensor, value: Tensor, group: str, size: int) -> tuple[Tensor, Tensor]:
+    wholes = [functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 2, group)) for x in (key, value)]
+    return wholes[0], wholes[1]
+
+
+def _own_load(router: Router, group: Any, size: int) -> None:
+    """The router looks at a rank's own slices."""
+
+
+def _own_ahead(*args: Any) -> Any:
+    return (*split(*args)[:-1], None)
+
+
+split = context.split
+MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
+    "gradients of keys are not summed over ranks": (context, "_scatter_sum", _no_sum, "dense"),
+    "positions of the second slice follow the first": (context.Slices, "begin", _as_if_side_by_side, "dense"),
+    "a query sees a token before its document": (context, "first_seen", _one_too_many, "dense"),
+    "keys in the order of the ranks": (context, "_gather", _unordered, "dense"),
+    "the auxiliary loss sees slices": (context, "_share_load", _own_load, "moe"),
+    "the next token is looked for in the slices": (context, "split", _own_ahead, "mtp"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(ranks: RankPool, mistake: str) -> None:
+    found = ranks.run(_train_wrongly, 2, mistake)
+    with pytest.raises(AssertionError):
+        compare(train({}, MISTAKES[mistake][-1], 2), found)
+
+
+def _train_wrongly(mistake: str) -> Trained:
+    owner, name, wrong, kind = MISTAKES[mistake]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrong)
+        return train({"cp": 2}, kind, 2)
+
+
+def test_what_a_rank_keeps_shrinks_with_the_ranks(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes kept between forward and backward are proportional to length / cp.
+
+    Weights and what happens to share its memory make some 5%; keys and values of the whole sequence, were they kept, for 30%.
+    """
+    lengths = (2048, 4096, 8192)
+    monkeypatch.setattr(documents, "_KEPT", 0)
+    per_token = [kept / length for length, kept in zip(lengths, _kept({}, lengths), strict=True)]
+    for cp in (2, 4):
+        for found in ranks.run(_kept, cp, {"cp": cp, "zero": 0}, lengths):
+            per_token += [kept / (length / cp) for length, kept in zip(lengths, found, strict=True)]
+    assert max(per_token) < 1.1 * min(per_token)
+
+
+def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
+    config = Model.model_validate(MODELS["tied"] | {"layers": 2, "kv_heads": 4, "head_dim": 16})
+    mesh = Ranks(Layout(**layout))
+    model = initialize(Transformer(config), 0)
+    found = []
+    for length in lengths:
+        batch = batch_of(0, 1, length)
+        whole = tuple(torch.from_numpy(array) for array in (batch.tokens, batch.labels, batch.cu_seqlens))
+        inputs: Any = context.split(*whole, mesh) if mesh.size("cp") > 1 else whole
+        found.append(saved_bytes(lambda inputs=inputs: model.loss(*inputs).total))
+    return found
+
+
+def test_what_cannot_be_shared_is_refused(ranks: RankPool) -> None:
+    odd, dropout, sinkhorn = ranks.run(_refusals, 2)[0]
+    assert odd == "sequences of 22 tokens cannot be shared by layout.cp 2: the length must be a multiple of 4"
+    assert dropout == "model.attention_dropout does not go with layout.cp above 1; set it to 0"
+    assert sinkhorn == "model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
+
+
+def _refusals() -> list[str]:
+    mesh = Ranks(Layout(cp=2))
+    told = []
+    moe = MODELS["moe"]["moe"]
+    for run in (
+        lambda: context.split(torch.zeros(1, 22), torch.zeros(1, 22), torch.tensor([0, 22]), mesh),
+        lambda: context.share(Transformer(Model.model_validate(MODELS["dense"] | {"attention_dropout": 0.1})), mesh),
+        lambda: context.share(
+            Transformer(Model.model_validate(MODELS["moe"] | {"moe": moe | {"balance": {"method": "sinkhorn"}}})), mesh
+        ),
+    ):
+        with pytest.raises(UserError) as error:
+            run()
+        told.append(str(error.value))
+    return told

@@ -47,7 +47,16 @@ def attend_chunks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
     out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value; those of key and value add up in fp32."""
+    """Gradients of query, key and value."""
+    query, key, value = chunks_backward(grad_BHTV, query_BHTC, key_BKSC, value_BKSV, first_BT, last_BT, out_BHTV, lse_BHT, scale)
+    return query, key.to(key_BKSC.dtype), value.to(value_BKSV.dtype)
+
+
+def chunks_backward(
+    grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, and in fp32, since they add up block by block, of key and value."""
     K, C, V = key_BKSC.shape[1], key_BKSC.shape[-1], value_BKSV.shape[-1]
     grad_query = torch.empty(query_BHTC.shape, dtype=query_BHTC.dtype, device=query_BHTC.device)
     grad_key = torch.zeros(key_BKSC.shape, dtype=torch.float32, device=key_BKSC.device)
@@ -65,7 +74,7 @@ def attend_chunks_backward(
         grad_scores = weights.mul_(grad_weights.sub_(mean)).mul_(scale).to(query.dtype)
         grad_query[row, :, rows] = _product(grad_scores, key).view(query.shape)
         grad_key[row, :, keys] += (grad_scores.view(K, -1, key.shape[1]).transpose(1, 2) @ query.reshape(K, -1, C)).float()
-    return grad_query, grad_key.to(key_BKSC.dtype), grad_value.to(value_BKSV.dtype)
+    return grad_query, grad_key, grad_value
 
 
 def _blocks(query_BHTC: Tensor, first_BT: Tensor, last_BT: Tensor) -> Iterator[tuple[int, slice, slice]]:

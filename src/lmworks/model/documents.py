@@ -48,13 +48,16 @@ class Visible:
 
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
     """What queries at places `last_BT` see of a document that begins at `start_BT`, under a window or without one."""
-    first_BT = torch.zeros_like(last_BT) + start_BT
-    if window:
-        first_BT = torch.maximum(first_BT, last_BT - window + 1)
-    seen = Visible(first_BT, last_BT, keys)
+    seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys)
     if last_BT.shape[1] * keys <= _KEPT:
         return replace(seen, kept_B1TS=seen.dense())
-    return replace(seen, blocks=block_mask(first_BT, last_BT, keys)) if has_flex(first_BT.device) else seen
+    return replace(seen, blocks=block_mask(seen.first_BT, last_BT, keys)) if has_flex(last_BT.device) else seen
+
+
+def first_seen(last_BT: Tensor, window: int | None, start_BT: Tensor | int = 0) -> Tensor:
+    """The first place that each query sees."""
+    first_BT = torch.zeros_like(last_BT) + start_BT
+    return torch.maximum(first_BT, last_BT - window + 1) if window else first_BT
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,13 @@ class Router(nn.Module):
         total = gates_NE.new_zeros(())
         for rows, weight in spans:
             share = shares_NE.view(rows, -1, moe.experts).mean(1)
-            load = chosen_NE.view(rows, -1, moe.experts).mean(1)
+            load = self.mean_load(chosen_NE.view(rows, -1, moe.experts))
             total = total + weight * moe.experts / moe.top_k * (share * load).sum() * (B * T / rows)
         return total
+
+    def mean_load(self, chosen_BTE: Tensor) -> Tensor:
+        """The share of tokens that chose each expert, over whole sequences; (B, E)."""
+        return chosen_BTE.mean(1)
 
 
 @torch.no_grad()

@@ -1,0 +1,178 @@
+"""Context parallelism: the ranks of `cp` share each sequence.
+
+A sequence is cut into 2 cp slices, and rank r holds slices r and 2 cp - 1 - r: early tokens see few keys and late ones many, so that all
+ranks have the same to do (Llama 3, arXiv:2407.21783, section 3.3.2). Everything but attention works on tokens by themselves. Attention
+gathers keys and values over the ranks, in the backward pass again: what is kept between the two is a rank's own, so that memory per rank
+grows with length / cp. Positions and who sees whom come from the same documents as in one process, whichever slices they cross.
+
+Shapes: B batch, T tokens of this rank, S = cp T tokens of the sequence, H query heads, K key/value heads, C head dimension, V value
+dimension, W = C + V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from lmworks.errors import UserError
+from lmworks.model import Transformer
+from lmworks.model.chunked import attend_chunks, chunks_backward
+from lmworks.model.documents import Visible, first_seen, starts
+from lmworks.model.mtp import Ahead, look_ahead
+from lmworks.model.router import Router
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.view import derive
+
+
+def share(model: Transformer, ranks: Ranks) -> None:
+    """Make the parts of a model that look at a whole sequence, attention aside, look at all of its slices.
+
+    Raises `UserError` for what cannot be computed on slices.
+    """
+    moe = model.config.moe
+    if model.config.attention_dropout:
+        raise UserError("model.attention_dropout does not go with layout.cp above 1; set it to 0")
+    if moe and moe.balance.method == "sinkhorn":
+        raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
+    for ffn in model.routers():
+        _share_load(ffn.router, ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
+
+
+def _share_load(router: Router, group: Any, size: int) -> None:
+    def mean_load(self: Router, chosen_BTE: Tensor) -> Tensor:
+        total = functional.all_reduce(chosen_BTE.mean(1).contiguous(), "sum", group)
+        return functional.wait_tensor(total) / size
+
+    derive(router, {"mean_load": mean_load})
+
+
+def slices(x_BS: Tensor, size: int, rank: int) -> Tensor:
+    """The part of whole rows that a rank of `cp` holds; (B, T)."""
+    parts = x_BS.chunk(2 * size, dim=1)
+    return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim=1)
+
+
+def split(
+    tokens_BS: Tensor, labels_BS: Tensor, cu_seqlens: Tensor, ranks: Ranks, mtp_layers: int = 0
+) -> tuple[Tensor, Tensor, None, Slices, list[Ahead] | None]:
+    """This rank's share of whole rows, as `Transformer.loss` takes it: tokens, labels, no `cu_seqlens`, where they lie, what is ahead.
+
+    Raises `UserError` where the length cannot be cut into equal slices.
+    """
+    size, rank = ranks.size("cp"), ranks.rank("cp")
+    length = tokens_BS.shape[1]
+    if length % (2 * size):
+        raise UserError(f"sequences of {length:,} tokens cannot be shared by layout.cp {size}: the length must be a multiple of {2 * size}")
+    places_BS = torch.arange(length, device=tokens_BS.device).expand(tokens_BS.shape)
+    start_BS = starts((tokens_BS.shape[0], length), cu_seqlens)
+    held = Slices(slices(places_BS, size, rank), slices(start_BS, size, rank), length, ranks.mesh("cp").get_group().group_name, size)
+    ahead = None
+    if mtp_layers:
+        whole = look_ahead(tokens_BS, labels_BS, places_BS - start_BS, mtp_layers)
+        ahead = [Ahead(slices(tokens, size, rank), slices(labels, size, rank)) for tokens, labels in whole]
+    return slices(tokens_BS, size, rank), slices(labels_BS, size, rank), None, held, ahead
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Where a rank's tokens lie in their rows, in the place of a cache: it gives positions and masks, and keeps nothing."""
+
+    places_BT: Tensor
+    start_BT: Tensor
+    length: int
+    group: str
+    size: int
+
+    def begin(self, steps: int) -> Tensor:
+        """Positions in the documents; (B, T)."""
+        assert steps == self.places_BT.shape[1]
+        return self.places_BT - self.start_BT
+
+    def mask(self, window: int | None) -> SharedVisible:
+        first_BT = first_seen(self.places_BT, window, self.start_BT)
+        return SharedVisible(first_BT, self.places_BT, self.length, group=self.group, size=self.size)
+
+    def layer(self, index: int) -> None:
+        """Keys and values come when a layer attends, not before."""
+
+
+@dataclass(frozen=True)
+class SharedVisible(Visible):
+    """What the queries of this rank see of the keys of all."""
+
+    group: str = ""
+    size: int = 1
+
+    def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor) -> Tensor:
+        scale = query_BHTC.shape[-1] ** -0.5
+        return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)[0]
+
+
+@torch.library.custom_op("lmworks::attend_shared", mutates_args=())
+def attend_shared(
+    query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float, group: str, size: int
+) -> tuple[Tensor, Tensor]:
+    """`attend_chunks` of own queries to the keys and values of all ranks."""
+    key, value = _gather(key_BKTC, value_BKTV, group, size)
+    return attend_chunks(query_BHTC, key, value, first_BT, last_BT, scale)
+
+
+@torch.library.custom_op("lmworks::attend_shared_backward", mutates_args=())
+def attend_shared_backward(
+    grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor,
+    out_BHTV: Tensor, lse_BHT: Tensor, scale: float, group: str, size: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of own queries, keys and values; the latter two are sums over the queries of all ranks, in fp32."""
+    key, value = _gather(key_BKTC, value_BKTV, group, size)
+    grad_query, grad_key, grad_value = chunks_backward(grad_BHTV, query_BHTC, key, value, first_BT, last_BT, out_BHTV, lse_BHT, scale)
+    grad_BKTW = _scatter_sum(torch.cat((grad_key, grad_value), dim=-1), group, size)
+    own_key, own_value = grad_BKTW.split((key.shape[-1], value.shape[-1]), dim=-1)
+    return grad_query, own_key.to(key_BKTC.dtype, copy=True), own_value.to(value_BKTV.dtype, copy=True)
+
+
+def _gather(key_BKTC: Tensor, value_BKTV: Tensor, group: Any, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence, in its order: one message for both."""
+    own_BKTW = torch.cat((key_BKTC, value_BKTV), dim=-1)
+    B, K, T, W = own_BKTW.shape
+    ranks = functional.wait_tensor(functional.all_gather_tensor(own_BKTW[None], 0, group)).view(size, B, K, 2, T // 2, W)
+    ordered = torch.cat((ranks[:, :, :, 0], ranks[:, :, :, 1].flip(0)))  # (2 cp, B, K, T / 2, W)
+    whole_BKSW = ordered.permute(1, 2, 0, 3, 4).reshape(B, K, size * T, W)
+    key, value = whole_BKSW.split((key_BKTC.shape[-1], value_BKTV.shape[-1]), dim=-1)
+    return key, value
+
+
+def _scatter_sum(whole_BKSW: Tensor, group: Any, size: int) -> Tensor:
+    """The transpose of `_gather`: own slices of the sum over ranks."""
+    B, K, S, W = whole_BKSW.shape
+    ordered = whole_BKSW.view(B, K, 2 * size, S // size // 2, W).permute(2, 0, 1, 3, 4)
+    ranks = torch.stack((ordered[:size], ordered[size:].flip(0)), dim=3)  # (cp, B, K, 2, T / 2, W)
+    own = functional.wait_tensor(functional.reduce_scatter_tensor(ranks.contiguous(), "sum", 0, group))
+    return own.view(B, K, S // size, W)
+
+
+@attend_shared.register_fake
+def _(query, key, value, first, last, scale, group, size):  # type: ignore[no-untyped-def]
+    B, H, T, _ = query.shape
+    return query.new_empty(B, H, T, value.shape[-1]), query.new_empty(B, H, T, dtype=torch.float32)
+
+
+@attend_shared_backward.register_fake
+def _(grad, query, key, value, first, last, out, lse, scale, group, size):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.scale, ctx.group, ctx.size = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
+    grads = attend_shared_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.group, ctx.size)
+    return (*grads, None, None, None, None, None)
+
+
+attend_shared.register_autograd(_differentiate, setup_context=_keep)
