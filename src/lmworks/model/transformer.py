@@ -118,7 +118,7 @@ class Transformer(nn.Module):
             for block in self.every_block():
                 block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
-        self.register_buffer("inverse_frequencies", inverse.to(self.embedding.weight.device), persistent=False)
+        self.register_buffer("inverse_frequencies", inverse.to(next(self.parameters()).device), persistent=False)
 
     def plain(self, on: bool = True) -> Transformer:
         """Use the plain twins of attention, experts and loss."""
@@ -157,6 +157,13 @@ class Transformer(nn.Module):
         """
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
+        return self.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
+
+    def last_loss(
+        self, x_BTD: Tensor, experts: Experts, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
+        cache: Cache | None = None, ahead: list[Ahead] | None = None,
+    ) -> Loss:  # fmt: skip
+        """`loss` from what the layers have made: their residual stream, and what their experts did."""
         hidden_BTD = self.norm(x_BTD)
         total, head = self.head_loss(hidden_BTD, labels_BT)
         mtp = None
