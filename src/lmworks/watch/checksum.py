@@ -31,21 +31,6 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True))
 
 
-def parts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """By name, which part of the whole this rank holds. Ranks with equal parts hold copies of each other."""
-    return {name: _part(tensor) for name, tensor in tensors.items()}
-
-
-def _part(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "whole"
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch 2.13 has no public name for it
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    strided = [str(placement) for placement in tensor.placements if not placement.is_shard() and not placement.is_replicate()]
-    return f"{tuple(offset)}+{tuple(shape)}{strided or ''}"
-
-
 @dataclass(frozen=True)
 class Deviation:
     """A rank whose copy of a tensor differs from that of the others. `certain`: most copies agree against it; with a draw, as between

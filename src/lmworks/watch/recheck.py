@@ -15,8 +15,8 @@ from lmworks.watch.checksum import checksum, checksums
 def twice(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[str]:
     """Run forward and backward twice and compare, bit for bit, what this rank computed; returns what differed, in the order of the work.
 
-    run: makes the loss from scratch; it is called twice with the same random state, which is put back afterwards.
-    modules: their outputs, and the gradients that reach them, are compared: both belong to this rank alone.
+    run: goes forward and backward and returns the loss; it is called twice with the same random state, which is put back afterwards.
+    modules: their outputs, and the gradients that reach these, are compared: both belong to this rank alone.
     parameters: their gradients are compared too, and dropped; where they are summed over ranks, an error of one shows on all.
     """
     with _random_state_kept():
@@ -31,7 +31,7 @@ def _once(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameter
 
     def forward(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            tensor = next(_tensors(output))
+            tensor = next(tensors_in(output))
             sums[f"output of {name}"] = checksum(tensor)
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: sums.__setitem__(f"gradient of {name}", checksum(grad)))
@@ -40,9 +40,7 @@ def _once(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameter
 
     handles = [module.register_forward_hook(forward(name)) for name, module in modules.items()]
     try:
-        loss = run()
-        sums["loss"] = checksum(loss)
-        loss.backward()
+        sums["loss"] = checksum(run())
     finally:
         for handle in handles:
             handle.remove()
@@ -54,12 +52,13 @@ def _once(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameter
     return found
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of what a module returned, in order."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Iterable):
         for one in output:
-            yield from _tensors(one)
+            yield from tensors_in(one)
 
 
 @contextmanager

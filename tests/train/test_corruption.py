@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.watch.checksum import Deviation, checksum, checksums, parts, vote
+from lmworks.train.copies import compare
+from lmworks.watch.checksum import Deviation, checksum, checksums, vote
 from lmworks.watch.recheck import twice
 
 
@@ -54,7 +55,13 @@ def _model() -> tuple[nn.Module, torch.Tensor]:
 
 def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
     parts = {f"layer {name}": module for name, module in model.named_children()}
-    return twice(lambda: model(x).square().sum(), parts, dict(model.named_parameters()))
+
+    def run() -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    return twice(run, parts, dict(model.named_parameters()))
 
 
 def test_sound_arithmetic_is_the_same_twice_and_leaves_no_trace():
@@ -106,11 +113,7 @@ def replica(planted: int | None) -> list[tuple[int, str, bool]]:
     if dist.get_rank() == planted:
         flip(tensors["plain"], 2, 1)
         flip(sharded.to_local(), 1, 30)
-    where = parts(tensors)
-    mine = {(name, where[name]): value for name, value in checksums(tensors).items()}
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return [(one.rank, one.tensor, one.certain) for one in vote(gathered)]
+    return [(one.rank, one.tensor, one.certain) for one in compare(tensors, dist.group.WORLD)]
 
 
 def test_the_rank_is_named_among_four(ranks):

@@ -1,0 +1,114 @@
+"""Signals per layer, when asked for (SPEC STB4): seen through hooks that are there for one pass and then gone.
+
+Shapes: B batch, H heads, K key/value heads, T queries, S keys, C head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmworks.watch.recheck import tensors_in
+
+
+class Seen:
+    """What a pass has shown. Values stay on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self._squares: dict[str, list[Tensor]] = {}
+        self._counts: dict[str, int] = {}
+        self._finite: list[tuple[str, Tensor]] = []
+        self._logits: dict[str, list[Tensor]] = {}
+
+    def activations(self) -> dict[str, tuple[float, int]]:
+        """By module, the sum of squares of its outputs and how many there were."""
+        return {name: (float(torch.stack(squares).sum()), self._counts[name]) for name, squares in self._squares.items()}
+
+    def logits(self) -> dict[str, float]:
+        """By attention, the largest score before the softmax."""
+        return {name: float(torch.stack(largest).max()) for name, largest in self._logits.items()}
+
+    def first_bad(self) -> str | None:
+        """The first module, in the order of the work, whose output or gradient was not finite."""
+        if not self._finite:
+            return None
+        good = torch.stack([finite for _, finite in self._finite]).tolist()
+        return next((name for (name, _), finite in zip(self._finite, good, strict=True) if not finite), None)
+
+    def output(self, name: str, output: Any) -> None:
+        tensor = next(tensors_in(output), None)
+        if tensor is None or not tensor.is_floating_point():
+            return
+        values = tensor.detach()
+        self._finite.append((f"output of {name}", torch.isfinite(values).all()))
+        self._squares.setdefault(name, []).append(values.double().square().sum())
+        self._counts[name] = self._counts.get(name, 0) + values.numel()
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._finite.append((f"gradient of {name}", torch.isfinite(grad).all())))
+
+    def scores(self, name: str, query_BHTC: Tensor, key_BKSC: Tensor, visible: Any) -> None:
+        largest = largest_score(query_BHTC.detach(), key_BKSC.detach(), None if visible is None else visible.dense())
+        self._logits.setdefault(name, []).append(largest)
+
+
+@contextmanager
+def watching(modules: Mapping[str, nn.Module], attentions: Mapping[str, nn.Module]) -> Iterator[Seen]:
+    """Within the block, note the outputs of `modules`, and the scores of `attentions`, which call the functions of `model.attention`.
+
+    Compiled code runs past hooks inside it: use this in evaluation mode, where the model is eager.
+    """
+    seen, inside = Seen(), [""]
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda module, inputs: inside.__setitem__(0, name)
+
+    handles = [module.register_forward_hook(_noting(seen, name)) for name, module in modules.items()]
+    handles += [module.register_forward_pre_hook(enter(name)) for name, module in attentions.items()]
+    replaced = _replace_attention(lambda *given: seen.scores(inside[0], *given))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+        for place, name, honest in replaced:
+            setattr(place, name, honest)
+
+
+def _noting(seen: Seen, name: str) -> Callable[..., None]:
+    return lambda module, inputs, output: seen.output(name, output)
+
+
+def _replace_attention(note: Callable[[Tensor, Tensor, Any], None]) -> list[tuple[Any, str, Any]]:
+    """Have the functions that attend tell what they are given: the scores exist nowhere else, and the model stays free of this."""
+    from lmworks.model import attention, mla
+
+    replaced = []
+    for place in (attention, mla):
+        for name in ("attend_fast", "attend_plain"):
+            honest = getattr(place, name)
+
+            def telling(query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, honest: Any = honest) -> Tensor:
+                note(query, key, mask)
+                out: Tensor = honest(query, key, value, mask, dropout)
+                return out
+
+            setattr(place, name, telling)
+            replaced.append((place, name, honest))
+    return replaced
+
+
+@torch.no_grad()
+def largest_score(query_BHTC: Tensor, key_BKSC: Tensor, seen_B1TS: Tensor | None) -> Tensor:
+    """The largest q k^T / sqrt(C) over what is seen (causal if nothing is said); 0-d fp32. One head at a time, to need little memory."""
+    T, S, group = query_BHTC.shape[2], key_BKSC.shape[2], query_BHTC.shape[1] // key_BKSC.shape[1]
+    if seen_B1TS is None:
+        seen_B1TS = torch.ones(1, 1, T, S, dtype=torch.bool, device=query_BHTC.device).tril(S - T)
+    largest = [
+        (query_BHTC[:, head].float() @ key_BKSC[:, head // group].float().mT).masked_fill(~seen_B1TS[:, 0], float("-inf")).max()
+        for head in range(query_BHTC.shape[1])
+    ]
+    return torch.stack(largest).max() * query_BHTC.shape[-1] ** -0.5
