@@ -44,6 +44,7 @@ HARMLESS = (
     "evaluate.task*",
     "evaluate.references",
     "export.*",
+    "launch.*",
 )
 """Keys that never reach a weight of pretraining: a resume under a change of these alone is exact.
 

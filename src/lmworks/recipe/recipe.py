@@ -8,6 +8,7 @@ from lmworks.recipe.after import Evaluate, Export, Layout, Tune
 from lmworks.recipe.base import Node
 from lmworks.recipe.corpus import Corpus
 from lmworks.recipe.data import Shards, Tokenizer
+from lmworks.recipe.launch import Launch
 from lmworks.recipe.model import Model
 from lmworks.recipe.stability import Stability
 from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Train
@@ -36,3 +37,4 @@ class Recipe(Node):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     layout: Layout = Layout()
+    launch: Launch = Launch()

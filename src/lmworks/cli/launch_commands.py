@@ -1,0 +1,162 @@
+"""`lmworks launch`: the ranks of a run on this machine, on hosts, or as a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption
+from lmworks.cli.output import console
+from lmworks.errors import UserError
+from lmworks.launch.folder import COMMAND
+
+ClusterOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
+]
+StageOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Go up to this stage only, such as pretrain.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    noun = typer.Typer(no_args_is_help=True, help="Start the ranks of a run and keep them going.")
+    noun.command()(local)
+    noun.command()(hosts)
+    noun.command()(slurm)
+    noun.command()(readmit)
+    noun.command(hidden=True)(job)
+    app.add_typer(noun, name="launch")
+
+
+class _Asked:
+    """What the three ways to launch have in common: the recipe, and the command that every rank runs."""
+
+    def __init__(self, recipe: str, overrides: list[str], allow: list[str], size: str | None, cluster: str | None, to: str | None) -> None:
+        from lmworks.recipe.load import load_cluster, load_recipe
+        from lmworks.run.stages import stages_for
+
+        overrides = list(overrides)
+        self.cluster = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
+        if self.cluster and self.cluster.layout:
+            overrides += [f"layout.{axis}={value}" for axis, value in self.cluster.layout]
+        self.recipe = load_recipe(recipe, overrides, size).recipe
+        assert self.recipe.run_dir
+        self.run_dir = Path(self.recipe.run_dir)
+        stages_for(self.recipe, to)
+        command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
+        options = [("--set", one) for one in overrides] + [("--allow", one) for one in allow] + ([("--size", size)] if size else [])
+        self.work = [*command.get(to, [str(to)]), recipe, *(word for option in options for word in option)]
+        # What the ranks say to go on with.
+        os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
+
+
+def local(
+    recipe: RecipeArgument,
+    overrides: SetOption,
+    allow: AllowOption,
+    size: SizeOption = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="How many, or 2:4 for any number from 2 to 4.")] = None,
+    cluster: ClusterOption = None,
+    to: StageOption = None,
+    dry_run: DryOption = False,
+) -> None:
+    """Run on ranks of this machine; ranks that die or hang are started again."""
+    from lmworks.launch import places
+    from lmworks.launch.torchrun import Sizes
+    from lmworks.parallel.mesh import world_size
+
+    asked = _Asked(recipe, overrides, allow, size, cluster, to)
+    usual = asked.cluster.devices_per_node if asked.cluster and not asked.cluster.layout else world_size(asked.recipe.layout)
+    launch = places.local(asked.recipe, asked.run_dir, Sizes.parse(ranks or str(usual)), asked.work)
+    _start(launch, dry_run)
+
+
+def hosts(
+    recipe: RecipeArgument,
+    overrides: SetOption,
+    allow: AllowOption,
+    file: Annotated[Path, typer.Option("--hosts", metavar="FILE", help="One host per line: NAME slots=N.")],
+    size: SizeOption = None,
+    least: Annotated[int | None, typer.Option("--least", metavar="N", help="Hosts that must be left; all when left out.")] = None,
+    address: Annotated[str | None, typer.Option("--address", metavar="A", help="Where the hosts reach this machine; its name.")] = None,
+    cluster: ClusterOption = None,
+    to: StageOption = None,
+    dry_run: DryOption = False,
+) -> None:
+    """Run on the hosts of a file, through ssh; hosts that fail are excluded and may be readmitted."""
+    from lmworks.launch import places
+    from lmworks.launch.hosts import read_hosts
+
+    asked = _Asked(recipe, overrides, allow, size, cluster, to)
+    _start(places.on_hosts(asked.recipe, asked.run_dir, read_hosts(file), least, asked.work, address), dry_run)
+
+
+def slurm(
+    recipe: RecipeArgument,
+    overrides: SetOption,
+    allow: AllowOption,
+    size: SizeOption = None,
+    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N", help="How many, or 6:8 to go on while 6 are left.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", metavar="M", min=1, help="Ranks on each.")] = None,
+    cluster: ClusterOption = None,
+    to: StageOption = None,
+    dry_run: DryOption = False,
+) -> None:
+    """Submit a Slurm job that saves when it is pre-empted, and queues itself again."""
+    from lmworks.launch.slurm import job_for
+    from lmworks.launch.torchrun import Sizes
+
+    asked = _Asked(recipe, overrides, allow, size, cluster, to)
+    count = nodes or (str(asked.cluster.nodes) if asked.cluster else None)
+    each = ranks_per_node or (asked.cluster.devices_per_node if asked.cluster else None)
+    if count is None or each is None:
+        raise UserError("say how many: --nodes N --ranks-per-node M, or a cluster that knows (--cluster C)")
+    made = job_for(asked.recipe, asked.run_dir, Sizes.parse(count), each, asked.work)
+    if dry_run:
+        print(made.script())
+    else:
+        print(f"submitted job {made.submit()}; its output goes to {asked.run_dir}/launch")
+
+
+def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="As it stands in RUN/launch/hosts.json.")]) -> None:
+    """Take a host back that was excluded."""
+    from lmworks.launch import places
+
+    places.readmit(Path(run), host)
+    console().print(f"{host} takes part again, at once if the run is under way")
+
+
+def job(
+    run: RunArgument,
+    what: Annotated[Literal["begin", "end"], typer.Argument(metavar="WHAT")],
+    code: Annotated[int, typer.Option("--code", metavar="N", help="Of the ranks.")] = 0,
+) -> None:
+    """Before and after the ranks of a Slurm job; prints the nodes to leave out, and ends with 75 if the job is to be queued again."""
+    from lmworks.launch import slurm
+    from lmworks.run.walk import require_run
+
+    if what == "begin":
+        slurm.begin(Path(run))
+        return
+    decided = slurm.after(require_run(Path(run)), Path(run), code)
+    print(decided.reason, file=sys.stderr)
+    print(",".join(decided.excluded))
+    raise typer.Exit(decided.code)
+
+
+def _start(launch: object, dry_run: bool) -> None:
+    from lmworks.launch.places import Launch
+
+    assert isinstance(launch, Launch)
+    if dry_run:
+        for host in launch.hosts:
+            script = launch.script(host, 0)
+            print(f"# {host.name}, {host.slots} ranks; the port is chosen at the start")
+            print(script if launch.ssh is None else shlex.join(launch.command(script, host)))
+        return
+    raise typer.Exit(launch.run())

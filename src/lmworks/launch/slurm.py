@@ -1,0 +1,154 @@
+"""A launch as a Slurm job: its script, and what becomes of the job when its ranks have ended."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.files import write_text
+from lmworks.interrupt import Preempted
+from lmworks.launch.folder import Folder
+from lmworks.launch.hosts import Host, Table, read_table
+from lmworks.launch.torchrun import Agent, Sizes
+from lmworks.parallel.start import layout_for
+from lmworks.recipe.recipe import Recipe
+from lmworks.watch.ledger import Ledger
+
+AGAIN = Preempted.EXIT_CODE
+_MEETING = "$head:$((20000 + SLURM_JOB_ID % 20000))"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on `nodes` nodes (it goes on while the least are left) with `ranks` ranks on each."""
+
+    recipe: Recipe
+    run_dir: Path
+    nodes: Sizes
+    ranks: int
+    work: Sequence[str]
+
+    def script(self) -> str:
+        """What `sbatch` is given. It ends by itself when the run is done, queues itself again after a pre-emption or a crash, and leaves
+        out nodes that were excluded."""
+        folder, node = Folder.of(self.run_dir), self.recipe.launch.slurm
+        excluded = ",".join(host.name for host in read_table(folder.hosts) if host.excluded)
+        options = {
+            "job-name": f"lmworks-{self.recipe.name}",
+            "nodes": str(self.nodes.most) if self.nodes.least == self.nodes.most else f"{self.nodes.least}-{self.nodes.most}",
+            "ntasks-per-node": "1",
+            "cpus-per-task": str(node.cpus_per_rank * self.ranks),
+            "mem": node.memory,
+            "time": node.time,
+            "partition": node.partition,
+            "account": node.account,
+            "exclude": excluded,
+            "output": f"{folder.path}/slurm-%j.log",
+            "open-mode": "append",
+            "signal": f"B:USR1@{int(node.warning)}",
+        }
+        agent = Agent(folder, self.nodes, self.ranks, "@MEETING", "@JOB", self.work, float(self.recipe.launch.grace))
+        start = shlex.join(agent.command()).replace("@MEETING", _MEETING, 1).replace("@JOB", "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}", 1)
+        job = shlex.join([sys.executable, "-m", "lmworks.cli.main", "launch", "job", str(Path(self.run_dir).absolute())])
+        alone = ["#SBATCH --no-kill"] if self.nodes.least < self.nodes.most else []
+        step = "--no-kill --kill-on-bad-exit=0 " if alone else ""
+        return "\n".join([
+            "#!/bin/bash",
+            *(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
+            "#SBATCH --requeue", *alone, *(f"#SBATCH {option}" for option in node.options),
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
+            *node.setup,
+            *(f"export {name}={shlex.quote(value)}" for name, value in agent.environment().items()),
+            f"{job} begin || exit",
+            "# Slurm warns this shell; the ranks save and leave together.",
+            f"trap 'echo SIGUSR1 >{shlex.quote(str(folder.path / 'stop'))}' USR1 TERM",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"srun {step}--ntasks-per-node=1 --cpus-per-task={options['cpus-per-task']} \\",
+            "  bash -c 'LMWORKS_HOST=$SLURMD_NODENAME exec \"$@\"' agent \\",
+            f"  {start} &",
+            "agents=$!",
+            "while wait $agents; code=$?; kill -0 $agents 2>/dev/null; do :; done  # a signal interrupts a wait",
+            f'excluded=$({job} end --code "$code")',
+            "code=$?",
+            f"if [ $code = {AGAIN} ]; then",
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            '  [ -z "$excluded" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded"',
+            "fi",
+            "exit $code",
+            "",
+        ])  # fmt: skip
+
+    def submit(self) -> str:
+        """Hand the script to Slurm; returns the number of the job."""
+        if shutil.which("sbatch") is None:
+            raise UserError("lmworks launch slurm needs sbatch, which is not on this machine; run this on a login node, or add --dry-run")
+        path = Folder.of(self.run_dir).path / "job.sh"
+        write_text(path, self.script())
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; mend launch.slurm")
+        return done.stdout.strip().partition(";")[0]
+
+
+def job_for(recipe: Recipe, run_dir: Path, nodes: Sizes, ranks: int, work: Sequence[str]) -> Job:
+    """Raises `UserError` if the layout cannot be had on some number of nodes between the least and the most."""
+    for count in range(nodes.least, nodes.most + 1):
+        layout_for(recipe.layout, count * ranks)
+    return Job(recipe, run_dir, nodes, ranks, work)
+
+
+def begin(run_dir: Path) -> None:
+    """At the start of a job."""
+    Folder.of(run_dir).begin()
+
+
+@dataclass(frozen=True)
+class After:
+    """What a job ends with: `code` is `AGAIN` where it is to be queued again, without the `excluded` nodes."""
+
+    code: int
+    excluded: tuple[str, ...]
+    reason: str
+
+
+def after(recipe: Recipe, run_dir: Path, code: int) -> After:
+    """Decide, and write it to the ledger: a job that was pre-empted goes on, one that is done or that the user must mend ends, and one
+    that broke is tried again at most `launch.max_restarts` times in a row without a new checkpoint."""
+    folder = Folder.of(run_dir)
+    outcome = folder.outcome()
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        events = ledger.read()
+        since = events[max((place + 1 for place, event in enumerate(events) if event["event"] == "checkpoint"), default=0) :]
+        _exclude_failing(folder, since, recipe.launch.exclude_after)
+        excluded = tuple(host.name for host in read_table(folder.hosts) if host.excluded)
+        if outcome is not None and outcome["code"] != AGAIN:
+            return After(int(outcome["code"]), excluded, "the run is over")
+        if outcome is None:
+            in_a_row = 1 + sum(event["event"] == "requeue" and bool(event["crashed"]) for event in since)
+            reason = f"the ranks ended with code {code}, for the {in_a_row}. time in a row without a new checkpoint"
+            if in_a_row > recipe.launch.max_restarts:
+                return After(code or 1, excluded, f"{reason} (launch.max_restarts); mend the cause and launch again")
+        else:
+            reason = "the job was pre-empted, and the run saved"
+        ledger.write("requeue", reason=reason, crashed=outcome is None, excluded=excluded)
+    return After(AGAIN, excluded, f"{reason}; the job is queued again")
+
+
+def _exclude_failing(folder: Folder, events: Sequence[dict[str, Any]], most: int) -> None:
+    """Nodes whose ranks alone have broken the world so often since the last checkpoint."""
+    hosts = [event["hosts"] for event in events if event["event"] == "restart"]
+    alone = Counter(str(one[0]) for one in hosts if len(one) == 1)
+    failing = [name for name, count in alone.items() if count >= most]
+    known = {host.name: host for host in read_table(folder.hosts)}
+    if any(name not in known or known[name].excluded is None for name in failing):
+        table = Table(folder.hosts, [*known.values(), *(Host(name, 1) for name in failing if name not in known)])
+        for name in failing:
+            table.exclude(name, f"its ranks failed {alone[name]} times without a new checkpoint")

@@ -1,0 +1,135 @@
+"""A sign of life from each rank, in a file of its own, so that what happened can be told after the ranks are gone (SPEC STB5).
+
+A rank says at every step what it is about to do. When a collective fails it also says which collectives it has entered; who has not
+entered the one that the others wait in is the rank that was missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+HOST = "LMWORKS_HOST"  # what the launcher calls this machine
+_ROOM = 512  # bytes that every beat fills, so that a shorter one covers a longer one
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The newest collective that a rank has entered in one process group: its number there, its name, and when (seconds since 1970)."""
+
+    number: int
+    name: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank last said of itself.
+
+    `state`: running; left (it ended as it should); failed (an exception of its own); cut (a collective failed, since another rank was
+    not there); told (its main thread was busy when another rank failed, and its watching thread spoke for it).
+    `host` is what the launcher calls the place, `machine` its name. `seen` is when its process last touched the file, `time` when its
+    main thread last spoke; seconds since 1970.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    step: int = 0
+    doing: str = "starting"
+    time: float = 0.0
+    state: str = "running"
+    reason: str = ""
+    entered: Mapping[str, Entered] = field(default_factory=dict)
+    seen: float = 0.0
+
+
+class Heartbeat:
+    """The beats of one rank in `directory`/RANK.json; without a directory it does nothing.
+
+    A beat is one `pwrite` of half a kilobyte (some microseconds), with the operating system when it returns: a killed rank leaves its last.
+    """
+
+    def __init__(self, directory: Path | None, rank: int = 0) -> None:
+        self._fd, self._lock, machine = -1, threading.Lock(), socket.gethostname()
+        self._last = Beat(rank, os.environ.get(HOST, machine), machine, os.getpid(), time=time.time())
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(Path(directory) / f"{rank}.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._write(self._last)
+
+    def beat(self, step: int, doing: str) -> None:
+        """The main thread is at `step` (counted from 0) and begins to do this: data, forward, update, save, ..."""
+        if self._fd >= 0:
+            self._write(replace(self._last, step=step, doing=doing, time=time.time(), state="running"))
+
+    def touch(self) -> None:
+        """The process lives, whatever its main thread does."""
+        with self._lock:
+            if self._fd >= 0:
+                os.utime(self._fd)
+
+    def testify(self, entered: Mapping[str, Entered]) -> None:
+        """Another rank has failed: what this one was doing."""
+        self._write(replace(self._last, state="told", entered=entered))
+
+    def end(self, state: str, reason: str = "", entered: Mapping[str, Entered] | None = None) -> None:
+        """The last word; later beats are not written."""
+        self._write(replace(self._last, state=state, reason=reason, entered=entered or {}))
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _write(self, beat: Beat) -> None:
+        text = json.dumps({name: value for name, value in asdict(beat).items() if name != "seen"}, separators=(",", ":"))
+        with self._lock:
+            self._last = beat
+            if self._fd >= 0:
+                os.pwrite(self._fd, text.encode().ljust(_ROOM) + b"\n", 0)
+
+
+def read_beats(directory: Path) -> list[Beat]:
+    """The last beat of every rank, by rank; a file that holds none yet is left out."""
+    found = []
+    for path in Path(directory).glob("*.json"):
+        try:
+            tree: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
+            seen = path.stat().st_mtime
+        except (ValueError, FileNotFoundError):
+            continue
+        entered = {group: Entered(**one) for group, one in tree.pop("entered").items()}
+        found.append(Beat(**tree, entered=entered, seen=seen))
+    return sorted(found, key=lambda beat: beat.rank)
+
+
+def entered_here() -> dict[str, Entered]:
+    """By process group, the newest collective that this process has entered, as torch's flight recorder has it.
+
+    Empty where nothing was recorded: `TORCH_FR_BUFFER_SIZE` must be set before the first group is made. There is no public way to read
+    the recorder from within a process.
+    """
+    import torch
+
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(module, "_dump_fr_trace_json", None)
+    if dump is None:
+        return {}
+    tree = json.loads(dump())
+    found: dict[str, Entered] = {}
+    for entry in tree.get("entries", ()):
+        group, name = entry["process_group"]
+        members = tree["pg_config"].get(group, {}).get("ranks", "")
+        key = f"{name if name not in ('', 'undefined') else group} {members}".removesuffix(" []").rstrip()
+        number = int(entry["collective_seq_id"])
+        if key not in found or number >= found[key].number:
+            found[key] = Entered(number, entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
+    return found
