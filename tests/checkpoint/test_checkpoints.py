@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good, verify
+from lmworks.checkpoint import checkpoints as checkpoints_module
 from lmworks.checkpoint import storage as storage_module
 from lmworks.errors import UserError
 from lmworks.recipe.training import Checkpoints as Options
@@ -188,15 +189,15 @@ def test_what_is_kept_and_what_goes(tmp_path):
 
 
 def test_the_last_good_one_only_goes_when_its_successor_is_whole(tmp_path, monkeypatch):
-    seen, publish = [], Checkpoints._publish
+    seen, publish = [], checkpoints_module.publish
 
-    def watched(self, aside, final):
+    def watched(aside, final):
         seen.append(names(tmp_path))
         if final.name == "step-00000003":
             raise OSError("pulled the plug")
-        publish(self, aside, final)
+        publish(aside, final)
 
-    monkeypatch.setattr(Checkpoints, "_publish", watched)
+    monkeypatch.setattr(checkpoints_module, "publish", watched)
     checkpoints = Checkpoints(tmp_path, Options(keep_last=1, keep_best=False), {})
     checkpoints.save(1, make_state(1), {})
     checkpoints.save(2, make_state(2), {}, wait=True)

@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,11 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed on this rank already; `wait` raises how."""
+        return self._failure is not None
+
     def close(self) -> None:
         """Wait for the save and the copies under way; raises what went wrong with the save."""
         try:
@@ -116,13 +121,21 @@ class Checkpoints:
             if error is None:
                 raise
 
-    def latest_good(self) -> Path | None:
+    def latest_good(self, at_most: int | None = None, undone: Callable[[int, dict[str, Any]], bool] | None = None) -> Path | None:
         """The newest checkpoint of which every byte verifies, or None. Bad ones are renamed aside (`step-00000100.bad-1`), reported,
-        and added to `refused`."""
+        and added to `refused`; so are those whose step and meta `undone` denies (`step-00000100.undone-1`). With `at_most`, those of later
+        steps are passed over."""
         self.wait()
         for path in self._team.agree(listing.directories(self.directory)[::-1] if self._team.is_first else []):
+            if at_most is not None and listing.step_of(path) > at_most:
+                continue
             reasons = self._team.all(manifest.problem(path, share=(self._team.rank, self._team.size)))
             reason = next((one for one in reasons if one), None)
+            if reason is None and undone is not None and undone(listing.step_of(path), listing.read_meta(path)["meta"]):
+                self._team.all(None)  # nobody renames what another still reads
+                if self._team.is_first:
+                    self.report("checkpoint_undone", path=str(path), renamed=str(set_aside(path, "undone")))
+                continue
             if reason is None:
                 self._verified.add(path)
                 return path
@@ -139,9 +152,9 @@ class Checkpoints:
         """
         return load(path, state, self.identity, verified=path in self._verified, team=self._team)
 
-    def load_latest(self, state: State) -> dict[str, Any] | None:
+    def load_latest(self, state: State, undone: Callable[[int, dict[str, Any]], bool] | None = None) -> dict[str, Any] | None:
         """`load` of `latest_good`; None if there is none."""
-        path = self.latest_good()
+        path = self.latest_good(undone=undone)
         return None if path is None else self.load(path, state)
 
     def _in_background(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
@@ -152,10 +165,10 @@ class Checkpoints:
 
     def _write(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
         final = self.directory / listing.name_of(step)
-        aside = self.directory / f".{final.name}.part"
+        aside = listing.aside_name(final)
         try:
             self._write_aside(aside, parts, document)
-            self._team.together(partial(self._publish, aside, final) if self._team.is_first else _nothing)
+            self._team.together(partial(publish, aside, final) if self._team.is_first else _nothing)
         except OSError as error:
             raise self._explain(step, error) from error
         finally:
@@ -174,29 +187,16 @@ class Checkpoints:
     def _write_aside(self, aside: Path, parts: list[Part], document: dict[str, Any]) -> None:
         from lmworks.checkpoint.storage import documents, seal, write_parts
 
-        self._team.together(partial(aside.mkdir, parents=True) if self._team.is_first else _nothing)
+        needed = sum(self._team.all(sum(part.bytes for part in parts)))
+        self._team.together(partial(_make_room, aside, needed) if self._team.is_first else _nothing)
         written = self._team.collect(lambda: write_parts(aside, self._team.rank, parts))
         if self._team.is_first:
             seal(aside, documents(written, {listing.META: document}))
 
-    def _publish(self, aside: Path, final: Path) -> None:
-        replaced = self.directory / f".{final.name}.replaced"
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(aside, final)
-        sync_directory(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
-
     def _prune(self, newest: int) -> None:
-        found = listing.saved(self.directory)
-        kept = retention.keep(found, self.options, newest, self.total_tokens)
         protected = self._mirror.protected() if self._mirror else set()
-        for one in found:
-            if one.step not in kept and one.path not in protected:
-                gone = self.directory / f".{one.path.name}.gone"
-                os.replace(one.path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
-                self.report("checkpoint_pruned", step=one.step)
+        for step in prune(self.directory, self.options, newest, self.total_tokens, protected):
+            self.report("checkpoint_pruned", step=step)
 
     def _clean(self) -> None:
         """Remove what killed saves and prunings left; bring back a checkpoint that was about to be replaced by another of its step."""
@@ -219,14 +219,46 @@ class Checkpoints:
         return UserError(f"the checkpoint of step {step} was not saved: {what}; {intact}; {mend} and run the same command again")
 
 
+def publish(aside: Path, final: Path) -> None:
+    """Give a finished checkpoint its name; one that has it already is whole until then."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(aside, final)
+    sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint to `step-00000100.WHY-1` (or -2 and so on), where no reader looks; returns the new path."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
-        number += 1
+    aside = listing.free_name(path, why)
     os.replace(path, aside)
     sync_directory(path.parent)
     return aside
+
+
+def prune(
+    directory: Path, options: Options, newest: int, total_tokens: int | None = None, protected: Collection[Path] = (), *, dry: bool = False
+) -> list[int]:
+    """Remove the checkpoints that the options do not keep, or with `dry` only say which; returns their steps.
+
+    newest: the step that always stays. protected: what must not go yet.
+    """
+    found = listing.saved(directory)
+    kept = retention.keep(found, options, newest, total_tokens)
+    leaving = [one for one in found if one.step not in kept and one.path not in protected]
+    for one in () if dry else leaving:
+        gone = directory / f".{one.path.name}.gone"
+        os.replace(one.path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    return [one.step for one in leaving]
+
+
+def _make_room(aside: Path, needed: int) -> None:
+    """The folder of a save of so many bytes; `OSError` where its disk has less, before anything is written."""
+    aside.mkdir(parents=True)
+    if shutil.disk_usage(aside).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _nothing() -> None:

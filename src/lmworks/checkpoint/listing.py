@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
+from lmworks.progress import bar
 
 META = "meta.json"
 _STEP = re.compile(r"step-(\d{8,})\Z")
@@ -17,6 +18,19 @@ _STEP = re.compile(r"step-(\d{8,})\Z")
 def name_of(step: int) -> str:
     """The directory name of a step's checkpoint; sorts by step."""
     return f"step-{step:08d}"
+
+
+def aside_name(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".{final.name}.part")
+
+
+def free_name(path: Path, why: str) -> Path:
+    """`step-00000100.WHY-1`, or -2 and so on: where a checkpoint is kept that no reader should find."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+        number += 1
+    return aside
 
 
 def directories(directory: Path) -> list[Path]:
@@ -71,12 +85,30 @@ def list_checkpoints(directory: Path) -> list[dict[str, Any]]:
 
 
 def verify(directory: Path) -> list[dict[str, Any]]:
-    """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte."""
-    rows = []
-    for path in directories(directory):
-        reason = manifest.problem(path)
-        rows.append({"path": str(path), "step": step_of(path), "good": reason is None, "problem": reason})
+    """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte, and looks whether
+    the chunks of each tensor add up to it."""
+    found, rows = directories(directory), []
+    if not found:
+        return []
+    with bar(f"verifying {directory.parent.name}/{directory.name}", sum(_bytes(path) for path in found)) as progress:
+        for path in found:
+            reason = manifest.problem(path, advance=progress.advance) or _incomplete(path)
+            rows.append({"path": str(path), "step": step_of(path), "good": reason is None, "problem": reason})
     return rows
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return sum(entry.bytes for entry in manifest.entries(path).values())
+    except (OSError, ValueError):
+        return 0
+
+
+def _incomplete(path: Path) -> str | None:
+    from lmworks.checkpoint.storage import missing, read_table
+
+    names = missing(read_table(path))
+    return f"parts of {len(names)} tensors were never saved, the first is {names[0]}" if names else None
 
 
 def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:

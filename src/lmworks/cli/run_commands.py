@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from lmworks.cli import corpus_commands, corpus_jobs, tokenizer_commands
-from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption
-from lmworks.cli.output import console, print_json
+from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
+from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption
+from lmworks.cli.output import console
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
@@ -43,10 +43,7 @@ def register(app: typer.Typer) -> None:
         app.add_typer(noun, name=stage)
     for stage in ("pretrain", "tune", "evaluate", "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
-    checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
-    checkpoints.command("list")(ckpt_list)
-    checkpoints.command("verify")(ckpt_verify)
-    app.add_typer(checkpoints, name="ckpt")
+    checkpoint_commands.register(app)
     app.command("report")(report)
 
 
@@ -82,34 +79,16 @@ def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequen
                 out.print(told.printable)
             out.print(f"[dim]{told.stage} took {told.seconds:.0f} s[/dim]")
 
-    run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=shlex.join(["lmworks", *sys.argv[1:]]))
+    run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=_go_on())
     if last is None:
         out.print(summary(run_dir))
 
 
-def ckpt_list(run: RunArgument, as_json: JsonOption = False) -> None:
-    """What is saved: step, size, held-out score, and what is wrong with it; nothing is hashed."""
-    from lmworks.checkpoint.listing import list_checkpoints
+def _go_on() -> str:
+    """The command that goes on with the run: as it was typed, also where a launcher has started this process as a rank."""
+    from lmworks.launch.folder import COMMAND
 
-    _print_rows([row for folder in _checkpoint_folders(run) for row in list_checkpoints(folder)], as_json)
-
-
-def ckpt_verify(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Read and hash every byte of every checkpoint; exit code 1 if one is bad."""
-    from lmworks.checkpoint.listing import verify
-
-    rows = [row for folder in _checkpoint_folders(run) for row in verify(folder)]
-    _print_rows(rows, as_json)
-    if any(not row["good"] for row in rows):
-        raise typer.Exit(1)
-
-
-def _checkpoint_folders(run: str) -> list[Path]:
-    from lmworks.run.walk import require_run
-    from lmworks.train.load import folder
-
-    require_run(Path(run))
-    return [folder(Path(run), "base"), folder(Path(run), "tuned")]
+    return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
 
 
 def report(run: RunArgument) -> None:
@@ -117,21 +96,3 @@ def report(run: RunArgument) -> None:
     from lmworks.doctor.page import write_page
 
     print(write_page(Path(run)))
-
-
-def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    from rich.table import Table
-
-    if as_json:
-        print_json(rows)
-        return
-    if not rows:
-        print("no checkpoints yet")
-        return
-    table = Table(box=None)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*("" if row.get(name) is None else str(row[name]) for name in names))
-    console().print(table)

@@ -1,0 +1,122 @@
+"""New checkpoints from old ones, a box at a time, so that no tensor need fit into memory: a reset optimizer, an average of weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmworks.checkpoint import listing
+from lmworks.checkpoint.checkpoints import publish
+from lmworks.checkpoint.parts import Part
+from lmworks.checkpoint.storage import Reader, boxes, documents, seal, write_parts
+from lmworks.errors import UserError
+from lmworks.files import explain_os_errors
+from lmworks.progress import bar
+
+_OPTIMIZER = "optimizer/"
+_WEIGHTS = ("model/", "average/")
+
+
+def reset_optimizer(path: Path) -> Path:
+    """Replace a checkpoint by one whose optimizer state is zero, as at the start of a run; all else stays.
+
+    The old one is kept as `step-00000100.before-reset-1`, which is returned. The checkpoint must have been verified.
+    """
+    reader, document = Reader(path), listing.read_meta(path)
+    parts = [
+        Part(name, record.dtype, record.shape, chunk.offsets, chunk.sizes, partial(_kept_or_zero, reader, name, chunk.offsets, chunk.sizes))
+        for name, record in sorted(reader.table.items())
+        for chunk in record.chunks
+    ]  # fmt: skip
+    if not any(part.name.startswith(_OPTIMIZER) for part in parts):
+        raise UserError(f"{path} has no optimizer state")
+
+    def keep_and_publish(aside: Path) -> Path:
+        kept = listing.free_name(path, "before-reset")
+        # Links, not a rename: at no moment is there no checkpoint of this step.
+        shutil.copytree(path, kept, copy_function=_link_or_copy)
+        publish(aside, path)
+        return kept
+
+    return _write(path, parts, document, keep_and_publish)
+
+
+def _kept_or_zero(reader: Reader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    if name.startswith(_OPTIMIZER):
+        return torch.zeros(sizes, dtype=reader.table[name].dtype)
+    return reader.box(name, offsets, sizes)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # file systems without links
+        shutil.copy2(source, target)
+
+
+def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Path:
+    """Write a checkpoint of the weighted mean of the weights of several checkpoints of one model into the directory `target`.
+
+    weights: relative, one per checkpoint. Sums are made in fp64. What is not a floating-point number is taken from the last one.
+    It holds no optimizer state: it is there to be evaluated, tuned and exported. The checkpoints must have been verified.
+    """
+    readers, metas = [Reader(path) for path in paths], [listing.read_meta(path) for path in paths]
+    last, shares = readers[-1], [weight / sum(weights) for weight in weights]
+    names = {name for name in last.table if name.startswith(_WEIGHTS)}
+    for path, reader, meta in zip(paths, readers, metas, strict=True):
+        kinds = {name: (record.dtype, record.shape) for name, record in reader.table.items() if name.startswith(_WEIGHTS)}
+        if meta["identity"] != metas[-1]["identity"] or kinds != {name: (last.table[name].dtype, last.table[name].shape) for name in names}:
+            raise UserError(f"{path.name} and {paths[-1].name} are of different models; average checkpoints of one run")
+    parts = [
+        Part(name, last.table[name].dtype, last.table[name].shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))
+        for name in sorted(names)
+        for offsets, sizes in boxes(last.table[name])
+    ]  # fmt: skip
+    meta = metas[-1]["meta"] | {"average_of": {path.name: share for path, share in zip(paths, shares, strict=True)}}
+    document = metas[-1] | {"metric": None, "permanent": True, "meta": meta, "values": {}}
+    final = target / paths[-1].name
+
+    def publish_it(aside: Path) -> Path:
+        publish(aside, final)
+        return final
+
+    return _write(final, parts, document, publish_it)
+
+
+def _mean(
+    readers: Sequence[Reader], shares: Sequence[float], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    last = readers[-1].box(name, offsets, sizes)
+    if not last.is_floating_point():
+        return last
+    total = last.double() * shares[-1]
+    for reader, share in zip(readers[:-1], shares[:-1], strict=True):
+        total += reader.box(name, offsets, sizes).double() * share
+    return total.to(last.dtype)
+
+
+def _write(final: Path, parts: Sequence[Part], document: dict[str, Any], finish: Callable[[Path], Path]) -> Path:
+    """Write a checkpoint aside and let `finish` name it; whatever stops it, `final` is as it was."""
+    aside = listing.aside_name(final)
+    with explain_os_errors(final.parent), bar(f"writing {final.name}", sum(part.bytes for part in parts)) as progress:
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir(parents=True)
+            counted = [Part(**vars(part) | {"values": partial(_count, part, progress.advance)}) for part in parts]
+            seal(aside, documents([write_parts(aside, 0, counted)], {listing.META: document}))
+            return finish(aside)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _count(part: Part, advance: Callable[[float], None]) -> Tensor:
+    values = part.values()
+    advance(part.bytes)
+    return values

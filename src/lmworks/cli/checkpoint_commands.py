@@ -1,0 +1,220 @@
+"""`lmworks ckpt`: what is saved, whether it is whole, how it differs, and going back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lmworks.cli.options import JsonOption, RunArgument
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+TunedOption = Annotated[bool, typer.Option("--tuned", help="The checkpoints of the tuned model, not of pretraining.")]
+_SHOWN = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    noun = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
+    for name, command in (
+        ("list", list_), ("verify", verify), ("diff", diff), ("prune", prune), ("reset-optimizer", reset_optimizer),
+        ("rollback", rollback), ("average", average),
+    ):  # fmt: skip
+        noun.command(name)(command)
+    app.add_typer(noun, name="ckpt")
+
+
+def list_(run: RunArgument, as_json: JsonOption = False) -> None:
+    """What is saved: step, size, held-out score, and what is wrong with it; nothing is hashed."""
+    from lmworks.checkpoint.listing import list_checkpoints
+
+    _print_rows([row for folder in _folders(run) for row in list_checkpoints(folder)], as_json)
+
+
+def verify(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Read and hash every byte of every checkpoint; exit code 1 if one is bad."""
+    from lmworks.checkpoint.listing import verify
+
+    rows = [row for folder in _folders(run) for row in verify(folder)]
+    _print_rows(rows, as_json)
+    if any(not row["good"] for row in rows):
+        raise typer.Exit(1)
+
+
+def diff(
+    run: RunArgument,
+    steps: Annotated[list[int] | None, typer.Argument(metavar="[STEP STEP]", help="By default the newest two.", show_default=False)] = None,
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """How far each tensor has moved between two checkpoints, relative to its norm; the largest change first."""
+    from lmworks.checkpoint.diff import diff
+    from lmworks.checkpoint.listing import directories
+    from lmworks.run.checkpoints import find
+
+    which = _which(tuned)
+    newest = find(Path(run), which)
+    if steps is None or not steps:
+        paths = directories(newest.parent)[-2:]
+    else:
+        paths = [find(Path(run), which, step) for step in steps]
+    if len(paths) != 2:
+        raise UserError(f"two checkpoints are compared, not {len(paths)}: lmworks ckpt diff RUN STEP STEP")
+    try:
+        found = diff(*paths)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"a checkpoint cannot be read ({error}); lmworks ckpt verify {run} says what is wrong") from None
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    out.print(f"step {found['steps'][0]} to {found['steps'][1]}")
+    for key, (before, after) in found["meta"].items():
+        out.print(f"{key}: {before} -> {after}", soft_wrap=True)
+    for where in ("only_before", "only_after"):
+        for name in found[where]:
+            out.print(f"{where.replace('_', ' ')}: {name}")
+    rows = found["tensors"]
+    _print_rows(rows[:_SHOWN], False)
+    if len(rows) > _SHOWN:
+        out.print(f"and {len(rows) - _SHOWN} more (--json shows all)")
+
+
+def prune(
+    run: RunArgument,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Instead of the recipe's checkpoints.keep_last.")] = None,
+    keep_every: Annotated[str | None, typer.Option("--keep-every", help="Instead of checkpoints.keep_every: 1000 steps, 10B, 5%.")] = None,
+    set_aside: Annotated[bool, typer.Option("--set-aside", help="Also what was set aside: damaged, rolled back, before a reset.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the checkpoints that the recipe's rules do not keep; the newest good one always stays."""
+    from lmworks.recipe.units import Duration
+    from lmworks.run.checkpoints import prune
+    from lmworks.run.walk import require_run
+
+    changes: dict[str, Any] = {"keep_last": keep_last} if keep_last else {}
+    if keep_every:
+        try:
+            changes["keep_every"] = Duration.parse(keep_every)
+        except ValueError as error:
+            raise UserError(f"--keep-every: {error}") from None
+    options = require_run(Path(run)).checkpoints.model_copy(update=changes)
+    done = prune(Path(run), _which(tuned), options, set_aside, dry_run)
+    if as_json:
+        print_json(done)
+        return
+    names = [f"step {step}" for step in done["steps"]] + done["set_aside"]
+    print(f"{'would remove' if dry_run else 'removed'}: {', '.join(names)}" if names else "nothing to remove")
+
+
+def reset_optimizer(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", help="By default the newest.")] = None,
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Replace a checkpoint by one whose optimizer state is zero; the old one is kept under another name."""
+    from lmworks.run.checkpoints import reset_optimizer
+
+    done = reset_optimizer(Path(run), _which(tuned), step)
+    if as_json:
+        print_json(done)
+        return
+    print(f"the optimizer of step {done['step']} starts anew; the old checkpoint is kept as {done['kept']}")
+    if "note" in done:
+        print(done["note"])
+
+
+def rollback(
+    run: RunArgument,
+    to_step: Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint to go on from.")],
+    skip: Annotated[
+        str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Leave out the data of the next N steps, or of steps A to B - 1.")
+    ] = None,
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the next run go on from an earlier checkpoint; later ones are set aside, not deleted."""
+    from lmworks.run.checkpoints import rollback
+
+    done = rollback(Path(run), _which(tuned), to_step, _window(skip, to_step))
+    if as_json:
+        print_json(done)
+        return
+    skipped = f", without the data of steps {done['skip'][0]} to {done['skip'][1] - 1}" if done["skip"] else ""
+    print(f"the next run goes on from step {to_step}{skipped}")
+    if done["set_aside"]:
+        print(f"set aside: {', '.join(done['set_aside'])}")
+    if done["again"]:
+        print(f"will be made again: {', '.join(done['again'])}")
+
+
+def average(
+    run: RunArgument,
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Two checkpoints or more.")],
+    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="The run directory to make.")],
+    weight: Annotated[
+        list[float],
+        typer.Option("--weight", help="One per step, relative; by default all are alike.", default_factory=list, show_default=False),
+    ],
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Average the weights of checkpoints into a run of its own, which can be evaluated, exported and talked to."""
+    from lmworks.run.checkpoints import average
+
+    weights = list(weight) or [1.0] * len(steps)
+    if len(steps) < 2 or len(set(steps)) != len(steps):
+        raise UserError("an average takes two different steps or more: lmworks ckpt average RUN STEP STEP --to NEWRUN")
+    if len(weights) != len(steps) or any(not 0 < one < float("inf") for one in weights):
+        raise UserError(f"--weight: one positive number for each of the {len(steps)} steps, or none at all")
+    made = average(Path(run), _which(tuned), steps, weights, to)
+    print_json({"path": str(made), "steps": steps, "weights": weights}) if as_json else print(made)
+
+
+def _which(tuned: bool) -> Literal["base", "tuned"]:
+    return "tuned" if tuned else "base"
+
+
+def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        first, _, last = text.partition(":")
+        return (int(first), int(last)) if last else (to_step, to_step + int(first))
+    except ValueError:
+        raise UserError(f"--skip-steps: {text!r} is neither a number of steps nor a window such as 100:120") from None
+
+
+def _folders(run: str) -> list[Path]:
+    from lmworks.run.walk import require_run
+    from lmworks.train.load import folder
+
+    require_run(Path(run))
+    return [folder(Path(run), "base"), folder(Path(run), "tuned")]
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    from rich.table import Table
+
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        print("no checkpoints yet")
+        return
+    table = Table(box=None)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if row.get(name) is None else _text(row[name]) for name in names))
+    console().print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)

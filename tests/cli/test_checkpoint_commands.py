@@ -1,0 +1,236 @@
+"""`lmworks ckpt`: comparing, going back, resetting, pruning and averaging, on a run that has trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command import Lmworks
+
+from lmworks.checkpoint import listing, manifest, rewrite, storage, verify
+from lmworks.train.load import load_model
+from lmworks.watch.ledger import read_ledger
+from lmworks.watch.lock import RunLock
+from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
+
+KEEP = "checkpoints.keep_last=9"
+SAVED = [4, 8, 12, 16, 20, 24, 28, 32, STEPS]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A run up to the end of pretraining, with all its checkpoints."""
+    run = tiny.copy(tmp_path_factory.mktemp("trained") / "run")
+    run.walk(KEEP, last="pretrain")
+    assert steps(run) == SAVED
+    return run
+
+
+@pytest.fixture
+def run(trained: Tiny, tmp_path: Path) -> Tiny:
+    return trained.copy(tmp_path / "run")
+
+
+def steps(run: Tiny) -> list[int]:
+    return [listing.step_of(path) for path in listing.directories(run.run_dir / "checkpoints")]
+
+
+def asides(run: Tiny) -> list[str]:
+    return sorted(path.name for path in (run.run_dir / "checkpoints").glob("step-*.*"))
+
+
+def events(run: Tiny, name: str) -> list[dict]:
+    return [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == name]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.checkpoint.diff.boxes", lambda record: storage.boxes(record, 1000))
+    found = json.loads(lmworks("ckpt", "diff", run.run_dir, 4, 32, "--json").out)
+    before, after = checkpoint(run.run_dir, 4), checkpoint(run.run_dir, 32)
+    assert found["steps"] == [4, 32]
+    assert found["meta"]["phase"] == ["general", "long"]
+    assert not found["only_before"]
+    assert {row["name"] for row in found["tensors"]} == before.keys()
+    for row in found["tensors"]:
+        a, b = before[row["name"]].double(), after[row["name"]].double()
+        expected = float((b - a).norm() / a.norm()) if a.norm() else None if b.norm() else 0.0
+        assert row["change"] == (expected if expected is None else pytest.approx(expected, rel=1e-9)), row
+    changes = [math.inf if row["change"] is None else row["change"] for row in found["tensors"]]
+    assert changes == sorted(changes, reverse=True)
+    assert 0 < sum(changes[len(changes) // 2:]) < math.inf
+    shown = lmworks("ckpt", "diff", run.run_dir).out
+    assert shown.startswith(f"step 32 to {STEPS}\n")
+    assert "more (--json shows all)" in shown
+
+
+def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: Lmworks, run: Tiny) -> None:
+    last, whole = checkpoint(run.run_dir, STEPS), curve(run.run_dir)
+    (run.run_dir / "evaluate").mkdir()
+    (run.run_dir / "evaluate" / "stage.json").write_text('{"stamp": "x", "done": true}')
+    done = lmworks("ckpt", "rollback", run.run_dir, 20)
+    assert done.code == 0, done.err
+    assert "the next run goes on from step 20\n" in done.out
+    assert "will be made again: evaluate" in done.out
+    assert steps(run) == [4, 8, 12, 16, 20]
+    assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (24, 28, 32, STEPS)]
+    (told,) = events(run, "rollback")
+    assert (told["stage"], told["step"], told["to_step"], told["skip"]) == ("pretrain", STEPS, 20, None)
+    run.walk(KEEP, last="pretrain")
+    assert events(run, "resume")[-1]["step"] == 20
+    assert same_bits(checkpoint(run.run_dir, STEPS), last) == []
+    assert curve(run.run_dir) == whole
+    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", 3, "--json").out)["skip"] == [32, 35]
+    assert f"step-{STEPS:08d}.rolled-back-2" in asides(run)
+    assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", "40:42", "--json").out)["skip"] == [40, 42]
+
+
+def test_reset_optimizer_changes_nothing_else_and_keeps_the_old_one(lmworks: Lmworks, run: Tiny) -> None:
+    before = checkpoint(run.run_dir, STEPS)
+    old = everything(run.run_dir / "checkpoints" / listing.name_of(STEPS))
+    done = lmworks("ckpt", "reset-optimizer", run.run_dir)
+    assert done.code == 0, done.err
+    kept = run.run_dir / "checkpoints" / f"{listing.name_of(STEPS)}.before-reset-1"
+    assert str(kept) in done.out
+    assert everything(kept) == old
+    assert manifest.problem(kept) is None
+    after = checkpoint(run.run_dir, STEPS)
+    changed = set(same_bits(before, after))
+    assert changed and all(name.startswith("optimizer/") for name in changed)
+    assert all(not tensor.any() for name, tensor in after.items() if name.startswith("optimizer/"))
+    assert all(row["good"] for row in verify(run.run_dir / "checkpoints"))
+    assert events(run, "optimizer_reset")[0]["kept"] == str(kept)
+    assert "to go on from this one: lmworks ckpt rollback" in lmworks("ckpt", "reset-optimizer", run.run_dir, "--step", 8).out
+    assert lmworks("ckpt", "rollback", run.run_dir, 8).code == 0
+    run.walk(KEEP, last="pretrain")
+    assert events(run, "resume")[-1]["step"] == 8
+    assert same_bits(checkpoint(run.run_dir, STEPS), before), "with a fresh optimizer the weights become others"
+
+
+def test_prune_by_the_rules_of_the_recipe_or_others(lmworks: Lmworks, run: Tiny) -> None:
+    before = everything(run.run_dir)
+    dry = json.loads(lmworks("ckpt", "prune", run.run_dir, "--keep-last", 3, "--keep-every", "10 steps", "--dry-run", "--json").out)
+    assert {path: data for path, data in everything(run.run_dir).items() if path != "ledger.jsonl"} == {
+        path: data for path, data in before.items() if path != "ledger.jsonl"
+    }
+    rows = listing.list_checkpoints(run.run_dir / "checkpoints")
+    best = min((row["metric"], row["step"]) for row in rows if row["metric"] is not None)[1]
+    assert dry["steps"] == [step for step in SAVED if step not in {12, 20, 28, 32, STEPS, best}]
+    assert lmworks("ckpt", "prune", run.run_dir).out == "nothing to remove\n", "the recipe keeps nine"
+    lmworks("ckpt", "prune", run.run_dir, "--keep-last", 3, "--keep-every", "10 steps")
+    assert steps(run) == [step for step in SAVED if step not in dry["steps"]]
+    assert [line["step"] for line in events(run, "checkpoint_pruned")][-len(dry["steps"]):] == dry["steps"]
+    lmworks("ckpt", "rollback", run.run_dir, 28)
+    assert len(asides(run)) == 2
+    assert "would remove: step-" in lmworks("ckpt", "prune", run.run_dir, "--set-aside", "--dry-run").out
+    assert len(asides(run)) == 2
+    lmworks("ckpt", "prune", run.run_dir, "--set-aside")
+    assert not asides(run)
+    assert steps(run)[-1] == 28
+
+
+def test_prune_keeps_the_newest_good_one(lmworks: Lmworks, run: Tiny) -> None:
+    for step in SAVED[4:]:
+        (run.run_dir / "checkpoints" / listing.name_of(step) / storage.TABLE).write_bytes(b"")
+    lmworks("ckpt", "prune", run.run_dir, "--keep-last", 1)
+    assert SAVED[3] in steps(run)
+
+
+def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "boxes", lambda record: storage.boxes(record, 1000))
+    before, to = everything(run.run_dir), tmp_path / "averaged"
+    done = lmworks("ckpt", "average", run.run_dir, 28, 32, STEPS, "--weight", 1, "--weight", 1, "--weight", 2, "--to", to)
+    assert done.code == 0, done.err
+    assert everything(run.run_dir) == before
+    parts = [checkpoint(run.run_dir, step) for step in (28, 32, STEPS)]
+    found = checkpoint(to)
+    assert found.keys() == {name for name in parts[0] if name.startswith("model/")}
+    for name, tensor in found.items():
+        mean = sum(part[name].double() * share for part, share in zip(parts, (0.25, 0.25, 0.5), strict=True))
+        assert torch.equal(tensor, mean.to(tensor.dtype)), name
+    model = load_model(to)
+    assert torch.equal(model.state_dict()["embedding.weight"], found["model/embedding.weight"])
+    told = json.loads((to / "checkpoints" / listing.name_of(STEPS) / listing.META).read_text())["meta"]
+    assert told["average_of"] == {listing.name_of(28): 0.25, listing.name_of(32): 0.25, listing.name_of(STEPS): 0.5}
+    averaged = Tiny(run.recipe, to)
+    assert averaged.walk(KEEP)[:4] == [("corpus", "skip"), ("tokenizer", "skip"), ("shards", "skip"), ("pretrain", "skip")]
+    assert (to / "tune" / "checkpoints").is_dir()
+    assert (to / "evaluate" / "stage.json").exists()
+    assert everything(run.run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rollback", 5), "has no checkpoint of step 5; the newest are 8, 12, 16"),
+        (("rollback", STEPS), "is the newest checkpoint, where the run goes on anyway"),
+        (("rollback", 8, "--skip-steps", "soon"), "'soon' is neither a number of steps nor a window such as 100:120"),
+        (("rollback", 8, "--skip-steps", "4:6"), "the steps 4:6 are not a window from step 8 on"),
+        (("rollback", 8, "--skip-steps", "0"), "the steps 8:8 are not a window"),
+        (("diff", 4), "two checkpoints are compared, not 1"),
+        (("diff", 4, 5), "has no checkpoint of step 5"),
+        (("diff", "--tuned"), "has no checkpoints"),
+        (("reset-optimizer", "--step", 7), "has no checkpoint of step 7"),
+        (("prune", "--keep-every", "often"), "--keep-every: "),
+        (("average", 4, "--to", "x"), "an average takes two different steps or more"),
+        (("average", 4, 8, "--weight", 1, "--to", "x"), "one positive number for each of the 2 steps"),
+        (("average", 4, 8, "--to", "."), ". exists already"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_changes_nothing(
+    lmworks: Lmworks, trained: Tiny, arguments: tuple[object, ...], message: str
+) -> None:
+    before = everything(trained.run_dir)
+    verb, *rest = arguments
+    assert message in lmworks("ckpt", verb, trained.run_dir, *rest).error
+    assert everything(trained.run_dir) == before
+
+
+@pytest.mark.parametrize("arguments", [("rollback", 8), ("reset-optimizer",), ("prune",)])
+def test_nothing_is_changed_while_the_run_goes_on(lmworks: Lmworks, trained: Tiny, arguments: tuple[object, ...]) -> None:
+    before, (verb, *rest) = everything(trained.run_dir), arguments
+    with RunLock(trained.run_dir):
+        assert f"is in use by process {os.getpid()}" in lmworks("ckpt", verb, trained.run_dir, *rest).error
+    assert everything(trained.run_dir) == before
+
+
+@pytest.mark.parametrize("arguments", [("rollback", 20), ("reset-optimizer", "--step", 20), ("average", 20, 24, "--to")])
+def test_a_damaged_checkpoint_is_not_built_on(lmworks: Lmworks, run: Tiny, tmp_path: Path, arguments: tuple[object, ...]) -> None:
+    data = run.run_dir / "checkpoints" / listing.name_of(20) / "data-00000-00000.bin"
+    content = bytearray(data.read_bytes())
+    content[1000] ^= 1
+    data.write_bytes(content)
+    before, (verb, *rest) = everything(run.run_dir / "checkpoints"), arguments
+    error = lmworks("ckpt", verb, run.run_dir, *rest, *([tmp_path / "to"] if verb == "average" else [])).error
+    assert "is damaged: data-00000-00000.bin has other content than was written" in error
+    assert everything(run.run_dir / "checkpoints") == before
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("verb", ["reset-optimizer", "average"])
+def test_ctrl_c_leaves_everything_as_it_was(
+    lmworks: Lmworks, run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Ctrl-C in the middle of the writing, and in the instant before the new one gets its name."""
+    before = everything(run.run_dir / "checkpoints")
+    arguments = (verb, run.run_dir, *((4, 8, "--to", tmp_path / "to") if verb == "average" else ()))
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for place in ("seal", "publish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(rewrite, place, interrupt)
+            assert lmworks("ckpt", *arguments).code == 130
+        now = everything(run.run_dir / "checkpoints")
+        assert {path: data for path, data in now.items() if ".before-reset-" not in path} == before
+        assert not (tmp_path / "to").exists()
+    assert lmworks("ckpt", *arguments).code == 0
