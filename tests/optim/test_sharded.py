@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from placing import CASES, SHAPES, Placer, here
+import torch.distributed.checkpoint as dcp
+from placing import CASES, SHAPES, Case, Placer, here, stage_mesh
 from torch import Tensor, nn
 
 from lmworks.optim import Optimizer, clip_gradients, group_parameters, muon
@@ -122,8 +124,160 @@ def test_equal_to_one_process(name: str, ranks: RankPool) -> None:
     assert np.isnan(norms[POISONED])
     outcomes = ranks.run(_sharded, CASES[name].world, name, expected, torch.float32)
     for outcome in outcomes:
-        # What is plain on several ranks counts there as often, in one process once: `clip` divides by the holders.
         np.testing.assert_allclose(outcome.norms, norms, rtol=TOLERANCE)
         assert outcome.kept
     assert_equal(outcomes, TOLERANCE)
     assert_replicas_same(outcomes)
+
+
+# Where one process' work is shared, none of it is done twice: cases without parameters that lie on several meshes or are plain.
+@pytest.mark.parametrize("name", ["fsdp 3, uneven", "copies on 2", "hsdp 2 x 2", "hsdp 3 x 2", "ep 2 with copies", "ep 2 in fsdp 2"])
+def test_work_is_shared(name: str, ranks: RankPool) -> None:
+    expected, _ = alone()
+    costs = {entry: int(np.prod(shape)) * min(shape[-2:]) for entry, shape in SHAPES.items() if "layers" in entry and len(shape) > 1}
+    found = [outcome.orthogonalized for outcome in ranks.run(_sharded, CASES[name].world, name, expected, torch.float32)]
+    assert sum(found) == sum(costs.values())
+    assert max(found) <= sum(costs.values()) / len(found) + max(costs.values())
+
+
+def _unclipped(name: str, expected: Arrays, dtype: torch.dtype) -> Outcome:
+    place = Placer(CASES[name])
+    optimizer = build(place(weights()), dtype)
+    for step in (0, 1):
+        for entry, grad in place(gradients(step)).items():
+            optimizer.parameters[entry].grad = grad.detach()
+        optimizer.step(0.7)
+    placed = {entry: here(place({entry: array})[entry]) if entry != "count" else array for entry, array in expected.items()}
+    return Outcome(everything(optimizer, here), placed, [], 0, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fsdp 3, uneven", "hsdp 2 x 2 over tp 2", "efsdp 2, ep 2, tp 2"])
+def test_not_a_bit_is_lost_on_the_way(name: str, dtype: torch.dtype, ranks: RankPool) -> None:
+    """Without clipping, whose norm is added up in another order, Muon makes the very bits of one process: parts travel in Newton-Schulz'
+    type, to which one process rounds them too. (AdamW's fused kernel ends a tensor in scalar code, whose last bit may differ.)"""
+    optimizer = build({entry: nn.Parameter(torch.from_numpy(array)) for entry, array in weights().items()}, dtype)
+    for step in (0, 1):
+        for entry, array in gradients(step).items():
+            optimizer.parameters[entry].grad = torch.from_numpy(array)
+        optimizer.step(0.7)
+    expected = everything(optimizer, lambda tensor: tensor.detach().numpy().copy())
+    for outcome in ranks.run(_unclipped, CASES[name].world, name, expected, dtype):
+        for name in optimizer.muon.momentum:
+            for entry in (f"momentum.{name}", f"weight.{name}"):
+                assert outcome.own[entry].tobytes() == outcome.expected[entry].tobytes(), entry
+
+
+STAGES = (
+    ("embedding.weight", "layers.0.wide", "layers.0.odd", "layers.0.tall", "layers.0.attention.norm"),
+    ("layers.1.router", "layers.1.experts.up", "layers.1.experts.down", "layers.1.square", "norm.weight", "embedding.weight"),
+)
+
+
+def _staged(expected: Arrays) -> Outcome:
+    """Two stages; the second has a copy of the embedding as its head."""
+    case = Case({"fsdp": 2, "tp": 2}, CASES["fsdp 2 over tp 2"].rules)
+    place = Placer(case, stage_mesh(2, case.mesh))
+    stage = dist.get_rank() // 4
+    optimizer = build(place(weights(STAGES[stage])))
+    copies = [optimizer.parameters["embedding.weight"]] if stage else []
+    norms = [
+        take(optimizer, place(gradients(step, STAGES[stage])), group=dist.group.WORLD, holders=4, copies=copies) for step in range(STEPS)
+    ]
+    own = everything(optimizer, here)
+    return Outcome(own, {e: here(place({e: expected[e]})[e]) if e != "count" else expected[e] for e in own}, norms, 0, True)
+
+
+def test_pipeline_stages_are_clipped_together(ranks: RankPool) -> None:
+    expected, norms = alone(names=tuple(dict.fromkeys(STAGES[0] + STAGES[1])))
+    outcomes = ranks.run(_staged, 8, expected)
+    for outcome in outcomes:
+        np.testing.assert_allclose(outcome.norms, norms, rtol=TOLERANCE)
+    for stage in (outcomes[:4], outcomes[4:]):
+        assert_equal(stage, TOLERANCE)
+    embeddings = [[outcome.own["weight.embedding.weight"] for outcome in stage] for stage in (outcomes[:4], outcomes[4:])]
+    assert all(np.array_equal(one, other) for one, other in zip(*embeddings, strict=True))
+
+
+def _without_a_gradient(name: str) -> tuple[Arrays, Arrays]:
+    place = Placer(CASES[name])
+    optimizer = build(place(weights()))
+    before = everything(optimizer, here)
+    grads = place(gradients(0))
+    for entry, parameter in optimizer.parameters.items():
+        parameter.grad = None if entry in ("layers.0.wide", "layers.1.experts.up", "norm.weight") else grads[entry].detach()
+    optimizer.step()
+    return before, everything(optimizer, here)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(ranks: RankPool) -> None:
+    for before, after in ranks.run(_without_a_gradient, 8, "hsdp 2 x 2 over tp 2"):
+        changed = {entry for entry in before if not np.array_equal(before[entry], after[entry])}
+        touched = {entry.split(".", 1)[1] for entry in changed if entry.startswith(("weight", "momentum", "first"))}
+        assert touched == SHAPES.keys() - {"layers.0.wide", "layers.1.experts.up", "norm.weight"}
+
+
+def _save(name: str, folder: str) -> None:
+    place = Placer(CASES[name])
+    optimizer = build(place(weights()))
+    for step in range(2):
+        take(optimizer, place(gradients(step)), group=dist.group.WORLD)
+    state = {**optimizer.state_dict(), **{f"weight.{entry}": p for entry, p in optimizer.parameters.items()}}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _resume(name: str, folder: str, expected: Arrays) -> Outcome:
+    """On to the end from a checkpoint of other ranks."""
+    place = Placer(CASES[name])
+    optimizer = build(place({entry: np.zeros_like(array) for entry, array in weights().items()}))
+    loaded = {entry: tensor.clone() for entry, tensor in optimizer.state_dict().items()}
+    parameters = {f"weight.{entry}": p.data for entry, p in optimizer.parameters.items()}
+    dcp.load({**loaded, **parameters}, checkpoint_id=folder)
+    optimizer.load_state_dict(loaded)
+    for step in range(2, STEPS):
+        take(optimizer, place(gradients(step)), group=dist.group.WORLD)
+    placed = {entry: here(place({entry: array})[entry]) if entry != "count" else array for entry, array in expected.items()}
+    return Outcome(everything(optimizer, here), placed, [], 0, True)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp 2 over tp 2", "fsdp 3, uneven"), ("fsdp 3, uneven", "ep 2, efsdp 2")])
+def test_state_is_resharded_by_a_checkpoint(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
+    expected, _ = alone()
+    ranks.run(_save, CASES[before].world, before, str(tmp_path))
+    outcomes = ranks.run(_resume, CASES[after].world, after, str(tmp_path), expected)
+    assert_equal(outcomes, TOLERANCE)
+    assert_replicas_same(outcomes)
+
+
+def _load_whole(name: str, state: Arrays) -> Outcome:
+    place = Placer(CASES[name])
+    optimizer = build(place(weights()))
+    optimizer.load_state_dict({entry: torch.from_numpy(array) for entry, array in state.items()})
+    own = {entry: here(tensor) for entry, tensor in optimizer.state_dict().items()}
+    return Outcome(own, {e: here(place({e: a})[e]) if e != "count" else a for e, a in state.items()}, [], 0, True)
+
+
+@pytest.mark.parametrize("name", ["fsdp 8, ranks with nothing", "efsdp 2, ep 2, tp 2"])
+def test_whole_state_loads_into_parts(name: str, ranks: RankPool) -> None:
+    state = {entry: array for entry, array in alone()[0].items() if not entry.startswith("weight")}
+    for outcome in ranks.run(_load_whole, 8, name, state):
+        assert all(np.array_equal(outcome.own[entry], outcome.expected[entry]) for entry in outcome.own)
+
+
+def _average(name: str) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+    place = Placer(CASES[name])
+    optimizer = build(place(weights()))
+    take(optimizer, place(gradients(0)), group=dist.group.WORLD)
+    before = everything(optimizer, here)
+    assert optimizer.ema
+    with optimizer.ema.in_place():
+        inside = {entry: here(p) for entry, p in optimizer.parameters.items()}
+    average = {entry: here(tensor) for entry, tensor in optimizer.ema.average.items()}
+    return before, everything(optimizer, here), inside, average
+
+
+def test_sharded_parameters_carry_their_average_and_come_back(ranks: RankPool) -> None:
+    for before, after, inside, average in ranks.run(_average, 4, "hsdp 2 x 2"):
+        assert all(np.array_equal(before[entry], after[entry]) for entry in before)
+        assert all(np.array_equal(inside[entry], average[entry]) for entry in inside)
+        assert any(not np.array_equal(inside[entry], before[f"weight.{entry}"]) for entry in inside)
