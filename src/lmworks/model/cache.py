@@ -32,11 +32,16 @@ class Cache:
 
     Prompts are padded on the right: padding is overwritten as the row grows, and masked until then. Latent attention keeps one latent in
     the place of all keys and values, and the rotated key beside it: (kv_rank + rope_dim) numbers a token and layer.
+    `heads` are those of keys and values kept here, all where left out.
     """
 
-    def __init__(self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype, heads: int | None = None
+    ) -> None:  # fmt: skip
         assert config.layers and config.kv_heads and config.head_dim
-        heads, sizes = (1, (mla.kv_rank, mla.rope_dim)) if (mla := config.mla) else (config.kv_heads, (config.head_dim, config.head_dim))
+        heads, sizes = heads or config.kv_heads, (config.head_dim, config.head_dim)
+        if mla := config.mla:
+            heads, sizes = 1, (mla.kv_rank, mla.rope_dim)
         self._keys, self._values = (
             torch.zeros(config.layers, rows, heads, capacity, size, device=device, dtype=dtype) for size in sizes
         )

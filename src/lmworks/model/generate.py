@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.model.cache import Cache
 from lmworks.model.transformer import Transformer
 
 
@@ -74,7 +73,7 @@ def stream(model: Transformer, prompts: list[list[int]], options: GenerateOption
     was_training = model.training
     model.eval()
     try:
-        cache = Cache(model.config, len(prompts), capacity, device, model.compute_dtype)
+        cache = model.cache(len(prompts), capacity)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
         for row, prompt in enumerate(prompts):

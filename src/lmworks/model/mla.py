@@ -41,7 +41,6 @@ class LatentAttention(nn.Module):
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
-        B, T, _ = x_BTD.shape
         query_BHTC = self._queries(x_BTD)
         if self.score_scale != 1:
             query_BHTC = query_BHTC * self.score_scale
@@ -52,9 +51,9 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
         # Expanding all latents for one query would cost more than taking the query to them.
-        mix = self._mix_latents if T == 1 and not self.plain else self._mix
+        mix = self._mix_latents if turned_BHTR.shape[2] == 1 and not self.plain else self._mix
         mixed_BHTV = mix(nope_BHTN, turned_BHTR, latent_B1SL, key_B1SR, mask)
-        return self.output(mixed_BHTV.transpose(1, 2).reshape(B, T, -1))
+        return self.output(mixed_BHTV.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
         """(B, H, T, C); as many heads as there are rows of the weight."""
@@ -63,7 +62,7 @@ class LatentAttention(nn.Module):
         else:
             assert self.query_down is not None and self.query_latent_norm is not None and self.query_up is not None
             query = self.query_up(self.query_latent_norm(self.query_down(x_BTD)))
-        return query.view(*x_BTD.shape[:2], -1, self.mla.nope_dim + self.mla.rope_dim).transpose(1, 2)
+        return query.view(*query.shape[:2], -1, self.mla.nope_dim + self.mla.rope_dim).transpose(1, 2)
 
     def _mix(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
         """Attention with keys and values expanded; (B, H, T, V)."""

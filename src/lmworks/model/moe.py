@@ -63,11 +63,15 @@ def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tenso
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=order_M.device))
     ends_E = routing.counts.cumsum(0).to(torch.int32)
     rows_MD = _Dispatch.apply(x_ND, order_M, place_M, K)
-    hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
     weights_M = routing.weights.reshape(-1)[order_M].to(x_ND.dtype)
+    return _Combine.apply(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF), order_M, place_M, K)
+
+
+def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """Weighted outputs (M, D) of rows that lie expert by expert, those of expert e up to row ends[e]."""
+    hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
     # weighting the hidden rows equals weighting the outputs, and they are narrower
-    out_MD = grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
-    return _Combine.apply(out_MD, order_M, place_M, K)
+    return grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
 
 
 def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         """
         for block in self.every_block():
             block.forward = _in_training(block, torch.compile(block.forward, *args, **kwargs), block.forward)
-        self._chunk_loss = torch.compile(chunk_loss, *args, **kwargs)
+        self._chunk_loss = torch.compile(self._chunk_loss, *args, **kwargs)
 
     def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Logits (B, T, V) in fp32."""
@@ -202,6 +202,10 @@ class Transformer(nn.Module):
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
         return self.norm(x_BTD), experts
+
+    def cache(self, rows: int, capacity: int) -> Cache:
+        """Room for the keys and values of so many rows, of at most `capacity` tokens each."""
+        return Cache(self.config, rows, capacity, self.embedding.weight.device, self.compute_dtype)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Tokens as vectors (B, T, D) in the type of the activations."""
