@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
             print_json(showing.as_json(resolved))
         else:
             console().print(showing.tree(resolved, changed))
+            console().print(showing.phases(resolved))
 
     @app.command()
     def plan(

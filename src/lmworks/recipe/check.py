@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import ValidationError
+
 from lmworks.recipe.document import Keys
 from lmworks.recipe.paths import nearest
 from lmworks.recipe.recipe import Recipe
@@ -41,6 +43,14 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
                     yield (*at, "mixture_changes", number, "mixture", name), _unknown(name, known)
     model = recipe.model
     assert model.vocab_size and model.layers
+    rope = model.rope
+    for index, phase in enumerate(recipe.train.phases):
+        if phase.rope and rope.fraction == 0:
+            yield ("train", "phases", index, "rope"), "model.rope.fraction is 0, so there are no positions to change; leave rope out"
+        try:
+            rope = phase.rope.apply(rope) if phase.rope else rope
+        except ValidationError as error:
+            yield ("train", "phases", index, "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
     if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:
         yield (
             ("model", "vocab_size"),

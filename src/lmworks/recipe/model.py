@@ -25,6 +25,8 @@ class Rope(Node):
     def _scaling_needs_length(self) -> Rope:
         if self.scaling in ("ntk", "yarn") and self.original_length is None:
             raise ValueError(f"rope.scaling {self.scaling} needs rope.original_length, the context before the extension")
+        if self.scaling == "none" and self.factor != 1:
+            raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk or yarn")
         return self
 
 

@@ -12,6 +12,7 @@ from lmworks.recipe.document import Keys
 from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.load import Origin, Resolved
 from lmworks.recipe.paths import display, item_names
+from lmworks.recipe.positions import positions, warnings
 
 _STYLES = {"default": "dim", "preset": "magenta", "recipe": "cyan", "override": "yellow", "derived": "green"}
 
@@ -22,6 +23,14 @@ def tree(resolved: Resolved, changed_only: bool = False) -> Tree:
     root = Tree(Text(f"{resolved.path}  fingerprint {resolved.fingerprint[:12]}", style="bold"), guide_style="dim")
     _grow(root, values, values, (), resolved.origins, changed_only)
     return root
+
+
+def phases(resolved: Resolved) -> Text:
+    """The positions of each phase, and what is unwise about them."""
+    found = positions(resolved.recipe)
+    lines = [f"positions of {here.phase} ({here.length:,} tokens): {here.text}" for here in found]
+    warned = [(f"\nwarning: {line}", "yellow") for line in warnings(resolved.recipe)]
+    return Text.assemble("\n".join(lines), *warned)
 
 
 def _grow(branch: Tree, whole: Any, value: Any, keys: Keys, origins: dict[str, Origin], changed_only: bool) -> None:
@@ -47,10 +56,12 @@ def _plain(value: Any) -> str:
 
 
 def as_json(resolved: Resolved) -> dict[str, Any]:
-    """The same for machines: the recipe, the origin of each leaf by path, the fingerprint and the file."""
+    """The same for machines: the recipe, the origin of each leaf by path, positions and warnings, the fingerprint and the file."""
     return {
         "path": str(resolved.path),
         "fingerprint": resolved.fingerprint,
         "recipe": as_tree(resolved.recipe),
+        "positions": {here.phase: here.text for here in positions(resolved.recipe)},
+        "warnings": list(warnings(resolved.recipe)),
         "origins": {path: str(origin) for path, origin in resolved.origins.items()},
     }

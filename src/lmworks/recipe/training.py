@@ -64,6 +64,8 @@ class RopeChange(Node):
         changes.pop("original_length", None)
         if self.original_length is not None:
             changes["original_length"] = self.original_length
+        if self.scaling == "none":
+            changes.setdefault("factor", 1.0)
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
 
 
