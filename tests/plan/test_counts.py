@@ -13,6 +13,7 @@ from lmworks.recipe.shapes import count as total
 from lmworks.recipe.shapes import parameters
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+LATENT = {"kv_rank": 10, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}
 VARIANTS = [
     Model.model_validate(SMALL),
     Model.model_validate({**SMALL, "attention_bias": True, "qk_norm": True}),
@@ -20,6 +21,9 @@ VARIANTS = [
     Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 1}}),
     Model.model_validate({**SMALL, "moe": {"experts": 6, "top_k": 1, "expert_size": 8, "dense_layers": 0, "shared_experts": 2}}),
     Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 2, "shared_experts": 0}}),
+    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 2}, "mtp": {"layers": 2}}),
+    Model.model_validate({**SMALL, "kv_heads": 4, "head_dim": 12, "mla": {"q_rank": 10, **LATENT}, "mtp": {}}),
+    Model.model_validate({**SMALL, "kv_heads": 4, "head_dim": 12, "mla": LATENT}),
 ]
 
 
@@ -53,3 +57,16 @@ def test_active_parameters_by_hand() -> None:
     tied = count(model.model_copy(update={"tie_embeddings": True}))
     assert tied.total == counts.total - 800
     assert tied.active_computed == counts.active_computed
+
+
+def test_multi_token_prediction_is_counted_apart() -> None:
+    """GLM-4.5-Air and GLM-4.6 with their layer hold what is published: 109.2B and 356.8B (110.5B where copies are stored too)."""
+    air = load_recipe("glm45-air-106b-a12b").recipe.model
+    counts, without = count(air), count(air.model_copy(update={"mtp": None}))
+    assert (counts.total, counts.active, counts.components) == (without.total, without.active, without.components)
+    expert = 3 * 4096 * 1408
+    layer = 128 * expert + expert + 128 * 4096 + 2 * 4096  # with its shared expert, router and norms
+    attention = 2 * 4096 * 96 * 128 + 2 * 4096 * 8 * 128 + 96 * 128 + 2 * 8 * 128
+    assert counts.mtp == layer + attention + 2 * 4096 * 4096 + 3 * 4096
+    assert counts.mtp_active == counts.mtp - 120 * expert
+    assert round(counts.trained / 1e9, 1) == 109.2

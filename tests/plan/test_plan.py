@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from typing import Any
 
 import pytest
 import typer
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
+from lmworks.plan.counts import count
 from lmworks.plan.flops import keys_seen, per_token
 from lmworks.plan.layout import automatic, devices, legal, place, problems
 from lmworks.plan.machine import this_machine
-from lmworks.plan.memory import GIB, memory, stage_layers
+from lmworks.plan.memory import GIB, _stage_memory, kv_cache_bytes, kv_cache_shrink, layer_activations, memory, stage_layers
 from lmworks.plan.plan import make_plan
 from lmworks.plan.render import render
 from lmworks.recipe.after import Layout
@@ -235,7 +237,8 @@ def invoke(*arguments: str) -> str:
 
 def test_plan_command() -> None:
     text = invoke("plan", "glm46-355b-a32b", "--cluster", "8192xh800")
-    for said in ("352.8B", "33.63B (32.86B without the embedding look-up)", "20.2 days (16.2 days for 6N alone)", "12 times less than"):
+    for said in ("352.8B", "33.63B (32.86B without the embedding look-up)", "20.9 days (16.2 days for 6N alone)", "12 times less than",
+                 "3,988,069,632", "356.8B"):
         assert said in text
     narrow = io.StringIO()
     Console(file=narrow, width=80).print(render(make_plan(load_recipe("glm46-355b-a32b").recipe, "", load_cluster("8192xh800"))))
@@ -260,3 +263,55 @@ def test_plan_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shipped_recipes_are_all_planned_here() -> None:
     assert set(shipped()) == {name for names in FITS.values() for name in names}
+
+
+def deepseek_v3(**change: Any) -> Model:
+    """As published (config of deepseek-ai/DeepSeek-V3): 671.0B, of which a token uses 37.6B, and a layer of multi-token prediction."""
+    return Model.model_validate({
+        "vocab_size": 129_280, "hidden_size": 7168, "layers": 61, "heads": 128, "kv_heads": 128, "head_dim": 192, "ffn_size": 18_432,
+        "norm_eps": 1e-6, "max_length": "4096 tokens",
+        "mla": {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128},
+        "moe": {"experts": 256, "top_k": 8, "expert_size": 2048, "dense_layers": 3, "routed_scale": 2.5, "groups": 8, "top_groups": 4},
+        "mtp": {}, **change,
+    })  # fmt: skip
+
+
+def test_latent_attention_in_the_plan() -> None:
+    """DeepSeek-V3's published figures: 671B and 37B, 685B with its layer and the copies beside it, and a cache of 576 numbers a layer."""
+    model = deepseek_v3()
+    counts = count(model)
+    assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (671.0, 37.6)
+    assert round((counts.trained + 2 * counts.embedding) / 1e9, 1) == 684.5
+    assert kv_cache_bytes(model, 1000) == 61 * 576 * 1000 * 2
+    assert kv_cache_shrink(model) == pytest.approx(128 * (192 + 128) / 576)
+    whole = per_token(model, 4095)
+    assert whole.attention == 61 * 3 * 2 * 128 * (192 + 128) * 2048
+    assert whole.mtp == 6 * (counts.mtp_active + 129_280 * 7168) + whole.attention / 61
+
+
+def test_activations_of_latent_attention_by_hand() -> None:
+    """One token of one dense layer in bf16: latents are whole on every tensor rank, the heads are shared."""
+    model, kinds = deepseek_v3(), {}
+    for tp in (1, 4):
+        kinds[tp] = layer_activations(model, 0, Layout(tp=tp), 2)
+    latents, heads = 2 * (1536 + 512) + 64, 128 * (192 + 256 + 2 * 192 + 128)
+    ffn = 3 * 18_432
+    assert kinds[1]["none"] == 2 * (4 * 7168 + latents + heads + ffn) + 4 * 128
+    assert kinds[4]["none"] == 2 * (4 * 7168 + 4 * latents + heads + ffn) / 4 + 4 * 128 / 4
+    assert kinds[1]["full"] < kinds[1]["selective"] < kinds[1]["none"]
+
+
+def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
+    recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
+    without = recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": None})})
+    layout = Layout(pp=16, tp=8, dp_shard=64, ep=32)
+    last, bare = (_stage_memory(one, cluster, layout, 2048, 1, 32, 15).components for one in (recipe, without))
+    for stage in (0, 7):
+        assert _stage_memory(recipe, cluster, layout, 2048, 1, 32, stage) == _stage_memory(without, cluster, layout, 2048, 1, 32, stage)
+    experts, embedding = 3 * 160 * 5120 * 1536, 151_552 * 5120
+    held = count(recipe.model).mtp - experts
+    whole = 2 * 5120 * 5120 + 160 * 5120 + 5 * 5120 + 2 * 128  # projection, router, norms: on every tensor rank
+    found = (last["gradients"] - bare["gradients"]) / 4
+    assert found == pytest.approx(experts / 8 / 32 + (held - whole) / 8 + whole + embedding / 8, rel=1e-9)
+    assert last["head and loss"] - bare["head and loss"] == 4 * embedding / 8
+    assert last["activations"] > bare["activations"]

@@ -33,10 +33,12 @@ def plan(recipe: Recipe, cluster: Cluster) -> Plan:
 
 
 def test_parameters(plan: Plan) -> None:
-    """352.8B and 33.6B (32.9B without the embedding look-up) from the published config."""
+    """352.8B and 33.6B (32.9B without the embedding look-up) from the published config, plus the multi-token-prediction layer: 4.0B."""
     assert round(plan.counts.total / 1e9, 1) == 352.8
     assert round(plan.counts.active / 1e9, 1) == 33.6
     assert round(plan.counts.active_computed / 1e9, 1) == 32.9
+    assert round(plan.counts.mtp / 1e9, 1) == 4.0
+    assert round(plan.counts.trained / 1e9, 1) == 356.8  # what zai-org/GLM-4.6 holds
 
 
 def test_operations(plan: Plan) -> None:
@@ -48,7 +50,10 @@ def test_operations(plan: Plan) -> None:
     assert plan.tokens == pytest.approx(23e12, rel=1e-5)
     # 12 H d per pair and layer, (L + 1) / 2 pairs per token
     by_hand = sum(phase.tokens * 12 * 96 * 128 * 92 * (phase.sequence_length + 1) / 2 for phase in plan.phases)
-    assert plan.flops - plan.flops_parameters == pytest.approx(by_hand, rel=1e-9)
+    assert plan.flops - plan.flops_parameters - plan.flops_mtp == pytest.approx(by_hand, rel=1e-9)
+    # one layer more, its projection of two inputs to one, and the head again
+    layer = plan.counts.mtp_active + 151_552 * 5120
+    assert plan.flops_mtp == pytest.approx(6 * layer * plan.tokens + by_hand / 92, rel=1e-9)
     assert plan.flops > 1.2 * plan.flops_parameters
 
 
@@ -61,13 +66,14 @@ def test_device_hours_and_money() -> None:
 
 
 def test_peak_and_time(plan: Plan, cluster: Cluster) -> None:
-    """989 dense TFLOPS; 2.8M tokens/s on 8,192 of them is 6.6% MFU; at 40% the run takes 16 days (20 with attention)."""
+    """989 dense TFLOPS; 2.8M tokens/s on 8,192 of them is 6.6% MFU; at 40% the run takes 16 days, 21 with attention and with
+    multi-token prediction."""
     assert cluster.tflops == 989
     assert round(100 * flops.mfu(2.8e6, 6 * 32e9, 8192, cluster.tflops), 1) == 6.6
     assert plan.mfu == 0.4 and plan.mfu_source
     assert round(schedule.seconds(4.4e24, 8192, cluster, 0.4) / DAY) == 16
     assert round(plan.seconds_parameters / DAY) == 16
-    assert days(plan.seconds) == "20.2 days"
+    assert days(plan.seconds) == "20.9 days"
     assert plan.device_hours == pytest.approx(8192 * plan.seconds / 3600)
     assert plan.dollars == pytest.approx(2.5 * plan.device_hours)
 
@@ -105,7 +111,7 @@ def test_adam_states(recipe: Recipe, cluster: Cluster) -> None:
     assert round(state_bytes(355e9) / 1e12, 1) == 4.3
     adam = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"kind": "adamw"})})
     plan = make_plan(adam, "", cluster)
-    assert plan.disk.checkpoint == pytest.approx(12 * plan.counts.total)
+    assert plan.disk.checkpoint == pytest.approx(12 * plan.counts.trained)
     for phase in plan.phases:
         assert phase.placed.memory.total <= cluster.memory_gib * 2**30
     with pytest.raises(UserError, match=r"needs [\d,.]+ GiB on a device of 74\.5 .*the nearest that fits is"):

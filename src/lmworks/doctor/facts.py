@@ -76,7 +76,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     part = run.pretrain
     found: list[tuple[str, str, str]] = []
     if run.recipe is not None and run.recipe.model.hidden_size:
-        tensors = list(parameters(run.recipe.model))
+        tensors = [tensor for tensor in parameters(run.recipe.model) if not tensor.mtp]
         active = round(sum(tensor.size * tensor.active for tensor in tensors))
         total = sum(tensor.size for tensor in tensors)
         found.append(("Parameters", compact(total), f"{compact(active)} active per token" if active < total else "all active"))

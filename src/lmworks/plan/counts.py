@@ -10,7 +10,10 @@ from lmworks.recipe.shapes import parameters
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of a model. `active` is what one token uses, the row-wise embedding counted in full."""
+    """Parameters of a model. `active` is what one token uses, the row-wise embedding counted in full.
+
+    `mtp` and `mtp_active` are those of multi-token prediction, which is there in training only: no other figure here contains them.
+    """
 
     total: int
     active: int
@@ -18,6 +21,13 @@ class Counts:
     tied: bool
     components: dict[str, int]
     active_components: dict[str, int]
+    mtp: int = 0
+    mtp_active: int = 0
+
+    @property
+    def trained(self) -> int:
+        """All parameters that training holds."""
+        return self.total + self.mtp
 
     @property
     def active_computed(self) -> int:
@@ -29,8 +39,16 @@ def count(model: Model) -> Counts:
     """Count a resolved model, total and active, by component."""
     components: dict[str, int] = {}
     active: dict[str, float] = {}
+    mtp, mtp_active = 0, 0.0
     for parameter in parameters(model):
+        if parameter.mtp:
+            mtp += parameter.size
+            mtp_active += parameter.size * parameter.active
+            continue
         components[parameter.component] = components.get(parameter.component, 0) + parameter.size
         active[parameter.component] = active.get(parameter.component, 0) + parameter.size * parameter.active
     rounded = {name: round(value) for name, value in active.items()}
-    return Counts(sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_embeddings, components, rounded)
+    return Counts(
+        sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_embeddings, components, rounded,
+        mtp, round(mtp_active),
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """Floating-point operations of training, from the config.
 
 Forward: 2 per active parameter and token; forward and backward: 6 (Kaplan et al., arXiv:2001.08361). The embedding
-look-up multiplies nothing and is not counted; the head is. Attention adds 4 H d per pair of query and key in the forward
-(scores and values) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average, fewer under a
-window. Documents shorter than the sequence cost less than this; recomputation costs more but is not useful work.
+look-up multiplies nothing and is not counted; the head is. Attention adds 2 H (d + v) per pair of query and key in the forward
+(scores of d dimensions, values of v) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average,
+fewer under a window. Each layer of multi-token prediction is one layer more, and once more through the head. Documents
+shorter than the sequence cost less than this; recomputation costs more but is not useful work.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ class Flops:
 
     parameters: float
     attention: float
+    mtp: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.parameters + self.attention
+        return self.parameters + self.attention + self.mtp
 
 
 def keys_seen(model: Model, layer: int, length: int) -> float:
@@ -38,8 +40,12 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
 def per_token(model: Model, length: int) -> Flops:
     """Training operations per token at sequence length `length`."""
     assert model.heads and model.head_dim and model.layers
-    pairs = sum(keys_seen(model, layer, length) for layer in range(model.layers))
-    return Flops(6.0 * count(model).active_computed, 3 * 4.0 * model.heads * model.head_dim * pairs)
+    counts, ahead = count(model), model.mtp.layers if model.mtp else 0
+    per_pair = 3 * 2.0 * model.heads * (model.head_dim + (model.mla.value_dim if model.mla else model.head_dim))
+    pairs = [keys_seen(model, layer, length) for layer in range(model.layers + ahead)]
+    again = ahead * counts.embedding  # the head is as large
+    mtp = 6.0 * (counts.mtp_active + again) + per_pair * sum(pairs[model.layers :])
+    return Flops(6.0 * counts.active_computed, per_pair * sum(pairs[: model.layers]), mtp)
 
 
 def training_flops(active: float, tokens: float) -> float:

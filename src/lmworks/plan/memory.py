@@ -16,7 +16,7 @@ from functools import lru_cache
 from lmworks.recipe.after import Cluster, Layout
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, parameters
+from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 
 GIB = 2**30
 _CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are kept on CPUs; see lmworks.model.attention
@@ -57,8 +57,9 @@ class _Local:
 
     def add(self, parameter: Parameter, layout: Layout, muon: bool) -> None:
         expert = parameter.component == "experts"
-        # Norms, biases of norms and the router are whole on every tensor rank.
-        split = 1 if parameter.component in ("norms", "router") else layout.tp
+        # Norms, biases of norms, the router, what makes latents and what joins the two inputs of mtp are whole on every tensor rank.
+        latent = parameter.name.endswith(("query_down.weight", "kv_down.weight"))
+        split = 1 if latent or parameter.component in ("norms", "router", "mtp projection") else layout.tp
         group = self.experts if expert else self.shared
         group.add(parameter.size / split / (layout.ep if expert else 1), muon and parameter.is_matrix)
 
@@ -76,8 +77,10 @@ def state_bytes(parameters: float, kind: str = "adamw") -> float:
 
 
 def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
-    """Keys and values of one sequence, at `element` bytes each."""
+    """Keys and values of one sequence, or the latents and rotated keys of latent attention, at `element` bytes each."""
     assert model.kv_heads and model.head_dim and model.layers
+    if model.mla:
+        return float(model.layers * (model.mla.kv_rank + model.mla.rope_dim) * length * element)
     kept = 0
     for layer in range(model.layers):
         slides = model.sliding_window is not None and not (model.global_every and (layer + 1) % model.global_every == 0)
@@ -85,20 +88,35 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
     return 2.0 * model.kv_heads * model.head_dim * kept * element
 
 
+def kv_cache_shrink(model: Model) -> float:
+    """How many times smaller the cache is than with a key and a value of its own for every head."""
+    assert model.heads and model.kv_heads and model.head_dim
+    if model.mla:
+        return model.heads * (model.head_dim + model.mla.value_dim) / (model.mla.kv_rank + model.mla.rope_dim)
+    return model.heads / model.kv_heads
+
+
 def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
     """Bytes that one token leaves for the backward of one layer on one rank, under each kind of activation checkpointing.
 
-    `full` keeps what enters the layer, `selective` also the results of matrix products (see lmworks.train.rematerialize).
+    `full` keeps what enters the layer, `selective` also the results of matrix products (see lmworks.parallel.rematerialize).
     `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
     """
     D, H, K, d = model.hidden_size, model.heads, model.kv_heads, model.head_dim
     assert D and H and K and d and model.ffn_size
     tp = layout.tp
-    heads = (2 * H + K) * d + (H + K) * d * (2 if model.qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
+    if (mla := model.mla) is not None:
+        latents = 2 * ((mla.q_rank or 0) + mla.kv_rank) + mla.rope_dim  # before their norm and after it
+        projected = H * d + H * (mla.nope_dim + mla.value_dim)
+        heads = latents * tp + projected + 2 * H * d + H * mla.value_dim  # whole latents; q and k put together, out
+        projected += ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim) * tp
+    else:
+        heads = (2 * H + K) * d + (H + K) * d * (2 if model.qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
+        projected = (H + 2 * K) * d
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last is softmax's normaliser
     if cpu_length:
         everything += H * cpu_length / 2 * (4 + element)
-    products = element * (D + (H + 2 * K) * d + D) / tp
+    products = element * (D + projected + D) / tp
     if not is_moe(model, layer):
         everything += element * 3 * model.ffn_size / tp
         products += element * (2 * model.ffn_size + D) / tp
@@ -122,7 +140,12 @@ def _layer_groups(model: Model) -> tuple[list[Parameter], list[Parameter] | None
 
 @lru_cache(maxsize=16)
 def _ends(model: Model) -> dict[str, Parameter]:
-    return {p.name: p for p in parameters(model.model_copy(update={"layers": 0}))}
+    return {p.name: p for p in parameters(model.model_copy(update={"layers": 0, "mtp": None}))}
+
+
+@lru_cache(maxsize=16)
+def _mtp_layers(model: Model) -> list[list[Parameter]]:
+    return [list(mtp_parameters(model, depth)) for depth in range(model.mtp.layers if model.mtp else 0)]
 
 
 def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local, _Local]:
@@ -151,8 +174,14 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
         local.add(ends["norm.weight"], layout, False)
         if not model.tie_embeddings:
             local.add(ends["head.weight"], layout, False)
-        elif layout.pp > 1:
+        if layout.pp > 1 and (model.tie_embeddings or model.mtp):
             local.add(ends["embedding.weight"], layout, False)
+        for layer in _mtp_layers(model):
+            one = _Local()
+            for parameter in layer:
+                one.add(parameter, layout, muon)
+                local.add(parameter, layout, muon)
+            largest = max(largest, one, key=lambda held: held.shared.count + held.experts.count)
     return local, largest
 
 
@@ -169,6 +198,7 @@ def _stage_memory(
 ) -> Memory:
     model, optimizer = recipe.model, recipe.optimizer
     assert model.layers and model.vocab_size and model.hidden_size
+    ahead = model.mtp.layers if model.mtp else 0
     muon = optimizer.kind == "muon"
     precision = recipe.train.precision
     element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
@@ -195,10 +225,16 @@ def _stage_memory(
         bytes_per_token = layer_activations(model, layer, layout, element, kept)
         stored += bytes_per_token[mode]
         working = max(working, bytes_per_token["none"])
+    if stage == layout.pp - 1:
+        for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
+            bytes_per_token = layer_activations(model, model.layers + depth, layout, element, kept)
+            stored += bytes_per_token[mode] + element * 6 * model.hidden_size / layout.tp
+            working = max(working, bytes_per_token["none"])
     activations = tokens * (alive * stored + working)
     if stage == layout.pp - 1:
         chunk = min(recipe.train.head_chunk, tokens)
-        head = chunk * model.vocab_size * (8 + element) / layout.tp + 4 * model.vocab_size * model.hidden_size / layout.tp
+        passes = 1 + ahead  # each keeps the gradient that it gives the head until the backward adds them up
+        head = chunk * model.vocab_size * (8 + element) / layout.tp + passes * 4 * model.vocab_size * model.hidden_size / layout.tp
     else:
         head = 0.0
     world = layout.pp * layout.dp_replicate * ranks * layout.tp

@@ -9,9 +9,10 @@ from typing import Any
 from lmworks.plan.counts import Counts, count
 from lmworks.plan.flops import per_token
 from lmworks.plan.layout import Placed, choose, describe, devices, world
-from lmworks.plan.memory import GIB, kv_cache_bytes
+from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
 from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.positions import positions, warnings
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import parameters
 
@@ -26,9 +27,11 @@ class PhasePlan:
     tokens: int
     steps: int
     sequence_length: int
+    positions: str
     batch_tokens: int
     flops_parameters: float
     flops_attention: float
+    flops_mtp: float
     placed: Placed
     bubble: float
     seconds: float
@@ -50,6 +53,8 @@ class Plan:
     max_length: int
     kv_cache: float
     kv_cache_shrink: float
+    kv_cache_by: str
+    unwise: tuple[str, ...]
 
     @property
     def tokens(self) -> int:
@@ -65,7 +70,11 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        return sum(phase.flops_parameters + phase.flops_attention for phase in self.phases)
+        return sum(phase.flops_parameters + phase.flops_attention + phase.flops_mtp for phase in self.phases)
+
+    @property
+    def flops_mtp(self) -> float:
+        return sum(phase.flops_mtp for phase in self.phases)
 
     @property
     def seconds(self) -> float:
@@ -95,6 +104,7 @@ class Plan:
 
     def warnings(self) -> Iterator[str]:
         """What is legal and fits, and still unwise."""
+        yield from self.unwise
         idle: dict[tuple[float, int, int], list[str]] = {}
         for phase in self.phases:
             if self.mfu > 1 - phase.bubble:
@@ -125,7 +135,7 @@ def make_plan(
     total = devices(cluster)
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     phases = []
-    for phase in recipe.train.phases:
+    for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
         placed = choose(recipe, cluster, phase, given)
         timeline = phase_steps(phase)
         cost = per_token(recipe.model, phase.sequence_length)
@@ -136,9 +146,11 @@ def make_plan(
                 tokens=tokens,
                 steps=timeline.steps,
                 sequence_length=phase.sequence_length,
+                positions=here.text,
                 batch_tokens=phase.batch,
                 flops_parameters=cost.parameters * tokens,
                 flops_attention=cost.attention * tokens,
+                flops_mtp=cost.mtp * tokens,
                 placed=placed,
                 bubble=bubble(placed.layout.pp, placed.accumulation),
                 seconds=seconds(cost.total * tokens, total, cluster, mfu),
@@ -160,7 +172,9 @@ def make_plan(
         disk=disk(recipe, counts, matrices),
         max_length=model.max_length,
         kv_cache=kv_cache_bytes(model, model.max_length),
-        kv_cache_shrink=model.heads / model.kv_heads,
+        kv_cache_shrink=kv_cache_shrink(model),
+        kv_cache_by="latent attention" if model.mla else "GQA",
+        unwise=tuple(warnings(recipe)),
     )
 
 
@@ -180,8 +194,8 @@ def plain(plan: Plan) -> dict[str, Any]:
             "memory_available": plan.cluster.memory_gib * GIB,
         }
     sums = (
-        "tokens", "steps", "flops_parameters", "flops", "seconds", "seconds_parameters", "device_hours", "dollars", "tokens_per_second",
-        "tokens_per_parameter",
+        "tokens", "steps", "flops_parameters", "flops_mtp", "flops", "seconds", "seconds_parameters", "device_hours", "dollars",
+        "tokens_per_second", "tokens_per_parameter",
     )  # fmt: skip
     return {**value, **{name: getattr(plan, name) for name in sums}, "warnings": list(plan.warnings())}
 

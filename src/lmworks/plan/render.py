@@ -29,7 +29,9 @@ def size(value: float) -> str:
 
 def render(plan: Plan) -> RenderableType:
     """Every table of the plan, one under the other."""
-    return Group(_title(plan), _parameters(plan), _phases(plan), _layouts(plan), _memory(plan), _bill(plan), *_warnings(plan))
+    return Group(
+        _title(plan), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan), _memory(plan), _bill(plan), *_warnings(plan)
+    )
 
 
 def _title(plan: Plan) -> Text:
@@ -56,6 +58,10 @@ def _parameters(plan: Plan) -> Table:
     table.add_row(
         "", amount(counts.total), f"{amount(counts.active)} ({amount(counts.active_computed)} without the embedding look-up)", style="bold"
     )
+    if counts.mtp:
+        table.add_row("multi-token prediction", f"{counts.mtp:,}", f"{counts.mtp_active:,}")
+        both = (amount(counts.trained), amount(counts.active + counts.mtp_active))
+        table.add_row("with it, in training", *both, style="bold")
     return table
 
 
@@ -66,7 +72,7 @@ def _phases(plan: Plan) -> Table:
             phase.name, amount(phase.tokens), f"{phase.steps:,}", f"{phase.sequence_length:,}", amount(phase.batch_tokens),
             f"{phase.flops_parameters:.3g}", f"{phase.flops_attention:.3g}", days(phase.seconds),
         )  # fmt: skip
-    attention = plan.flops - plan.flops_parameters
+    attention = plan.flops - plan.flops_parameters - plan.flops_mtp
     table.add_row(
         "all",
         amount(plan.tokens),
@@ -79,6 +85,17 @@ def _phases(plan: Plan) -> Table:
         style="bold",
     )
     return table
+
+
+def _positions(plan: Plan) -> list[Table]:
+    """What the phases change of the positions, where one does."""
+    if not any("->" in phase.positions for phase in plan.phases):
+        return []
+    table = _table("\nPositions", "phase", "length", "positions")
+    table.columns[2].justify = "left"
+    for phase in plan.phases:
+        table.add_row(phase.name, f"{phase.sequence_length:,}", phase.positions)
+    return [table]
 
 
 def _layouts(plan: Plan) -> Table:
@@ -108,9 +125,9 @@ def _bill(plan: Plan) -> Table:
     table = _table("\nThe bill", "", "")
     table.columns[1].justify, table.show_header = "left", False
     cluster = plan.cluster
-    table.add_row(
-        "operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {plan.flops - plan.flops_parameters:.3g} for attention"
-    )
+    attention = plan.flops - plan.flops_parameters - plan.flops_mtp
+    ahead = f", {plan.flops_mtp:.3g} for MTP" if plan.flops_mtp else ""
+    table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{ahead}")
     table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
     table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
     hours = f"{amount(plan.device_hours)} device-hours"
@@ -127,7 +144,7 @@ def _bill(plan: Plan) -> Table:
     one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
     table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
     table.add_row("token files", f"at most {size(plan.disk.data)}")
-    shrink = f", {plan.kv_cache_shrink:g} times less than without GQA" if plan.kv_cache_shrink > 1 else ""
+    shrink = f", {plan.kv_cache_shrink:g} times less than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
     table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")
     return table
 

@@ -55,8 +55,9 @@ class Disk:
 
 def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
     """fp32 weights and optimizer state of one checkpoint, how many are kept at most, and the token files."""
-    states = matrices * 4 + (counts.total - matrices) * 8 if recipe.optimizer.kind == "muon" else counts.total * 8
-    ema = counts.total * 4 if recipe.optimizer.ema else 0
+    trained = counts.trained
+    states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
+    ema = trained * 4 if recipe.optimizer.ema else 0
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
     tokens = sum(phase.tokens for phase in recipe.train.phases)
     if recipe.checkpoints.keep_every:
@@ -64,7 +65,7 @@ def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
             every = recipe.checkpoints.keep_every.tokens(step_tokens=phase.batch, phase_tokens=phase.tokens)
             kept += phase.tokens // every if every else 0
     width = 2 if (recipe.model.vocab_size or 0) < 65_500 else 4
-    return Disk(counts.total * 4 + states + ema, kept, tokens * width)
+    return Disk(trained * 4 + states + ema, kept, tokens * width)
 
 
 def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:
