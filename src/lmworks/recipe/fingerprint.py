@@ -24,6 +24,7 @@ HARMLESS = (
     "train.sample_every",
     "train.validate_every",
     "train.validate_bytes_per_domain",
+    "train.phases*.needle",
     "train.save_every",
     "train.seconds_between_saves",
     "shards.cache",

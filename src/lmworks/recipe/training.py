@@ -105,6 +105,7 @@ class Phase(Node):
     balance_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.rate from this phase on (GLM: 0.001, late in the run 0)"
     )
+    needle: bool = Field(False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)")
     mtp_weight: float | None = Field(None, gt=0, description="replaces model.mtp.weight from this phase on (GLM: 0.3, later 0.1)")
 
     @model_validator(mode="after")
@@ -155,6 +156,9 @@ class Checkpoints(Node):
     keep_every: Duration | None = Field(None, description="checkpoints at these intervals are never pruned")
     keep_best: bool = Field(True, description="keep the one with the lowest validation loss")
     asynchronous: bool = Field(True, description="write in the background while training goes on")
+    local: str | None = Field(
+        None, description="directory on each machine's own disk to save into first; copied from there to the run, in the background"
+    )
     copy_to: str | None = Field(None, description="directory or fsspec URL to copy finished checkpoints to, in the background")
 
 
