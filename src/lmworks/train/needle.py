@@ -30,7 +30,7 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class Needle:
-    """One row with each of the values at its end, as batches of one row that are to be learned at the value only; `right` is the true one."""
+    """One row with each of the values at its end: batches of one row, to be learned at the value only. `right` is the true one."""
 
     length: int
     depth: int
