@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from lmworks.model.balance import update_biases
 from lmworks.model.moe import MoE
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.pipeline import Pipeline
 from lmworks.recipe.model import Rope
+from lmworks.recipe.stages import runnable
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 
@@ -42,11 +45,17 @@ class ParallelModel:
         self.config, self.compute_dtype = parts[0].config, parts[0].compute_dtype
         self.device = next(parts[0].parameters()).device
         self.sparse = [number for part in parts for number in _sparse_layers(part)]
+        self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
 
     @property
     def whole(self) -> Transformer | None:
         """The model, if this rank runs all layers of it: then all ranks together may generate with it."""
         return self.parts[0] if self.ranks.size("pp") == 1 else None
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Parameters of this rank that another pipeline stage has too, and counts."""
+        return self.pipeline.copies if self.pipeline else []
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.parts:
@@ -81,6 +90,8 @@ class ParallelModel:
         `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
         are of this rank alone until `total` adds them up.
         """
+        if self.pipeline:
+            return self._pipelined(self.pipeline, batch, rows, micro_batch, scale)
         (model,) = self.parts
         sums, counts = [], []
         largest = -(-rows // self.ranks.size("dp"))
@@ -97,6 +108,17 @@ class ParallelModel:
                 counts.append(loss.experts.counts * float(real))
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         return Sums(*scalars, torch.stack(counts).sum(0) if counts else None)
+
+    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
+        """A schedule wants micro-batches of one shape, and some numbers of them: smaller ones where the rows do not divide, as in a ramp
+        of the batch, and blank ones at the end."""
+        own, rest = divmod(rows, self.ranks.size("dp"))
+        micro_batch = 1 if rest else gcd(own, micro_batch)
+        count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch)
+        pieces = list(micro_batches(batch, count, micro_batch, blank=micro_batch))
+        found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)
+        cross_entropy, z, auxiliary, mtp = found
+        return Sums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
     @torch.no_grad()
     def total(self, sums: Sums) -> Sums:
@@ -121,8 +143,15 @@ class ParallelModel:
     @torch.no_grad()
     def nats(self, batch: Batch) -> float:
         """Summed cross-entropy of a whole batch under the model as it is in evaluation."""
+        own = batch.rows(*self.rows(len(batch.tokens)))
+        if self.pipeline:
+            largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
+            at_once = -(-largest // self.pipeline.stages)
+            pieces = list(micro_batches(own, -(-largest // at_once), at_once))
+            found = self.pipeline.cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces])
+            return float(self.ranks.sum(self.ranks.sum(found, "loss"), "pp"))
         (model,) = self.parts
-        (piece, real), *_ = micro_batches(batch.rows(*self.rows(len(batch.tokens))), 1, len(batch.tokens))
+        (piece, real), *_ = micro_batches(own, 1, len(batch.tokens))
         found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
         return float(self.ranks.sum(found, "loss"))
 
@@ -137,16 +166,17 @@ class ParallelModel:
         return max(0, self.config.layers - moe.dense_layers) + (self.config.mtp.layers if self.config.mtp else 0) if moe else 0
 
 
-def micro_batches(batch: Batch, count: int, rows: int) -> Iterator[tuple[Batch, bool]]:
-    """`count` micro-batches of at most `rows` rows, and whether each is real: past the batch's end come blank ones, one row of nothing."""
+def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterator[tuple[Batch, bool]]:
+    """`count` micro-batches of at most `rows` rows, and whether each is real: past the batch's end come `blank` rows of nothing."""
     for start in range(0, count * rows, rows):
         stop = min(start + rows, len(batch.tokens))
         if start < stop:
             yield batch.rows(start, stop), True
         else:
             length = batch.tokens.shape[1]
-            nothing = np.zeros((1, length), np.int32)
-            yield Batch(nothing, np.full_like(nothing, IGNORE), np.array([0, length], np.int32), batch.phase, batch.step), False
+            nothing = np.zeros((blank, length), np.int32)
+            starts = np.arange(blank + 1, dtype=np.int32) * length
+            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step), False
 
 
 def _sparse_layers(part: Transformer) -> list[int]:

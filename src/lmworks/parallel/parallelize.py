@@ -13,6 +13,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.precision import dtype_for
 from lmworks.recipe.recipe import Recipe
@@ -24,8 +25,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
     Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
     """
     with torch.device("meta"):
-        model = Transformer(recipe.model)
-    parts = [model]
+        parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]
     for part in parts:
         part.compute_dtype = dtype_for(recipe.train.precision, device)
         part.head_chunk = int(recipe.train.head_chunk)
@@ -43,7 +43,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
 def materialise(part: Transformer, seed: int, device: torch.device) -> None:
     """Give a model built on the meta device its memory and its first weights."""
     part.to_empty(device=device)
-    if part.config.tie_embeddings:
+    if part.config.tie_embeddings and part.head is not None:
         part.head.weight = part.embedding.weight  # `to_empty` gives each place memory of its own
     initialize(part, seed, here)
     part.set_rope(part.rope)

@@ -63,6 +63,9 @@ class Layout(Node):
     tp: int = Field(1, gt=0, description="ranks a matrix is split over")
     ep: int = Field(1, gt=0, description="expert ranks; they lie inside dp_shard x cp")
     zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="order of micro-batches in a pipeline")
+    stages_per_rank: int = Field(1, gt=0, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
+    layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
 
 class Cluster(Node):

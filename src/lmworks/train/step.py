@@ -47,7 +47,7 @@ def train_step(
     sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
-    grad_norm = clip_gradients(model.parameters(), clip, model.ranks.everyone, model.ranks.size("weights"))
+    grad_norm = clip_gradients(model.parameters(), clip, model.ranks.everyone, model.ranks.size("weights"), model.copies)
     loss = sums.cross_entropy / max(valid, 1)
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     optimizer.step(rate, finite)

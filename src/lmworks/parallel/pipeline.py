@@ -1,0 +1,238 @@
+"""Pipeline parallelism on `torch.distributed.pipelining`: each rank of `pp` holds some layers, and micro-batches walk through the ranks.
+
+A stage is a `Transformer` from which everything that lies elsewhere was taken away; what stays keeps its name. Stage s lies on rank
+s % pp. What a stage must know of a micro-batch (documents, tokens, labels) every rank reads for itself; between stages go activations
+(B, T, D) alone, T being this rank's part of the sequence.
+
+Of torch are the schedules and the sending: `PipelineStage` with the shapes given, since finding them out would run a micro-batch twice,
+and `step` of a schedule, whose only argument is the number of each micro-batch. Nothing private is leant on but where `_modules` is
+named below. Gradients are sums, so `scale_grads` is off; gradients of sharded weights are summed over ranks after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from lmworks.model import Transformer
+from lmworks.model.transformer import Experts
+from lmworks.optim.placement import local_grad
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.view import derive
+from lmworks.recipe.after import Layout
+from lmworks.recipe.stages import stage_layers
+
+Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens, and with context parallelism where they lie and what is ahead
+
+
+def stage_numbers(layout: Layout, rank: int) -> range:
+    """The stages of a rank of `pp`, in the order of the forward pass."""
+    return range(rank, layout.pp * layout.stages_per_rank, layout.pp)
+
+
+def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
+    """Take from a model, still without memory, what does not belong to a stage.
+
+    The last stage has a copy of the embedding where it needs one: a tied head, or multi-token prediction.
+    """
+    last = number == layout.pp * layout.stages_per_rank - 1
+    here = stage_layers(model.config, layout)[number]
+    for layer in range(model.config.layers or 0):
+        if layer not in here:
+            del model.layers._modules[str(layer)]  # `del model.layers[layer]` would give the others new names
+    if number and not (last and shares_embedding(model)):
+        model.register_module("embedding", None)
+    if not last:
+        model.register_module("norm", None)
+        model.register_module("head", None)
+        model.mtp = nn.ModuleList()
+    return model
+
+
+def shares_embedding(model: Transformer) -> bool:
+    """Whether the last stage uses the embedding as well as the first."""
+    return model.config.tie_embeddings or model.config.mtp is not None
+
+
+@dataclass
+class Step:
+    """The micro-batches of a step, whether each is real or blank, the factor of its loss, and what this rank's stages found in them."""
+
+    inputs: Sequence[Inputs]
+    real: Sequence[bool]
+    scale: float | Tensor
+    scalars: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and micro-batch: cross-entropy, z, auxiliary, mtp
+    counts_LE: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+_NOTHING = Step([], [], 0.0)
+
+
+class Pipeline:
+    """This rank's stages, and how a step's micro-batches go through them. All ranks call every method in the same order."""
+
+    def __init__(self, parts: list[Transformer], ranks: Ranks) -> None:
+        self.parts, self.ranks, self.layout = parts, ranks, ranks.layout
+        self.numbers = stage_numbers(self.layout, ranks.rank("pp"))
+        self.stages = self.layout.pp * self.layout.stages_per_rank
+        self.device = next(parts[0].parameters()).device
+        self._step = _NOTHING
+        self._schedule: tuple[tuple[int, ...], Any] | None = None
+        for part, number in zip(parts, self.numbers, strict=True):
+            derive(part, {"forward": self._forward_of(number)})
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Parameters of this rank that the first stage has as well."""
+        return [self.parts[-1].embedding.weight] if self._is_last and shares_embedding(self.parts[-1]) else []
+
+    @property
+    def _is_last(self) -> bool:
+        return self.numbers[-1] == self.stages - 1
+
+    def forward_backward(self, inputs: Sequence[Inputs], real: Sequence[bool], scale: float | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Add to the gradients those of `scale` times the summed loss of micro-batches of one shape; those that are not real are left out.
+
+        Returns what this rank's stages found: four sums (cross-entropy, z, auxiliary, mtp), and the tokens per expert of its sparse
+        layers.
+        """
+        self._step = Step(inputs, real, scale)
+        number = torch.arange(len(inputs))
+        self._scheduled(len(inputs), inputs[0][0].shape).step(number=number, target=number)
+        self._sum_copies()
+        step, self._step = self._step, _NOTHING
+        counts = [
+            torch.stack([found for (stage, _), found in sorted(step.counts_LE.items()) if stage == number]).sum(0)
+            for number in self.numbers
+            if (number, 0) in step.counts_LE
+        ]
+        return torch.stack([step.scalars[key] for key in sorted(step.scalars)]).sum(0), torch.cat(counts) if counts else None
+
+    @torch.no_grad()
+    def cross_entropy(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> Tensor:
+        """The summed cross-entropy of micro-batches, of any shapes, forward only; on the last stage's rank, and 0 on the others."""
+        self._step = Step(inputs, real, 1.0)
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        group, rank, size = self.ranks.group("pp"), self.ranks.rank("pp"), self.layout.pp
+        for part, number in zip(self.parts, self.numbers, strict=True):
+            for index, (tokens, *_) in enumerate(inputs):
+                received = []
+                if number:
+                    received.append(torch.empty(self._between(tokens.shape), dtype=part.compute_dtype, device=self.device))
+                    dist.recv(received[0], group=group, group_src=(rank - 1) % size)
+                out = part(*received, number=index)
+                if number < self.stages - 1:
+                    sent.append((dist.isend(out, group=group, group_dst=(rank + 1) % size), out))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        step, self._step = self._step, _NOTHING
+        return torch.stack([step.scalars[key][0] for key in sorted(step.scalars)]).sum()
+
+    def _forward_of(self, stage: int) -> Any:
+        """The forward of a stage: from what the stage before it made, or from tokens, to what the next one takes, or to the loss."""
+
+        def forward(part: Transformer, *received: Tensor, number: Any) -> Tensor:
+            return self._run(part, stage, int(number), *received)
+
+        return forward
+
+    def _run(self, part: Transformer, stage: int, index: int, *received: Tensor) -> Tensor:
+        tokens_BT, labels_BT, cu_seqlens, *rest = self._step.inputs[index]
+        cache, ahead = rest or (None, None)
+        scale = self._step.scale if self._step.real[index] else 0.0
+        spans = part.spans(tokens_BT, cu_seqlens, cache)
+        x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
+        if stage < self.stages - 1:
+            self._found(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
+            return x_BTD if experts.aux is None else _Beside.apply(x_BTD, experts.aux * scale)
+        loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
+        mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
+        self._found(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
+        return (loss.total * scale)[None]
+
+    def _found(self, stage: int, index: int, experts: Experts, head: Tensor) -> None:
+        """Keep what a stage found in a micro-batch, of a blank one as nothing."""
+        aux = head.new_zeros(()) if experts.aux is None else experts.aux.detach()
+        cross_entropy, z, mtp = head
+        real = self._step.real[index]
+        self._step.scalars[stage, index] = torch.stack((cross_entropy, z, aux, mtp)) * real
+        if experts.counts is not None:
+            self._step.counts_LE[stage, index] = experts.counts * float(real)
+
+    def _scheduled(self, count: int, shape: Sequence[int]) -> Any:
+        """The schedule for so many micro-batches of a shape (B, T): the one of the step before, unless they have changed."""
+        key = (count, *shape)
+        if self._schedule is None or self._schedule[0] != key:
+            self._schedule = None  # its buffers go before the new ones come
+            self._schedule = (key, self._new_schedule(count, shape))
+        return self._schedule[1]
+
+    def _new_schedule(self, count: int, shape: Sequence[int]) -> Any:
+        total = torch.empty(1, device="meta", requires_grad=True)
+        between = torch.empty(self._between(shape), dtype=self.parts[0].compute_dtype, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                part, number, self.stages, self.device, input_args=(between,) if number else (),
+                output_args=(total if number == self.stages - 1 else between,), group=self.ranks.group("pp"),
+            )
+            for part, number in zip(self.parts, self.numbers, strict=True)
+        ]  # fmt: skip
+        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss, "scale_grads": False}
+        match self.layout.schedule:
+            case "gpipe":
+                return ScheduleGPipe(stages[0], **options)
+            case "1f1b":
+                return Schedule1F1B(stages[0], **options)
+            case "interleaved":
+                return ScheduleInterleaved1F1B(stages, **options)  # type: ignore[arg-type]
+            case "zero-bubble":
+                return ScheduleInterleavedZeroBubble(stages, **options)  # type: ignore[arg-type]
+
+    def _between(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The shape of what goes from stage to stage, for tokens (B, T)."""
+        rows, length = shape
+        assert self.parts[0].config.hidden_size
+        return rows, length // self.ranks.size("tp"), self.parts[0].config.hidden_size
+
+    @torch.no_grad()
+    def _sum_copies(self) -> None:
+        """The gradient of an embedding that two stages use is the sum of theirs, on both."""
+        first, last = 0, self.layout.pp - 1
+        rank, group = self.ranks.rank("pp"), self.ranks.group("pp")
+        if not shares_embedding(self.parts[0]) or rank not in (first, last):
+            return
+        mine = local_grad(self.parts[0 if rank == first else -1].embedding.weight)
+        assert mine is not None
+        theirs = torch.empty_like(mine)
+        if rank == first:
+            dist.send(mine, group=group, group_dst=last)
+            dist.recv(theirs, group=group, group_src=last)
+        else:
+            dist.recv(theirs, group=group, group_src=first)
+            dist.send(mine, group=group, group_dst=first)
+        mine += theirs  # a + b is b + a to the last bit
+
+
+def _loss(total: Tensor, _: Tensor) -> Tensor:
+    return total.sum()
+
+
+class _Beside(torch.autograd.Function):
+    """The activations as they are; a loss of the stage beside them has the gradient 1 when theirs comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.shape = loss.shape
+        return x.clone()  # torch's zero-bubble schedules detach what a stage returns, which a view does not allow
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones(ctx.shape, device=grad.device)

@@ -1,0 +1,79 @@
+"""Where a model is cut into pipeline stages: what the plan counts is what the run builds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+from lmworks.recipe.after import Layout
+from lmworks.recipe.model import Model
+from lmworks.recipe.shapes import layer_parameters, mtp_parameters
+
+
+def stage_layers(model: Model, layout: Layout) -> list[range]:
+    """The layers of each stage, in the order of the forward pass; stage s lies on rank s % pp.
+
+    Left to us (no `layers_per_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets in it,
+    the embedding counts for the first stage, and the head and multi-token prediction for the last.
+    """
+    assert model.layers
+    counts = layout.layers_per_stage or _balanced(_costs(model), layout.pp * layout.stages_per_rank)
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
+    """All layers that a rank of `pp` holds."""
+    return [layer for layers in stage_layers(model, layout)[rank :: layout.pp] for layer in layers]
+
+
+@lru_cache(maxsize=16)
+def _costs(model: Model) -> tuple[float, ...]:
+    """Of each layer, with what comes before the first and after the last."""
+    assert model.layers and model.vocab_size and model.hidden_size
+    dense = min(model.moe.dense_layers, model.layers) if model.moe else model.layers
+    of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.layers - 1)}
+    costs = [of_kind[0 if layer < dense else model.layers - 1] for layer in range(model.layers)]
+    head = model.vocab_size * model.hidden_size
+    costs[0] += head
+    costs[-1] += head
+    for depth in range(model.mtp.layers if model.mtp else 0):
+        costs[-1] += head + sum(p.size * p.active for p in mtp_parameters(model, depth))
+    return tuple(costs)
+
+
+@lru_cache(maxsize=256)
+def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, at least one: the least largest sum, and among those the least sum of squares.
+
+    Raises `ValueError` with fewer layers than stages.
+    """
+    if stages > len(costs):
+        raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
+    before = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
+    best[0] = (0.0, 0.0, ())
+    for stage in range(stages):
+        longer: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
+        for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
+            for start in range(end - 1, stage - 1, -1):
+                cost = before[end] - before[start]
+                if (found := longer[end]) is not None and cost > found[0]:
+                    break
+                if (head := best[start]) is not None:
+                    candidate = (max(head[0], cost), head[1] + cost * cost, (*head[2], end - start))
+                    longer[end] = candidate if found is None else min(found, candidate)
+        best = longer
+    found = best[-1]
+    assert found is not None
+    return found[2]
+
+
+def runnable(layout: Layout, micro_batches: int) -> int:
+    """The least number of micro-batches, from `micro_batches` on, that a step's schedule can run."""
+    if layout.schedule == "gpipe":
+        return micro_batches
+    if layout.schedule == "1f1b":
+        return max(micro_batches, layout.pp)
+    # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
+    return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)
