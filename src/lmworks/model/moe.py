@@ -5,6 +5,8 @@ Shapes: N tokens, D hidden, E experts, F expert hidden, K experts per token, M =
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,13 +60,31 @@ def grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 
 def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """Sort rows by expert and multiply all experts at once; the sort makes sums independent of thread timing."""
-    K = routing.experts.shape[1]
+    rows_MD, weights_M, places = dispatch(x_ND, routing)
+    ends_E = routing.counts.cumsum(0).to(torch.int32)
+    return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF), places)
+
+
+class Places(NamedTuple):
+    """Which of the N * K rows lies where when they are sorted by expert, and where each is then found."""
+
+    order_M: Tensor
+    place_M: Tensor
+    K: int
+
+
+def dispatch(x_ND: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Places]:
+    """A row (M, D) for each choice of each token and its weight (M,), sorted by expert, and the way back."""
     order_M = routing.experts.reshape(-1).argsort(stable=True)
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=order_M.device))
-    ends_E = routing.counts.cumsum(0).to(torch.int32)
-    rows_MD = _Dispatch.apply(x_ND, order_M, place_M, K)
-    weights_M = routing.weights.reshape(-1)[order_M].to(x_ND.dtype)
-    return _Combine.apply(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF), order_M, place_M, K)
+    places = Places(order_M, place_M, routing.experts.shape[1])
+    return _Dispatch.apply(x_ND, *places), routing.weights.reshape(-1)[order_M].to(x_ND.dtype), places
+
+
+def combine(rows_MD: Tensor, places: Places) -> Tensor:
+    """Each token's sum (N, D) over its rows."""
+    out: Tensor = _Combine.apply(rows_MD, *places)
+    return out
 
 
 def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
@@ -72,6 +92,13 @@ def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Ten
     hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
     # weighting the hidden rows equals weighting the outputs, and they are narrower
     return grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
+
+
+def run_sorted_plain(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """The same, one expert at a time."""
+    rows = rows_MD.tensor_split(ends_E[:-1].cpu())
+    pieces = zip(rows, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
+    return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in pieces]) * weights_M[:, None]
 
 
 def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:

@@ -46,6 +46,21 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return x if group is None else _Split.apply(x, dim, group.group_name, group.rank(), group.size())
 
 
+def alike(x: Tensor, group: Group) -> Tensor:
+    """Identity -> divided by the ranks: all compute the same from `x`, where gradients of `x` are summed later (`gather`)."""
+    return x if group is None else _Alike.apply(x, group.size())
+
+
+def all_max(x: Tensor, group: Group) -> Tensor:
+    """The largest over ranks, without a gradient."""
+    return x if group is None else _wait(functional.all_reduce(x.detach().contiguous(), "max", group.group_name))
+
+
+def exchange(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
+    """The first `sent[0]` rows to rank 0, and so on; `received[0]` come from rank 0 first -> back the same way."""
+    return rows if group is None else _Exchange.apply(rows, received, sent, group.group_name)
+
+
 def _sum(x: Tensor, name: Any) -> Tensor:
     return _wait(functional.all_reduce(x.contiguous(), "sum", name))
 
@@ -130,3 +145,25 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _concatenate(grad, ctx.dim, ctx.name), None, None, None, None
+
+
+class _Alike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.size, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], name: Any) -> Tensor:
+        ctx.received, ctx.sent, ctx.name = received, sent, name
+        return _wait(functional.all_to_all_single(rows.contiguous(), received, sent, name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _wait(functional.all_to_all_single(grad.contiguous(), ctx.sent, ctx.received, ctx.name)), None, None, None

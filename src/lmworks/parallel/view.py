@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -10,31 +11,40 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
 def derive(module: nn.Module, members: Mapping[str, Any]) -> None:
-    """Give one module other members than its class has, as a subclass of its own; names of parameters, hooks and `isinstance` stay.
+    """Give one module other members than its class has, by a subclass; names of parameters, hooks and `isinstance` stay.
 
-    Members may be methods, which find the original under `super(type(self), self)` or by the class they came from, and properties.
+    Members may be methods, which find the original by the class they came from, and properties. Modules of one class that are given the
+    same members get the same subclass, so that the compiler takes layers that are alike for what they are and compiles one.
     """
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    module.__class__ = _subclass(type(module), tuple(sorted(members.items())))  # type: ignore[arg-type]  # classes are hashable
+
+
+@lru_cache(maxsize=1024)
+def _subclass(cls: Any, members: tuple[tuple[str, Any], ...]) -> Any:
+    return type(cls.__name__, (cls,), {**dict(members), "__module__": cls.__module__})
 
 
 def see_parts(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
     """From now on the module's own forward sees its distributed parameters as plain tensors: this rank's parts.
 
     A part that is a copy (Replicate) gets a partial gradient on each rank, to be summed; `gradients` names what is otherwise, as
-    placements on the parameter's mesh: Replicate where all ranks compute the same.
+    placements on the parameter's mesh: Replicate where all ranks compute the same. What FSDP2 has sharded further is seen as it is,
+    outside the forward that gathers it: FSDP2 itself looks there.
     """
-    own = gradients or {}
-    members = {name: property(_part(name, own.get(name))) for name, parameter in module._parameters.items() if parameter is not None}
-    derive(module, members)
+    seen: dict[str, property] = {}
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            usual = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
+            seen[name] = _part(name, tuple((gradients or {}).get(name, usual)))
+    derive(module, seen)
 
 
-def _part(name: str, gradient: Sequence[Placement] | None) -> Any:
+@lru_cache(maxsize=1024)
+def _part(name: str, gradient: tuple[Placement, ...]) -> property:
     def part(module: nn.Module) -> Any:
         parameter = module._parameters[name]
-        if not isinstance(parameter, DTensor):
-            return parameter
-        placements = gradient or [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
-        return parameter.to_local(grad_placements=placements)
+        assert isinstance(parameter, DTensor)
+        sharded_further = len(parameter.placements) > len(gradient)
+        return parameter if sharded_further else parameter.to_local(grad_placements=gradient)
 
-    return part
+    return property(part)

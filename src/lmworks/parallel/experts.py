@@ -1,0 +1,86 @@
+"""Expert parallelism: the ranks of `ep` hold different experts, and tokens travel to them and back (GShard, arXiv:2006.16668).
+
+Every token is computed, however uneven the load: ranks first tell each other how many rows come, then exchange just those. An expert's
+rows lie in the order of the ranks they came from and of their tokens, so that its sums are always the same. Expert weights see the tokens
+of all ranks of `ep`; what is left to sum is over the ranks of `efsdp` (`data.py`). Under tensor parallelism the ranks of `tp` send the
+same tokens, each to the ranks that hold its own slice of the experts' hidden units.
+
+Shapes: N tokens, D hidden, K experts per token, M = N * K rows, P ranks of ep, E own experts, R received rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from lmworks.errors import UserError
+from lmworks.model import Transformer
+from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_sorted, run_sorted_plain
+from lmworks.model.router import Routing
+from lmworks.parallel import collectives
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.tensor import place
+from lmworks.parallel.view import derive, see_parts
+
+
+def shard_experts(model: Transformer, ranks: Ranks) -> None:
+    """Share the experts of a model on the meta device: whole ones between the ranks of `ep`, their hidden units between those of `tp`.
+
+    Raises `UserError` if the experts do not divide.
+    """
+    moe, ep = model.config.moe, ranks.size("ep")
+    if ep > 1 and (moe is None or moe.experts % ep):
+        have = f"the {moe.experts} experts" if moe else "a dense model, which has no experts"
+        nearest = max(n for n in range(1, ep) if moe.experts % n == 0) if moe else 1
+        raise UserError(f"layout.ep {ep} does not divide {have}; the nearest that does is ep {nearest}")
+    axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
+    mesh = ranks.mesh(*axes)
+    dims = {"gate": {"ep": 0, "tp": 1}, "up": {"ep": 0, "tp": 1}, "down": {"ep": 0, "tp": 2}}
+    forward = _exchanged(ranks.group("ep"), ep) if ep > 1 else Experts.forward
+    for ffn in model.routers():
+        for name, parameter in list(ffn.experts._parameters.items()):
+            assert parameter is not None
+            ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])
+        see_parts(ffn.experts)
+        derive(ffn.experts, {"forward": forward})
+
+
+def _exchanged(group: Any, ranks: int) -> Any:
+    @torch.compiler.disable  # how many rows come is another number each time
+    def forward(self: Experts, x_ND: Tensor, routing: Routing) -> Tensor:
+        rows_MD, weights_M, places = dispatch(x_ND, routing)
+        sent_PE = routing.counts.long().view(ranks, -1)
+        received_PE = collectives.exchange(sent_PE, [1] * ranks, [1] * ranks, group)
+        sent, received = torch.stack((sent_PE.sum(1), received_PE.sum(1))).tolist()
+        # by rank they come, by expert they are computed
+        experts_R = torch.arange(sent_PE.shape[1], device=x_ND.device).repeat(ranks).repeat_interleave(received_PE.flatten())
+        order_R = experts_R.argsort(stable=True)
+        own_RD = _reorder(collectives.exchange(rows_MD, received, sent, group), order_R)
+        own_weights_R = _reorder(collectives.exchange(weights_M, received, sent, group), order_R)
+        run = run_sorted if has_grouped_mm(x_ND) and not self.plain else run_sorted_plain
+        gate, up, down = (weight.to(x_ND.dtype) for weight in (self.gate, self.up, self.down))
+        out_RD = run(own_RD, own_weights_R, received_PE.sum(0).cumsum(0).to(torch.int32), gate, up, down)
+        back_RD = _reorder(out_RD, order_R.argsort())
+        return combine(collectives.exchange(back_RD, sent, received, group), places)
+
+    return forward
+
+
+def _reorder(rows: Tensor, order: Tensor) -> Tensor:
+    """A permutation, whose gradient is one as well: no scatter-add, whose order would be that of the threads."""
+    return _Permute.apply(rows, order)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return grad[order.argsort()], None

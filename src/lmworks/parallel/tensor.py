@@ -1,0 +1,267 @@
+"""Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198).
+
+The ranks of `tp` share every large matrix. Between the parts of a block each has its own stretch of the tokens, so that norms, sums and
+what is kept of them are shared too. A part gathers the tokens, computes with its own heads or hidden units, and its output, a sum over
+ranks, is added up and shared out again in one step:
+
+| part                       | enters by  | own slice of                         | leaves by                  |
+| embedding                  |            | vocabulary                           | sum, own tokens            |
+| attention                  | all tokens | heads: query, key, value; output     | sum, own tokens            |
+| latent attention           |            | heads: query_up, kv_up; output       | sum, own tokens            |
+| dense and shared ffn       | all tokens | hidden units: gate, up; down         | sum, own tokens            |
+| experts (`experts.py`)     | all tokens | hidden units: gate, up; down         | sum, own tokens            |
+| head and loss              | all tokens | vocabulary                           | the largest and the sum    |
+
+Whole on every rank are the norms, the router, the projection of multi-token prediction and the down-projections of latent attention.
+Norms and projections see a rank's own tokens or heads, so their gradients are summed; the router computes the same on all ranks.
+Latent attention gathers its latents instead of the hidden states. All heads share one key, and each rank uses it for its own heads only:
+that gather must sum gradients, or they are wrong though the forward is right.
+
+Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lmworks.errors import UserError
+from lmworks.model import Transformer
+from lmworks.model.attention import Attention
+from lmworks.model.cache import Cache
+from lmworks.model.layers import Linear, RMSNorm, SwiGLU
+from lmworks.model.loss import IGNORE, soft_cap
+from lmworks.model.mla import LatentAttention
+from lmworks.model.moe import MoE
+from lmworks.model.mtp import MtpLayer
+from lmworks.model.router import Router, Routing
+from lmworks.model.transformer import Experts
+from lmworks.parallel import collectives
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.view import derive, see_parts
+from lmworks.recipe.model import Model
+
+_TOKENS = 1  # the dimension of T
+
+
+@dataclass
+class Stream:
+    """The residual stream between the ranks of `group`: `shared`, each has its own tokens, or else, all have all.
+
+    It is shared in training. What does not divide, such as a cached step of one token, goes whole, without gradients.
+    """
+
+    group: Any
+    size: int
+    shared: bool = True
+
+    def begin(self, tokens: int) -> None:
+        self.shared = tokens % self.size == 0
+        if not self.shared and torch.is_grad_enabled():
+            raise UserError(f"sequences of {tokens:,} tokens cannot be shared by layout.tp {self.size}: use a multiple of {self.size}")
+
+    def enter(self, x_BTD: Tensor) -> Tensor:
+        """All tokens, for a part of which each rank computes its own share."""
+        return collectives.gather(x_BTD, _TOKENS, self.group) if self.shared else collectives.copy(x_BTD, self.group)
+
+    def leave(self, x_BTD: Tensor) -> Tensor:
+        """The sum of the shares; own tokens."""
+        return collectives.scatter_sum(x_BTD, _TOKENS, self.group) if self.shared else collectives.all_sum(x_BTD, self.group)
+
+    def whole(self, x_BTD: Tensor) -> Tensor:
+        """All tokens, the same on all ranks."""
+        return collectives.gather_alike(x_BTD, _TOKENS, self.group) if self.shared else x_BTD
+
+
+def problems(config: Model, tp: int) -> list[str]:
+    """Why the matrices of a model cannot be shared by `tp` ranks; empty if they can."""
+    return [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
+
+
+def _sizes(config: Model) -> dict[str, int]:
+    sizes = {"heads": config.heads, "ffn_size": config.ffn_size, "vocab_size": config.vocab_size}
+    if not config.mla:
+        sizes["kv_heads"] = config.kv_heads
+    if config.moe:
+        sizes["moe.expert_size"] = config.moe.expert_size
+    return {name: size for name, size in sizes.items() if size}
+
+
+def shard_tensors(model: Transformer, ranks: Ranks) -> None:
+    """Share a model on the meta device, or one pipeline stage of it, between the ranks of `tp`; the experts' own weights aside.
+
+    Raises `UserError` if a size does not divide, with the nearest number of ranks that does.
+    """
+    size, mesh = ranks.size("tp"), ranks.mesh("tp")
+    if found := problems(model.config, size):
+        nearest = max(number for number in range(1, size) if not problems(model.config, number))
+        raise UserError(f"layout: {found[0]}; the nearest that divides all is tp {nearest}")
+    stream = Stream(ranks.group("tp"), size)
+    forwards = _forwards(stream)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            _columns(mesh, module.query, module.key, module.value)
+            _rows(mesh, module.output)
+        elif isinstance(module, LatentAttention):
+            _columns(mesh, module.query, module.query_up, module.kv_up)
+            _rows(mesh, module.output)
+            _whole(mesh, module.query_down, module.kv_down)
+            for name in ("query", "query_down", "kv_down"):
+                if (part := getattr(module, name)) is not None:
+                    derive(part, {"forward": forwards[name]})
+        elif isinstance(module, SwiGLU):
+            _columns(mesh, module.gate, module.up)
+            _rows(mesh, module.down)
+        elif isinstance(module, Router):
+            _place(module, mesh, Replicate(), alike=True)
+            derive(module, {"forward": forwards[Router]})
+        elif isinstance(module, RMSNorm):
+            _whole(mesh, module)
+        elif isinstance(module, MtpLayer):
+            _whole(mesh, module.projection)
+    for block in model.every_block():
+        for part in (block.attention, block.ffn):
+            derive(part, {"forward": next(forward for kind, forward in forwards.items() if kind in type(part).__mro__)})
+    _share_ends(model, ranks, stream)
+
+
+def place(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter on the meta device as a distributed one."""
+    assert parameter.is_meta
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    part = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return nn.Parameter(whole)
+
+
+def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement, alike: bool = False) -> None:
+    """Distribute a module's own parameters and let it see its parts. `alike`: all ranks compute the same with them."""
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            module._parameters[name] = place(parameter, mesh, [placement])
+    see_parts(module, {name: [Replicate()] for name in module._parameters} if alike else None)
+
+
+def _columns(mesh: DeviceMesh, *projections: Linear | None) -> None:
+    """From the whole of x to own outputs."""
+    for projection in filter(None, projections):
+        _place(projection, mesh, Shard(0))
+
+
+def _rows(mesh: DeviceMesh, projection: Linear) -> None:
+    """From own inputs to a share of the sum."""
+    assert projection.bias is None, "each rank would add it"
+    _place(projection, mesh, Shard(1))
+
+
+def _whole(mesh: DeviceMesh, *modules: nn.Module | None) -> None:
+    """Of own tokens, or own heads: each rank has a share of the gradient."""
+    for module in filter(None, modules):
+        _place(module, mesh, Replicate())
+
+
+def _forwards(stream: Stream) -> dict[Any, Any]:
+    """What stands around the forwards of the parts of a block, and of the projections of latent attention."""
+
+    def attention(self: Attention, x_BTD: Tensor, *context: Any) -> Tensor:
+        return stream.leave(Attention.forward(self, stream.enter(x_BTD), *context))
+
+    def latent_attention(self: LatentAttention, x_BTD: Tensor, *context: Any) -> Tensor:
+        return stream.leave(LatentAttention.forward(self, x_BTD, *context))
+
+    def query(self: Linear, x_BTD: Tensor) -> Tensor:
+        return Linear.forward(self, stream.enter(x_BTD))
+
+    def down(self: Linear, x_BTD: Tensor) -> Tensor:
+        return stream.enter(Linear.forward(self, x_BTD))
+
+    def ffn(self: SwiGLU, x_BTD: Tensor) -> Tensor:
+        return stream.leave(SwiGLU.forward(self, stream.enter(x_BTD)))
+
+    def moe(self: MoE, x_BTD: Tensor) -> tuple[Tensor, Routing]:
+        out_BTD, routing = MoE.forward(self, stream.enter(x_BTD))
+        return stream.leave(out_BTD), routing
+
+    def router(self: Router, x_BTD: Tensor) -> Routing:
+        """The same on all ranks, of tokens whose gradients will be summed, and for products of which each rank has a share."""
+        routing = Router.forward(self, collectives.alike(x_BTD, stream.group))
+        return replace(routing, weights=collectives.copy(routing.weights, stream.group))
+
+    return {
+        Attention: attention, LatentAttention: latent_attention, SwiGLU: ffn, MoE: moe, Router: router,
+        "query": query, "query_down": down, "kv_down": down,
+    }  # fmt: skip
+
+
+def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
+    """Embedding and head by vocabulary, where this stage has them; the loss, and what a caller of the model gets to see."""
+    config, mesh = model.config, ranks.mesh("tp")
+    assert config.vocab_size and config.kv_heads
+    own, heads = config.vocab_size // stream.size, config.kv_heads // stream.size
+    first = own * ranks.rank("tp")
+
+    def embed(self: Transformer, tokens_BT: Tensor) -> Tensor:
+        stream.begin(tokens_BT.shape[_TOKENS])
+        local_BT = tokens_BT - first
+        elsewhere_BT = (local_BT < 0) | (local_BT >= own)
+        found_BTD = Transformer.embed(self, local_BT.masked_fill(elsewhere_BT, 0))
+        return stream.leave(found_BTD.masked_fill(elsewhere_BT[..., None], 0))
+
+    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, Experts]:
+        hidden_BTD, experts = Transformer.hidden(self, *args, **kwargs)
+        return stream.whole(hidden_BTD), experts
+
+    def logits(self: Transformer, hidden_BTD: Tensor) -> Tensor:
+        return collectives.gather_alike(Transformer.logits(self, collectives.copy(hidden_BTD, stream.group)), -1, stream.group)
+
+    def head_loss(self: Transformer, hidden_BTD: Tensor, labels_BT: Tensor) -> Any:
+        return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT)
+
+    def cache(self: Transformer, rows: int, capacity: int) -> Cache:
+        return Cache(config, rows, capacity, self.embedding.weight.device, self.compute_dtype, heads)
+
+    for end in (model.embedding, model.head):
+        if end is not None:
+            _place(end, mesh, Shard(0))
+    if config.tie_embeddings and model.embedding is not None and model.head is not None:
+        model.head._parameters["weight"] = model.embedding._parameters["weight"]
+    model._chunk_loss = partial(chunk_loss, first=first, group=stream.group)
+    derive(model, {"embed": embed, "hidden": hidden, "logits": logits, "head_loss": head_loss, "cache": cache})
+
+
+def chunk_loss(
+    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, *, first: int, group: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`lmworks.model.loss.chunk_loss` of logits whose vocabulary the ranks of `group` share; here lies what begins at `first`.
+
+    The sums are the same on all ranks; the gradient is that of the own logits.
+    """
+    capped = soft_cap(logits_MV.float(), softcap)
+    valid = labels_M != IGNORE
+    local_M = labels_M.long() - first
+    here = (local_M >= 0) & (local_M < capped.shape[1])
+    target = local_M.masked_fill(~here, 0)[:, None]
+    most_M = collectives.all_max(capped.amax(-1), group)
+    sums_2M = torch.stack(((capped - most_M[:, None]).exp().sum(-1), capped.gather(1, target)[:, 0] * here))
+    total_M, score_M = collectives.all_sum(sums_2M, group).unbind()
+    lse_M = total_M.log() + most_M
+    ce = ((lse_M - score_M) * valid).sum()
+    z = (lse_M.square() * valid).sum()
+    if not needs_grad:
+        return ce, z, None
+    grad = (capped - lse_M[:, None]).exp_()
+    if z_weight:
+        grad *= (1 + 2 * z_weight * lse_M)[:, None]
+    grad.scatter_add_(1, target, -here[:, None].to(grad.dtype))
+    if softcap:
+        grad *= 1 - (capped / softcap).square()
+    grad *= valid[:, None]
+    return ce, z, grad.to(logits_MV.dtype)
