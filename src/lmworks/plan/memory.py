@@ -216,7 +216,7 @@ def _stage_memory(
 
     tokens = micro_batch * length / layout.cp
     on_cpu = "CPU" in cluster.device
-    kept = length if on_cpu and length <= _CPU_ATTENTION_KEPT else 0
+    kept = length if on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     mode = recipe.train.activation_checkpointing
     layers = stage_layers(model.layers, layout.pp, stage)
     alive = min(layout.pp - stage, micro_batches) if layout.pp > 1 else 1
