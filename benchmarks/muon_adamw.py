@@ -37,13 +37,12 @@ def arm(recipe: Recipe, shards: Path, kind: str, rate: float, tokens: int) -> di
     options = recipe.optimizer.model_copy(update={"kind": kind, "learning_rate": rate, "adam_learning_rate": min(rate, 0.004)})
     course = Pretraining(recipe, Batches(recipe, shards))
     model = build_model(recipe)
-    model.compile(dynamic=False)
     optimizer = build_optimizer(model, options)
     rows, stage = recipe.train.micro_batch or 1, course.stages[0]
     model.train()
     with bar(f"{kind} {rate:g}", course.tokens) as progress:
         for step in range(course.steps):
-            batch = course.batch(step)
+            batch = course.batch(step, 0, course.rows(step))
             result = train_step(
                 model, optimizer, batch, micro_batch=rows, rate=course.rate(step), clip=options.clip, balance_rate=stage.balance_rate
             )

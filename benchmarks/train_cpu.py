@@ -27,6 +27,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.plan.flops import per_token
+from lmworks.parallel.model import ParallelModel
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.model import Model, Moe, Rope
 from lmworks.recipe.training import Optimizer
@@ -52,7 +53,7 @@ def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
     model.train()
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
-    return lambda: void(train_step(model, optimizer, batch, micro_batch=ROWS, rate=1.0, clip=1.0, balance_rate=0.001))
+    return lambda: void(train_step(ParallelModel([model]), optimizer, batch, micro_batch=ROWS, rate=1.0, clip=1.0, balance_rate=0.001))
 
 
 def theirs(config: Model, batch: Batch, compiled: bool, autocast: bool) -> Callable[[], None]:

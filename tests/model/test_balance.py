@@ -11,7 +11,7 @@ from lmworks.model.balance import load_error, set_temperature, statistics, updat
 from lmworks.model.init import initialize
 from lmworks.model.router import sinkhorn
 from lmworks.recipe.model import Balance, Model, Moe
-from lmworks.train.rematerialize import checkpoint_activations
+from lmworks.parallel.rematerialize import checkpoint_activations
 
 
 def skewed(balance: Balance) -> Transformer:
@@ -39,7 +39,7 @@ def test_a_skewed_router_becomes_even_and_stays_so(update: str) -> None:
     history = []
     for step in range(90):
         counts = counts_of(model, step)
-        update_biases(model, counts, balance.rate, balance)
+        update_biases(model.routers(), counts, balance.rate, balance)
         history.append(statistics(counts, 1.25)["cv"])
     late = torch.stack(history[-30:])
     assert (before > 1.0).all(), "the start must be badly skewed in every layer"
@@ -55,17 +55,17 @@ def test_each_way_of_choosing_moves_as_published() -> None:
     for ffn in model.routers():
         ffn.router.bias.zero_()
     counts = torch.tensor([[8.0, 0, 0, 0, 4, 4, 4, 4], [3.0, 3, 3, 3, 3, 3, 3, 3]])
-    update_biases(model, counts, 0.1, balance)
+    update_biases(model.routers(), counts, 0.1, balance)
     assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, -0.1])
     assert model.routers()[1].router.bias.tolist() == [0.0] * 8
-    update_biases(model, counts, 0.1, balance)
+    update_biases(model.routers(), counts, 0.1, balance)
     assert model.routers()[0].router.bias.abs().max() == pytest.approx(0.15), "the clamp"
     model.routers()[0].router.bias.zero_()
-    update_biases(model, counts, 0.1, balance.model_copy(update={"update": "proportional"}))
+    update_biases(model.routers(), counts, 0.1, balance.model_copy(update={"update": "proportional"}))
     assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, *[-0.1 / 3] * 4])
     before = model.routers()[0].router.bias.clone()
-    update_biases(model, counts, 0.1, balance, finite=torch.tensor(False))
-    update_biases(model, counts, 0.0, balance)
+    update_biases(model.routers(), counts, 0.1, balance, finite=torch.tensor(False))
+    update_biases(model.routers(), counts, 0.0, balance)
     assert torch.equal(model.routers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
 
 
@@ -132,5 +132,5 @@ def test_the_router_temperature_warms_up() -> None:
     moe = Moe(experts=4, top_k=1, expert_size=8, temperature=2.0, temperature_steps=10)
     model = Transformer(Model(**_SMALL, moe=moe))
     for step, expected in ((0, 2.0), (5, 1.5), (10, 1.0), (1000, 1.0)):
-        set_temperature(model, step)
+        set_temperature(model.routers(), model.config.moe, step)
         assert float(model.routers()[0].router.temperature) == expected

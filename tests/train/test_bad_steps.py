@@ -81,7 +81,7 @@ def test_the_batch_is_kept_for_replay(tiny_copy: Tiny, monkeypatch: pytest.Monke
         arrays, batch = load_bad_batch(path), batches.batch(step)
         for name in ("tokens", "labels", "cu_seqlens"):
             assert np.array_equal(arrays[name], getattr(batch, name)) and arrays[name].dtype == getattr(batch, name).dtype
-    loss = build_model(recipe).loss(*(torch.from_numpy(arrays[name]) for name in ("tokens", "labels", "cu_seqlens")))
+    loss = build_model(recipe).parts[0].loss(*(torch.from_numpy(arrays[name]) for name in ("tokens", "labels", "cu_seqlens")))
     assert torch.isfinite(loss.total)
 
 

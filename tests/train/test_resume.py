@@ -15,7 +15,7 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
-from lmworks.train import trainer
+from lmworks.parallel import parallelize
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -99,7 +99,7 @@ def test_no_shape_is_left_to_eager_code(tiny_copy: Tiny, tracing: tuple[str, ...
     """Which shapes those were would depend on where the run was resumed, and with it the bits of the weights."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    monkeypatch.setattr(trainer, "_SHAPES", 2)
+    monkeypatch.setattr(parallelize, "_SHAPES", 2)
     with pytest.raises(FailOnRecompileLimitHit):
         tiny_copy.pretrain(*tracing)
     assert 0 < len(curve(tiny_copy.run_dir)) < 6

@@ -13,6 +13,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.scaler import LossScaler
+from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.train.pretrain import build_model
@@ -31,22 +32,23 @@ def batch(tiny: Tiny) -> Batch:
     return replace(whole, labels=labels)
 
 
-def make(tiny: Tiny, *overrides: str) -> tuple[Transformer, Optimizer]:
+def make(tiny: Tiny, *overrides: str) -> tuple[ParallelModel, Optimizer]:
     # A large eps: AdamW's first step is the sign of the gradient where eps is small, and rounding decides the sign of a zero.
     recipe = tiny.resolve("optimizer.kind=adamw", "optimizer.eps=0.001", "optimizer.adam_learning_rate=null", *overrides).recipe
-    model = build_model(recipe).train()
+    model = build_model(recipe)
+    model.train()
     return model, build_optimizer(model, recipe.optimizer)
 
 
-def step(model: Transformer, optimizer: Optimizer, batch: Batch, micro_batch: int, **options: Any) -> StepResult:
+def step(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, **options: Any) -> StepResult:
     return train_step(model, optimizer, batch, **{"micro_batch": micro_batch, "rate": 1.0, "clip": 0.0, "balance_rate": 0.01} | options)
 
 
-def gradients(model: Transformer) -> dict[str, torch.Tensor]:
+def gradients(model: ParallelModel | Transformer) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def weights(model: Transformer) -> dict[str, torch.Tensor]:
+def weights(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -82,7 +84,7 @@ def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
 
 def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of_means(tiny: Tiny, batch: Batch) -> None:
     model, optimizer = make(tiny)
-    plain = make(tiny)[0].plain()
+    plain = make(tiny)[0].parts[0].plain()
     (inputs,) = parts(batch, 8)
     loss = plain.loss(*inputs)
     (loss.total / batch.valid_tokens).backward()
@@ -91,7 +93,7 @@ def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of
     assert farthest(gradients(model), gradients(plain)) < 1e-4
     assert float(result.loss) == pytest.approx(float(loss.head.cross_entropy) / 98, rel=1e-6)
 
-    wrong = make(tiny)[0]
+    wrong = make(tiny)[0].parts[0]
     means = []
     for inputs in parts(batch, 2):
         valid = int((inputs[1] != IGNORE).sum())
@@ -105,7 +107,7 @@ def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of
 def test_gradients_add_up_in_fp32_under_bf16(tiny: Tiny, batch: Batch) -> None:
     """Bit for bit the fp32 sum of the micro-batches' gradients; a sum in bf16 is far from it."""
     model, optimizer = make(tiny, "train.precision=bf16")
-    single = make(tiny, "train.precision=bf16")[0]
+    single = make(tiny, "train.precision=bf16")[0].parts[0]
     assert single.compute_dtype == torch.bfloat16
     exact: dict[str, torch.Tensor] = {}
     rounded: dict[str, torch.Tensor] = {}
@@ -153,7 +155,7 @@ def test_activation_checkpointing_keeps_less(tiny: Tiny, batch: Batch, mode: Lit
 
         (inputs,) = parts(batch, 8)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.loss(*inputs)
+            model.parts[0].loss(*inputs)
         return sum(sizes.values())
 
     assert kept(mode) < 0.8 * kept("none")

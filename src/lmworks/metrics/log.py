@@ -72,6 +72,22 @@ class MetricLog:
         self.close()
 
 
+class NoMetrics(MetricLog):
+    """For the ranks that leave writing to the first."""
+
+    def __init__(self) -> None:
+        self.dropped, self._fd, self._sinks = 0, -1, []
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        return
+
+    def rewind(self, resume_step: int) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """All lines of a run's metrics, oldest first; a line that is just being written is left out."""
     return jsonl.read(Path(run_dir) / FILE)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.moe import MoE
-from lmworks.model.transformer import Transformer
-from lmworks.recipe.model import Balance
+from lmworks.recipe.model import Balance, Moe
 
 
 def load_error(counts_LE: Tensor) -> Tensor:
@@ -53,11 +52,10 @@ def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def set_temperature(model: Transformer, step: int) -> None:
+def set_temperature(layers: Sequence[MoE], moe: Moe | None, step: int) -> None:
     """Router temperature warm-up: from moe.temperature to 1, linearly over moe.temperature_steps."""
-    moe = model.config.moe
     if moe is None or not moe.temperature_steps:
         return
     share = min(step / moe.temperature_steps, 1.0)
-    for ffn in model.routers():
+    for ffn in layers:
         ffn.router.temperature.fill_(moe.temperature + (1.0 - moe.temperature) * share)

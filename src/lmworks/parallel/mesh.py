@@ -19,7 +19,8 @@ from lmworks.recipe.after import Layout
 
 # FSDP2 wants copies and shards as two dimensions of one mesh, and some of ours are several digits of a rank.
 warnings.filterwarnings("ignore", message="Slicing a flattened dim", module="torch.distributed.device_mesh")
-_DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "one", "tp")  # `one` has one rank: where nothing is sharded
+# `one` has one rank: there lies what is not sharded.
+_DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "one", "tp")
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard_out", "dp_shard_in"),  # ranks that read different sequences
     "cp": ("cp_out", "cp_in"),  # ranks that share a sequence
@@ -76,6 +77,11 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank speaks for all: it writes metrics, ledger and the terminal."""
         return self._mesh is None or dist.get_rank() == 0
+
+    @property
+    def number(self) -> int:
+        """This rank among all."""
+        return 0 if self._mesh is None else dist.get_rank()
 
     def size(self, axis: str) -> int:
         return prod(self._sizes[digit] for digit in _FLAT.get(axis, (axis,)))

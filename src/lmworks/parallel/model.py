@@ -75,6 +75,17 @@ class ParallelModel:
         for part in self.parts:
             part.set_rope(rope)
 
+    @property
+    def training(self) -> bool:
+        return self.parts[0].training
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def set_mtp_weight(self, weight: float) -> None:
+        for part in self.parts:
+            part.mtp_weight = weight
+
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
             part.train(mode)
@@ -107,7 +118,8 @@ class ParallelModel:
             if loss.experts.counts is not None:
                 counts.append(loss.experts.counts * float(real))
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
-        return Sums(*scalars, torch.stack(counts).sum(0) if counts else None)
+        cross_entropy, z, auxiliary, mtp = scalars
+        return Sums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
 
     def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
         """A schedule wants micro-batches of one shape, and some numbers of them: smaller ones where the rows do not divide, as in a ramp
@@ -128,12 +140,13 @@ class ParallelModel:
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
         scalars = self.ranks.sum(self.ranks.sum(scalars, "loss"), "pp")
         counts_LE = None
-        if (moe := self.config.moe) is not None and (layers := self._all_sparse()):
+        if (moe := self.config.moe) is not None and (layers := self.all_sparse):
             counts_LE = torch.zeros(layers, moe.experts, device=self.device)
             if sums.counts_LE is not None:
                 counts_LE[self.sparse] = sums.counts_LE.float()
             counts_LE = self.ranks.sum(self.ranks.sum(counts_LE, "loss"), "pp")
-        return Sums(*scalars, counts_LE)
+        cross_entropy, z, auxiliary, mtp = scalars
+        return Sums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
     def balance(self, counts_LE: Tensor, rate: float, finite: Tensor | None = None) -> None:
         """Move the selection biases of this rank's layers by the counts of all."""
@@ -158,9 +171,19 @@ class ParallelModel:
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
         whole = tuple(torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
-        return context.split(*whole, self.ranks, len(self.parts[-1].mtp)) if self.ranks.size("cp") > 1 else whole
+        return context.split(whole[0], whole[1], whole[2], self.ranks, len(self.parts[-1].mtp)) if self.ranks.size("cp") > 1 else whole
 
-    def _all_sparse(self) -> int:
+    @torch.no_grad()
+    def largest_biases(self) -> Tensor:
+        """The largest selection bias, by size, of each sparse layer; on all ranks."""
+        found = torch.zeros(self.all_sparse, device=self.device)
+        for number, ffn in zip(self.sparse, self.routers(), strict=True):
+            found[number] = ffn.router.bias.abs().max()
+        return self.ranks.sum(found, "pp")
+
+    @property
+    def all_sparse(self) -> int:
+        """Sparse layers of the whole model."""
         moe = self.config.moe
         assert self.config.layers
         return max(0, self.config.layers - moe.dense_layers) + (self.config.mtp.layers if self.config.mtp else 0) if moe else 0

@@ -11,12 +11,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
-from lmworks.parallel import context, data
+from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.precision import dtype_for
 from lmworks.recipe.recipe import Recipe
+
+_SHAPES = 1024  # more shapes of a layer's input than this are a mistake, not a recipe
 
 
 def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transformer]:
@@ -29,22 +31,37 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
     for part in parts:
         part.compute_dtype = dtype_for(recipe.train.precision, device)
         part.head_chunk = int(recipe.train.head_chunk)
+        if ranks.size("tp") > 1:
+            tensor.shard_tensors(part, ranks)
+        if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.routers()):
+            experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.share(part, ranks)
         checkpoint_activations(part, recipe.train.activation_checkpointing)
         if recipe.train.compile:
-            part.compile(dynamic=False)
+            compile_layers(part)
         if ranks.size("weights") > 1:
             data.shard(part, ranks)
         materialise(part, recipe.seed, device)
     return parts
 
 
+def compile_layers(part: Transformer) -> None:
+    """Compile for each shape on its own, however many there are: past torch's limit (8) it would silently run new shapes as eager
+    code, and which shapes those are would depend on where the run was last resumed, and with it the last bits of the weights."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = _SHAPES
+    torch._dynamo.config.accumulated_recompile_limit = 16 * _SHAPES
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    part.compile(dynamic=False)
+
+
 def materialise(part: Transformer, seed: int, device: torch.device) -> None:
     """Give a model built on the meta device its memory and its first weights."""
     part.to_empty(device=device)
     if part.config.tie_embeddings and part.head is not None:
-        part.head.weight = part.embedding.weight  # `to_empty` gives each place memory of its own
+        part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` gives each place memory of its own
     initialize(part, seed, here)
     part.set_rope(part.rope)
 

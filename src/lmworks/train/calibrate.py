@@ -33,8 +33,6 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
     model = build_model(recipe)
     model.train()
-    if recipe.train.compile:
-        model.compile(dynamic=False)
     optimizer = build_optimizer(model, recipe.optimizer)
     peak = system.measure_peak()
 

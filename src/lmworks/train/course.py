@@ -14,7 +14,7 @@ from lmworks.shards.batch import Batch
 
 @dataclass(frozen=True)
 class Stage:
-    """What holds from one phase boundary to the next. `rope` None leaves the positions as they are."""
+    """What holds from one phase boundary to the next. `rope` None leaves the positions as they are, `mtp_weight` None that weight."""
 
     index: int
     name: str
@@ -22,6 +22,7 @@ class Stage:
     sequence_length: int
     rope: Rope | None
     balance_rate: float
+    mtp_weight: float | None = None
 
 
 class Course(Protocol):
@@ -30,8 +31,11 @@ class Course(Protocol):
     steps: int
     tokens: int
 
-    def batch(self, step: int) -> Batch:
-        """The whole batch of a step, over all ranks and micro-batches."""
+    def rows(self, step: int) -> int:
+        """Sequences of the whole batch of a step, over all ranks and micro-batches."""
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
+        """Sequences [start, stop) of a step."""
 
     def rate(self, step: int) -> float:
         """The learning rate's factor on its peak."""

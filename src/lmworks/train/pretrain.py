@@ -10,12 +10,13 @@ import torch
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.metrics.log import MetricLog
-from lmworks.model import Transformer
-from lmworks.model.init import initialize
+from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.schedules import Schedules
-from lmworks.precision import dtype_for
+from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.parallel.start import launched
 from lmworks.progress import console
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.recipe import Recipe
@@ -25,13 +26,13 @@ from lmworks.shards.report import warnings
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.course import Stage
+from lmworks.train.far import Far
 from lmworks.train.mixture import LEDGER, Follower, read_changes
-from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.train.sampling import Sampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.watch.finite import BadSteps
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import Ledger, NoLedger
 
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 _LEARNING = {
@@ -51,10 +52,13 @@ class Pretraining:
         self.stages = stages(recipe, batches)
         self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
 
-    def batch(self, step: int) -> Batch:
+    def rows(self, step: int) -> int:
+        return self.batches.order.sequences(step)[1]
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
         if self._follower:
             self._follower.follow(step)
-        return self.batches.batch(step)
+        return self.batches.batch(step, start, stop)
 
     def rate(self, step: int) -> float:
         return self._schedules.factor(step)
@@ -70,33 +74,33 @@ class Pretraining:
 
 
 def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
-    """The phases with what they inherit: positions and balancing rate stay until a phase changes them."""
+    """The phases with what they inherit: positions, balancing rate and the weight of what lies ahead stay until a phase changes them."""
     rope = recipe.model.rope
     rate = recipe.model.moe.balance.rate if recipe.model.moe else 0.0
+    weight = recipe.model.mtp.weight if recipe.model.mtp else None
     found = []
     for index, phase in enumerate(recipe.train.phases):
+        weight = phase.mtp_weight or weight
         rope = phase.rope.apply(rope) if phase.rope else rope
         rate = rate if phase.balance_rate is None else phase.balance_rate
-        found.append(Stage(index, phase.name, batches.order.timeline.first_step(index), int(phase.sequence_length), rope, rate))
+        first = batches.order.timeline.first_step(index)
+        found.append(Stage(index, phase.name, first, int(phase.sequence_length), rope, rate, weight))
     return found
 
 
 def device_for(recipe: Recipe) -> torch.device:
-    """The first GPU if there is one, else the CPU with the recipe's threads."""
+    """This rank's GPU if there is one, else the CPU, with the recipe's threads where it is not shared with other ranks."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    torch.set_num_threads(recipe.threads or 1)
+    if not launched():
+        torch.set_num_threads(recipe.threads or 1)
     return torch.device("cpu")
 
 
-def build_model(recipe: Recipe) -> Transformer:
-    """The model at its start, on its device, with the recipe's precision; weights depend on the seed alone."""
-    device = device_for(recipe)
-    model = initialize(Transformer(recipe.model), recipe.seed).to(device)
-    model.compute_dtype = dtype_for(recipe.train.precision, device)
-    model.head_chunk = int(recipe.train.head_chunk)
-    checkpoint_activations(model, recipe.train.activation_checkpointing)
-    return model
+def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
+    """The model at its start, this rank's parts of it, on its device; weights depend on the seed alone."""
+    ranks = ranks or alone()
+    return ParallelModel(build(recipe, ranks, device_for(recipe)), ranks)
 
 
 def identity(recipe: Recipe) -> dict[str, object]:
@@ -106,7 +110,8 @@ def identity(recipe: Recipe) -> dict[str, object]:
     """
     model = as_tree(recipe.model)
     moe = model["moe"] and {key: value for key, value in model["moe"].items() if key not in _LEARNING}
-    return {"model": {key: value for key, value in model.items() if key not in _LEARNING} | {"moe": moe}}
+    mtp = model["mtp"] and {"layers": model["mtp"]["layers"]}
+    return {"model": {key: value for key, value in model.items() if key not in _LEARNING} | {"moe": moe, "mtp": mtp}}
 
 
 def _size(manifest: Manifest) -> int:
@@ -119,7 +124,10 @@ def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) 
     return {domain: batches.validation(domain, sequence_length, rows, limit) for domain in batches.manifest.domains()}
 
 
-def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False) -> None:
+def pretrain(
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
+    ranks: Ranks | None = None,
+) -> None:  # fmt: skip
     """Train from the newest good checkpoint of `run_dir`, or from the start, to the end of the last phase.
 
     A run that began on other token files is refused, since what it has read and what it will read would no longer add up;
@@ -137,24 +145,29 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
         console.print(f"[yellow]{line}[/yellow]")
     assert recipe.model.vocab_size
     check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
-    model = build_model(recipe)
+    ranks = ranks or alone()
+    first_rank = ranks.is_first
+    model = build_model(recipe, ranks)
     optimizer: Optimizer = build_optimizer(model, recipe.optimizer)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
     data = batches.manifest.digests()
     with (
-        Ledger(run_dir / LEDGER) as ledger,
+        Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
         Checkpoints(
             run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens
         ) as checkpoints,
     ):
-        course = Pretraining(recipe, batches, ledger)
-        bad_steps = BadSteps(run_dir / "bad_batches", recipe.stability.max_bad_steps, recipe.stability.save_bad_batches, ledger.write)
+        # Other ranks would take up a change of the mixture at another step: with ranks it waits for the next start.
+        far = Far(batches, recipe, tokenizer)
+        course = Pretraining(recipe, batches, None if ranks.distributed else ledger)
+        bad_steps = BadSteps(run_dir / "bad_batches", recipe.stability.max_bad_steps, recipe.stability.save_bad_batches if first_rank else 0, ledger.write)
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
-            validate=lambda: validate(model, pieces),
-            sampler=Sampler(run_dir / "samples.jsonl", tokenizer), flops_per_token=flops_per_token, resume_command=resume_command,
+            validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
+            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer),
+            flops_per_token=flops_per_token, resume_command=resume_command,
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data},
         )  # fmt: skip
         first = trainer.resume()
@@ -166,8 +179,8 @@ def pretrain(recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], flo
                     "choose another run_dir, or go on with --allow shards"
                 )
             ledger.write("data_changed", step=first, shards=data)
-        if not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
+        if first_rank and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
         pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
-        with MetricLog(run_dir, recipe.metrics, resume_step=first + 1) as metrics:
+        with MetricLog(run_dir, recipe.metrics, resume_step=first + 1) if first_rank else NoMetrics() as metrics:
             trainer.run(metrics)

@@ -19,14 +19,19 @@ _TOKENS = 32
 
 
 class Sampler:
-    """Appends `{"step", "prompt", "completion"}` lines to a file: continuations of running text."""
+    """Appends `{"step", "prompt", "completion"}` lines to a file: continuations of running text.
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    Ranks that share a model generate together; those with `path` None write nothing.
+    """
+
+    def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
         self.path, self.tokenizer = path, tokenizer
         self.prompts = {prompt: tokenizer.encode(prompt) for prompt in PROMPTS}
 
     def begin(self, step: int) -> None:
         """Cut the samples of `step` and later, left by a run that got further than its last checkpoint."""
+        if self.path is None:
+            return
         with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
             jsonl.cut_tail(fd, lambda record: record["step"] >= step)
 
@@ -38,6 +43,8 @@ class Sampler:
             return
         options = GenerateOptions(max_new_tokens=_TOKENS, temperature=0.7, min_p=0.1, seed=1, stop_ids=tuple(self.tokenizer.stop_ids))
         completions = generate(model, list(prompts.values()), options)
+        if self.path is None:
+            return
         with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
             for prompt, ids in zip(prompts, completions, strict=True):
                 jsonl.append(fd, {"step": step, "prompt": prompt, "completion": self.tokenizer.decode(ids, skip_special=True)})
@@ -46,7 +53,7 @@ class Sampler:
 class ChatSampler(Sampler):
     """The same with questions under the chat template."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
         super().__init__(path, tokenizer)
         self.prompts = {}
         for question in QUESTIONS:

@@ -16,6 +16,7 @@ from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
+from lmworks.watch.spike import Limits
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,24 @@ class StepResult:
     auxiliary_loss: Tensor | None
     mtp_loss: Tensor | None
     grad_norm: Tensor
-    finite: Tensor
+    applied: Tensor
     counts_LE: Tensor | None
     valid_tokens: int
 
 
 def train_step(
     model: ParallelModel, optimizer: Optimizer, batch: Batch, *,
-    rows: int, valid: int, micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
+    micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
+    rows: int | None = None, valid: int | None = None, limits: Limits = Limits(),
 ) -> StepResult:  # fmt: skip
-    """Update the model from one batch, of which `batch` is what this rank reads; `rows` and `valid` tokens are the whole step's.
+    """Update the model from one batch. Where ranks share it, `batch` is what this one reads; `rows` and `valid` are of the whole step.
 
     Each micro-batch's summed loss is divided by the valid tokens of the whole step, so that how the batch is cut, over micro-batches and
     over ranks, does not matter (a mean of means would weigh short documents more). Gradients add up in fp32. A step whose loss or
-    gradient norm is not finite changes nothing, on any rank.
+    gradient norm is not finite, or not below its limit, changes nothing, on any rank.
     """
+    rows = len(batch.tokens) if rows is None else rows
+    valid = batch.valid_tokens if valid is None else valid
     scale = (1.0 if scaler is None else scaler.scale) / max(valid, 1)
     optimizer.zero_grad()
     sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
@@ -50,12 +54,13 @@ def train_step(
     grad_norm = clip_gradients(model.parameters(), clip, model.ranks.everyone, model.ranks.size("weights"), model.copies)
     loss = sums.cross_entropy / max(valid, 1)
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-    optimizer.step(rate, finite)
+    applied = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
+    optimizer.step(rate, applied)
     if scaler is not None:
         scaler.update(finite)
     if sums.counts_LE is not None:
-        model.balance(sums.counts_LE, balance_rate, finite)
+        model.balance(sums.counts_LE, balance_rate, applied)
     return StepResult(
         loss, sums.z / max(valid, 1), None if sums.counts_LE is None else sums.auxiliary / max(valid, 1),
-        sums.mtp / max(valid, 1) if model.config.mtp else None, grad_norm, finite, sums.counts_LE, valid,
+        sums.mtp / max(valid, 1) if model.config.mtp else None, grad_norm, applied, sums.counts_LE, valid,
     )  # fmt: skip

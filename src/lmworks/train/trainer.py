@@ -6,33 +6,37 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lmworks import progress
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
-from lmworks.interrupt import Interrupted
+from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics import system
 from lmworks.metrics.log import MetricLog
-from lmworks.model import Transformer
 from lmworks.model.balance import set_temperature, statistics
 from lmworks.optim.optimizer import Optimizer
 from lmworks.optim.scaler import LossScaler
+from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 from lmworks.shards.prefetch import Prefetch
 from lmworks.train.course import Course, Stage
+from lmworks.train.guard import Guard
 from lmworks.train.sampling import Sampler
+from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, train_step
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.ledger import Ledger
-from lmworks.watch.signals import graceful_stop
-
-_SHAPES = 1024  # more shapes of a layer's input than this are a mistake, not a recipe
+from lmworks.watch.policy import GoBack
+from lmworks.watch.signals import Stop, graceful_stop
+from lmworks.watch.spike import Limits
 
 
 @dataclass
@@ -46,6 +50,18 @@ class Clock:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks tell each other at the beginning of a step: its valid tokens over all data ranks, whether any was asked to stop, and
+    by a scheduler, whether the first finds it time to save, and whether the save in the background has failed on any."""
+
+    valid: int
+    stop: bool
+    preempted: bool
+    late: bool
+    failed: bool
+
+
 @dataclass
 class Trainer:
     """Runs a course from wherever its newest good checkpoint is to the end.
@@ -55,7 +71,7 @@ class Trainer:
     """
 
     recipe: Recipe
-    model: Transformer
+    model: ParallelModel
     optimizer: Optimizer
     course: Course
     checkpoints: Checkpoints
@@ -70,12 +86,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         train = self.recipe.train
-        self.step = 0
+        self.step = self.saved = 0
         self.bad_total = 0
-        self.peak = system.measure_peak()
-        self.scaler = LossScaler(device=self.model.embedding.weight.device) if train.precision == "fp16" else None
+        self.peak = system.measure_peak() * self.model.ranks.world
+        self.scaler = LossScaler(device=self.model.device) if train.precision == "fp16" else None
         moe = self.model.config.moe
-        sparse = len(self.model.routers())
+        sparse = self.model.all_sparse
         self.expert_counts = torch.zeros(sparse, moe.experts, dtype=torch.float64) if moe and sparse else None
         self._stage: Stage | None = None
         self._save_steps = self._every(train.save_every)
@@ -84,7 +100,13 @@ class Trainer:
         self._log_steps = self._every(train.log_every)
         self.began_with: dict[str, Any] = {}  # the meta of the checkpoint that was resumed from
         self._measured: dict[int, float] = {}  # the newest validation, by the step after which it was made
+        self._rate = 0.0  # of the last step
+        self._saving = False  # whether a save in the background has not been heard of
         self._clock = Clock()
+        self.guard = Guard(
+            self.recipe.stability, self.bad_steps, self.checkpoints, self.ledger,
+            stage=self.label, save_every=self._save_steps, cached=self.recipe.shards.cache is not None,
+        )  # fmt: skip
 
     def _every(self, duration: Duration) -> int:
         total = self.course.tokens
@@ -93,14 +115,11 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything that a later step depends on, by name; tensors are the live ones."""
         state: dict[str, Any] = {
-            "model": dict(self.model.state_dict(keep_vars=False)),
+            "model": self.model.state_dict(),
             "optimizer": {key: tensor for key, tensor in self.optimizer.state_dict().items() if not key.startswith("average.")},
-            "rng": {"cpu": torch.get_rng_state()},
         }
         if self.optimizer.ema is not None:  # a part of its own, which readers of the finished model load without the optimizer
             state["average"] = dict(self.optimizer.ema.average)
-        if torch.cuda.is_available():
-            state["rng"]["cuda"] = torch.cuda.get_rng_state()
         if self.expert_counts is not None:
             state["experts"] = {"counts": self.expert_counts}
         if self.scaler is not None:
@@ -108,30 +127,34 @@ class Trainer:
         return state
 
     def resume(self) -> int:
-        """Load the newest good checkpoint, if there is one; returns the step to go on with. Raises `UserError` if all are bad."""
-        torch.manual_seed(self.recipe.seed)  # what this process has drawn so far must not matter
-        state = self.state()
-        meta = self.checkpoints.load_latest(state)
+        """Load the newest good checkpoint, if there is one; returns its step. Raises `UserError` if all are bad."""
+        meta = self._load()
         for path, reason in self.checkpoints.refused:
             progress.console.print(f"[yellow]{path} is not used: {reason}[/yellow]")
         if meta is None:
             self._refuse_to_forget()
+            self.step = self.guard.skips.next(0)
             return 0
-        torch.set_rng_state(state["rng"]["cpu"])
-        if "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
         self.began_with = meta
-        self.step = int(meta["step"])
-        self.bad_total = int(meta["bad_steps"])
-        self.bad_steps.in_a_row = int(meta["bad_in_a_row"])
-        self._measured = {int(step): value for step, value in meta["measured"].items()}
         self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **self._how())
         progress.console.print(f"[dim]{self.label} goes on from step {self.step:,} of {self.course.steps:,}[/dim]")
-        return self.step
+        return self.saved
+
+    def _load(self) -> dict[str, Any] | None:
+        """Put everything back to the newest good checkpoint that no rollback has taken back; its meta, or None if there is none."""
+        meta = self.checkpoints.load_latest(self.state(), self.guard.undone)
+        if meta is None:
+            return None
+        self.guard.load(meta)
+        self.saved = int(meta["step"])
+        self.step = self.guard.skips.next(self.saved)
+        self.bad_total = int(meta["bad_steps"])
+        self._measured = {int(step): value for step, value in meta["measured"].items()}
+        return meta
 
     def _how(self) -> dict[str, str]:
         """What this machine decides and the recipe may leave open."""
-        return {"device": self.model.embedding.weight.device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
+        return {"device": self.model.device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
 
     def _refuse_to_forget(self) -> None:
         """No good checkpoint, but there have been some, now or in an earlier try: never train over that without being told."""
@@ -149,94 +172,151 @@ class Trainer:
         self.metrics = metrics
         train = self.recipe.train
         self.model.train()
-        if train.compile:
-            self._compile()
         if self.step == 0:
             self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)
-        self.sampler.begin(self.step + 1)
-        last_save = time.monotonic()
-        tokens_done = self.course.tokens_before(self.step)
-        with (
-            graceful_stop() as stop,
-            Prefetch(self.course.batch, self.step, self.course.steps) as batches,
-            progress.bar(self.label, self.course.tokens, tokens_done) as bar,
-        ):
+        self.sampler.begin(self.saved + 1)
+        self._saved_at = time.monotonic()
+        patience = float(self.recipe.stability.data_timeout)
+        with graceful_stop() as stop, progress.bar(self.label, self.course.tokens, self.course.tokens_before(self.step)) as bar:
             while self.step < self.course.steps:
-                began = time.monotonic()
-                self._enter(self.course.stage(self.step))
-                batch = next(batches)
-                set_temperature(self.model, self.step)
-                result = self._update(batch)
-                loss = self._observe(result, batch)
-                self.step += 1
-                self._clock.step += time.monotonic() - began
-                self._clock.data_wait += batches.waited
-                self._clock.steps += 1
-                self._clock.tokens += batch.tokens.size
-                done = self.step == self.course.steps
-                values: dict[str, float] = {}
-                if done or self.step % self._validate_steps == 0:
-                    values |= self._validation()
-                if done or self.step % self._log_steps == 0:
-                    values |= self._step_metrics(result, batch, self._clock)
-                    self._clock = Clock()
-                if values:
-                    self.metrics.write(self.step, values)
-                bar.advance(batch.tokens.size)
-                bar.note(self._note(loss, values))
-                if done or self.step % self._sample_steps == 0:
-                    self.sampler.write(self.model, self.step)
-                late = train.seconds_between_saves is not None and time.monotonic() - last_save > train.seconds_between_saves
-                if done or stop.requested or late or self.step % self._save_steps == 0:
-                    self._save(wait=done or stop.requested)
-                    last_save = time.monotonic()
-                if stop.requested:
-                    raise Interrupted(stop.message(self.step, self.resume_command))
+                end = self.guard.skips.until(self.step, self.course.steps)
+                with Prefetch(self._share, self.step, end, patience=patience) as batches:
+                    self._stretch(batches, end, stop, bar)
+                self._move(self.guard.skips.next(self.step), bar)
+            if self.step != self.saved:  # the last steps were left out
+                self._save(wait=True)
+            self._leave_if(self._agree(0, stop, False), stop)
         self.ledger.write("finish", stage=self.label, step=self.step, tokens=self.course.tokens)
 
-    def _compile(self) -> None:
-        """Compile for each shape on its own, however many there are: past torch's limit (8) it would silently run new shapes as eager
-        code, and which shapes those are would depend on where the run was last resumed, and with it the last bits of the weights."""
-        import torch._dynamo
+    def _stretch(self, batches: Prefetch, end: int, stop: Stop, bar: progress.Bar) -> None:
+        """Train to step `end`, or until the run has gone back."""
+        train = self.recipe.train
+        while self.step < end:
+            began = time.monotonic()
+            self._enter(self.course.stage(self.step))
+            batch = next(batches)
+            late = train.seconds_between_saves is not None and time.monotonic() - self._saved_at > train.seconds_between_saves
+            agreed = self._agree(batch.valid_tokens, stop, late)
+            if agreed.failed:
+                self._settle()
+            if agreed.late or self.guard.saves.due(self.step):
+                self._save(wait=False)
+            self._leave_if(agreed, stop)
+            torch.manual_seed(seed_of(self.recipe.seed, self.step, self.model.ranks.number))
+            set_temperature(self.model.routers(), self.model.config.moe, self.step)
+            limits = self.guard.policy.limits(self.step, self.course.steady_since(self.step))
+            result = self._update(batch, agreed.valid, limits)
+            loss = float(result.loss)
+            back = self._observe(result, batch, limits)
+            if back is not None and self._go_back(back, bar):
+                return
+            tokens = self._move(self.step + 1, bar)
+            seconds = time.monotonic() - began
+            self._clock.step += seconds
+            self._clock.data_wait += batches.waited
+            self._clock.steps += 1
+            self._clock.tokens += tokens
+            self.guard.waited(self.step, batches.waited, seconds)
+            done = self.step == self.course.steps
+            values: dict[str, float] = {}
+            if done or self.step % self._validate_steps == 0:
+                values |= self._validation()
+            if done or self.step % self._log_steps == 0:
+                values |= self._step_metrics(result, batch, self._clock)
+                self._clock = Clock()
+            if values:
+                self.metrics.write(self.step, values)
+            bar.note(self._note(loss, values))
+            if (done or self.step % self._sample_steps == 0) and self.model.whole is not None:
+                self.sampler.write(self.model.whole, self.step)
+            if done or self.step % self._save_steps == 0:
+                self._save(wait=done)
 
-        torch._dynamo.config.recompile_limit = _SHAPES
-        torch._dynamo.config.accumulated_recompile_limit = 16 * _SHAPES
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        self.model.compile(dynamic=False)
+    def _move(self, step: int, bar: progress.Bar) -> int:
+        """Make this the step to train next; the tokens between."""
+        tokens = self.course.tokens_before(step) - self.course.tokens_before(self.step)
+        self.step = step
+        bar.advance(tokens)
+        return tokens
+
+    def _leave_if(self, agreed: Agreed, stop: Stop) -> None:
+        """Save and leave, if somebody has asked to stop."""
+        if not agreed.stop:
+            return
+        self._settle()
+        if self.step != self.saved:
+            self._save(wait=True)
+        raise (Preempted if agreed.preempted else Interrupted)(stop.message(self.step, self.resume_command))
+
+    def _go_back(self, back: GoBack, bar: progress.Bar) -> bool:
+        """Put the run back to an earlier checkpoint, as a new start would; whether that was possible."""
+        assert self._stage is not None
+        self._settle()
+        if not self.guard.roll_back(self.step, self._stage.first_step, back):
+            return False
+        step = self.step
+        assert self._load() is not None
+        step, self.step = self.step, step
+        self._move(step, bar)
+        self.metrics.rewind(self.saved + 1)
+        self.sampler.begin(self.saved + 1)
+        self._stage, self._clock = None, Clock()
+        return True
 
     def _enter(self, stage: Stage) -> None:
-        """Make a phase boundary real: positions and balancing rate; the weights and the optimizer go on as they are."""
+        """Make a phase boundary real: positions, balancing rate and the weight of what lies ahead; the weights and the optimizer go on as they are."""
         if self._stage == stage:
             return
         if stage.rope is not None:
             self.model.set_rope(stage.rope)
-        if self.step == stage.first_step:
+        if stage.mtp_weight is not None:
+            self.model.set_mtp_weight(stage.mtp_weight)
+        if self.step == stage.first_step or self._stage is not None:
             self.ledger.write("phase", stage=self.label, phase=stage.name, step=self.step, sequence_length=stage.sequence_length)
         self._stage = stage
 
-    def _update(self, batch: Batch) -> StepResult:
+    def _share(self, step: int) -> Batch:
+        """What this rank reads of a step."""
+        return self.course.batch(step, *self.model.rows(self.course.rows(step)))
+
+    def _agree(self, valid: int, stop: Stop, late: bool) -> Agreed:
+        """What all ranks know together at the beginning of a step."""
+        ranks = self.model.ranks
+        told = (valid, stop.requested, stop.preempted, late and ranks.is_first, self.checkpoints.failed)
+        if not ranks.distributed:
+            return Agreed(*told)
+        sums = torch.tensor(told, dtype=torch.int64)
+        torch.distributed.all_reduce(sums)
+        valid, *flags = sums.tolist()
+        copies = ranks.world // ranks.size("dp")  # ranks that read the same rows
+        return Agreed(valid // copies, *map(bool, flags))
+
+    def _update(self, batch: Batch, valid: int, limits: Limits) -> StepResult:
         assert self._stage is not None and self.recipe.train.micro_batch
+        self._rate = self.course.rate(self.step) * self.guard.policy.rate(self.step)
         tokens_at_once = self.recipe.train.micro_batch * max(int(phase.sequence_length) for phase in self.recipe.train.phases)
         return train_step(
-            self.model, self.optimizer, batch,
-            micro_batch=max(1, tokens_at_once // batch.tokens.shape[1]), rate=self.course.rate(self.step),
+            self.model, self.optimizer, batch, rows=self.course.rows(self.step), valid=valid, limits=limits,
+            micro_batch=max(1, tokens_at_once // batch.tokens.shape[1]), rate=self._rate,
             clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
         )  # fmt: skip
 
-    def _observe(self, result: StepResult, batch: Batch) -> float:
+    def _observe(self, result: StepResult, batch: Batch, limits: Limits) -> GoBack | None:
         loss, norm = float(result.loss), float(result.grad_norm)
         good = math.isfinite(loss) and math.isfinite(norm)
-        # An overflow that a smaller scale mends is how fp16 finds its scale, and no reason to stop.
-        if good or not math.isfinite(loss) or self.scaler is None or self.scaler.scale.item() <= 1:
-            arrays = {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
-            if not self.bad_steps.observe(self.step, loss, norm, arrays) and self.bad_steps.too_many:
-                self.ledger.write("stopped", step=self.step, reason=self.bad_steps.reason(loss))
-                advice = f"no weight was changed by them; {self.bad_steps.where}; lower optimizer.learning_rate or look at the batches"
-                raise UserError(f"stopped at step {self.step}: {self.bad_steps.reason(loss)}; {advice}")
         self.bad_total += not good
-        if good and result.counts_LE is not None and self.expert_counts is not None:
+        if result.counts_LE is not None and self.expert_counts is not None and bool(result.applied):
             self.expert_counts += result.counts_LE.double().cpu()
-        return loss
+        # An overflow that a smaller scale mends is how fp16 finds its scale, and no reason to stop.
+        if not good and math.isfinite(loss) and self.scaler is not None and self.scaler.scale.item() > 1:
+            return None
+        return self.guard.policy.observe(self.step, loss, norm, limits, partial(self._arrays, batch))
+
+    def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The whole batch of the step, for replay; `batch` is this rank's share of it."""
+        if self.model.ranks.distributed:
+            batch = self.course.batch(self.step, 0, self.course.rows(self.step))
+        return {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
 
     def _validation(self) -> dict[str, float]:
         began = time.monotonic()
@@ -247,18 +327,19 @@ class Trainer:
 
     def _step_metrics(self, result: StepResult, batch: Batch, clock: Clock) -> dict[str, float]:
         loss = float(result.loss)
-        rates = self.optimizer.learning_rates(self.course.rate(self.step - 1))
+        rates = self.optimizer.learning_rates(self._rate)
         per_token = self.flops_per_token(batch.tokens.shape[1])
         values = {
             "train/loss": loss,
             "train/perplexity": math.exp(min(loss, 80.0)) if math.isfinite(loss) else loss,
             "train/z_loss": float(result.z_loss),
-            "train/tokens": self.course.tokens_before(self.step),
-            "train/batch_tokens": batch.tokens.size,
+            "train/tokens": self._trained(),
+            "train/batch_tokens": self.course.tokens_before(self.step) - self.course.tokens_before(self.step - 1),
             "train/valid_tokens": result.valid_tokens,
             "train/sequence_length": batch.tokens.shape[1],
             "train/phase": self._stage.index if self._stage else 0,
             "train/bad_steps": self.bad_total,
+            "train/spikes": self.guard.policy.spike_total,
             "optim/learning_rate": rates.get("muon", rates.get("adamw", 0.0)),
             "optim/adam_learning_rate": rates.get("adamw", 0.0),
             "optim/grad_norm": float(result.grad_norm),
@@ -271,16 +352,23 @@ class Trainer:
         }
         if result.auxiliary_loss is not None:
             values["train/auxiliary_loss"] = float(result.auxiliary_loss)
+        if result.mtp_loss is not None:
+            values["train/mtp_loss"] = float(result.mtp_loss)
         if self.scaler is not None:
             values["optim/loss_scale"] = self.scaler.scale.item()
         return values | self._expert_metrics(result.counts_LE) | system.gpu_metrics()
+
+    def _trained(self) -> int:
+        """Tokens that were trained on before `step`: all that come before it but those left out."""
+        before = self.course.tokens_before
+        return before(self.step) - sum(before(stop) - before(start) for start, stop in self.guard.skips.before(self.step))
 
     def _expert_metrics(self, counts_LE: Tensor | None) -> dict[str, float]:
         moe = self.model.config.moe
         if counts_LE is None or moe is None:
             return {}
         layers = statistics(counts_LE, moe.capacity_factor)
-        bias_L = torch.stack([ffn.router.bias.abs().max() for ffn in self.model.routers()])
+        bias_L = self.model.largest_biases()
         values: dict[str, float] = {}
         for name, per_layer, whole in (
             ("load_cv", layers["cv"], layers["cv"].mean()),
@@ -295,15 +383,39 @@ class Trainer:
         return values
 
     def _save(self, wait: bool) -> None:
+        """Save; a failure is raised where the run ends with this save, and otherwise left to the guard."""
         began = time.monotonic()
+        self._settle()
         meta = {
             "step": self.step, "tokens": self.course.tokens_before(self.step), "phase": self._stage.name if self._stage else None,
-            "bad_steps": self.bad_total, "bad_in_a_row": self.bad_steps.in_a_row, "measured": self._measured, **self.meta,
+            "bad_steps": self.bad_total, "measured": self._measured, **self.guard.meta(), **self.meta,
         }  # fmt: skip
         self.metrics.flush()
-        # Only what was measured on these very weights may make them the best.
-        self.checkpoints.save(self.step, self.state(), meta, metric=self._measured.get(self.step), wait=wait)
+        try:
+            # Only what was measured on these very weights may make them the best.
+            self.checkpoints.save(self.step, self.state(), meta, metric=self._measured.get(self.step), wait=wait)
+        except UserError as error:
+            if wait:
+                raise
+            self.guard.save_failed(self.step, error)
+        else:
+            self.saved, self._saving = self.step, True
+            if wait or not self.recipe.checkpoints.asynchronous:
+                self._settle()
+        self._saved_at = time.monotonic()
         self._clock.save += time.monotonic() - began
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, and learn how it ended."""
+        try:
+            self.checkpoints.wait()
+        except UserError as error:
+            self.saved = -1
+            self.guard.save_failed(self.step, error)
+        else:
+            if self._saving:
+                self.guard.saves.succeeded()
+        self._saving = False
 
     def _note(self, loss: float, values: dict[str, float]) -> str:
         note = f"loss {loss:.3f}"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.metrics.log import MetricLog
+from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.schedules import Schedules
+from lmworks.parallel.mesh import Ranks, alone
 from lmworks.recipe.fingerprint import fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Phase
@@ -18,13 +19,13 @@ from lmworks.shards.tuning import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.chat_data import build_chat_data, chat_shards
 from lmworks.train.course import Stage
-from lmworks.train.load import final_rope, newest_base
+from lmworks.train.load import final_mtp_weight, final_rope, newest_base
 from lmworks.train.pretrain import build_model, identity
 from lmworks.train.sampling import ChatSampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate_conversations
 from lmworks.watch.finite import BadSteps
-from lmworks.watch.ledger import Ledger
+from lmworks.watch.ledger import Ledger, NoLedger
 
 
 class Tuning:
@@ -37,7 +38,7 @@ class Tuning:
         prefixes, weights = chat_shards(data)
         self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
         self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
-        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0)
+        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe))
         # a phase of the same form, so that one set of schedules serves both
         phase = Phase(
             name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
@@ -45,8 +46,11 @@ class Tuning:
         )  # fmt: skip
         self._schedules = Schedules([phase], [self.steps], self.tokens_before)
 
-    def batch(self, step: int) -> Batch:
-        return self.batches.batch(step)
+    def rows(self, step: int) -> int:
+        return self._batch // self._length
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
+        return self.batches.batch(step).rows(start, stop)
 
     def rate(self, step: int) -> float:
         return self._schedules.factor(step)
@@ -62,8 +66,9 @@ class Tuning:
 
 
 def tune(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, exclude_questions: Collection[str] = ()
-) -> None:
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, exclude_questions: Collection[str] = (),
+    ranks: Ranks | None = None,
+) -> None:  # fmt: skip
     """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
 
     Reads `tokenizer/`, `corpus/` (what it holds out is not tuned on) and the newest good checkpoint; writes `tune/`. Conversations
@@ -72,30 +77,33 @@ def tune(
     assert recipe.tune is not None
     folder = run_dir / "tune"
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    if not (folder / "data" / "manifest.json").exists():
+    ranks = ranks or alone()
+    if ranks.is_first and not (folder / "data" / "manifest.json").exists():
         build_chat_data(recipe, tokenizer, folder / "data", run_dir / "corpus", exclude_questions)
+    ranks.barrier()
     course = Tuning(recipe, folder / "data")
-    model = build_model(recipe)
+    model = build_model(recipe, ranks)
     base = newest_base(run_dir)
-    saved.load(base, {"model": dict(model.state_dict())}, identity(recipe), verified=True)
+    saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True)
     optimizer = build_optimizer(model, recipe.optimizer)
     held_out = _held_out(recipe, folder / "data")
     with (
-        Ledger(run_dir / "ledger.jsonl") as ledger,
+        Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens
         ) as checkpoints,
     ):
         stability = recipe.stability
-        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, stability.save_bad_batches, ledger.write)
+        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, stability.save_bad_batches if ranks.is_first else 0, ledger.write)
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
-            sampler=ChatSampler(folder / "samples.jsonl", tokenizer), flops_per_token=flops_per_token, resume_command=resume_command,
+            sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer),
+            flops_per_token=flops_per_token, resume_command=resume_command,
             label="tune", meta={"recipe": fingerprint(recipe), "base": base.name},
         )  # fmt: skip
         first = trainer.resume()
-        with MetricLog(folder, recipe.metrics, resume_step=first + 1) as metrics:
+        with MetricLog(folder, recipe.metrics, resume_step=first + 1) if ranks.is_first else NoMetrics() as metrics:
             trainer.run(metrics)
 
 
