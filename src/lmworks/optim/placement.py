@@ -45,11 +45,10 @@ class Holders:
 
 
 def holders(tensor: Tensor) -> Holders:
-    """The holders of a tensor. A plain tensor is this rank's alone."""
+    """The holders of a tensor. A plain tensor is this rank's alone, whatever others have: its rank is called 0."""
     if not isinstance(tensor, DTensor):
-        me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         boxes = np.array([[(0, size) for size in tensor.shape]], dtype=np.int64)
-        return Holders(np.array([me]), np.zeros((1, 1), dtype=np.int64), boxes)
+        return Holders(np.zeros(1, dtype=np.int64), np.zeros((1, 1), dtype=np.int64), boxes)
     mesh = tensor.device_mesh.mesh
     places = np.indices(mesh.shape).reshape(mesh.ndim, -1)
     low, high = (np.repeat(np.array(side, dtype=np.int64)[:, None], mesh.numel(), axis=1) for side in ([0] * tensor.ndim, tensor.shape))
