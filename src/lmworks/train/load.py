@@ -28,6 +28,12 @@ def final_rope(recipe: Recipe) -> Rope:
     return rope
 
 
+def final_mtp_weight(recipe: Recipe) -> float | None:
+    """The weight of multi-token prediction in the last phase; None without it."""
+    changes = [phase.mtp_weight for phase in recipe.train.phases if phase.mtp_weight is not None]
+    return (changes or [recipe.model.mtp.weight])[-1] if recipe.model.mtp else None
+
+
 def newest_base(run_dir: Path) -> Path:
     """The newest good checkpoint of pretraining; `UserError` if there is none."""
     return _newest(folder(run_dir, "base"))
