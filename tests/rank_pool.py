@@ -16,6 +16,7 @@ from typing import Any
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
     import torch
     import torch.distributed as dist
 

@@ -32,12 +32,13 @@ class Launch:
     address: str
     work: Sequence[str]
     ssh: str | None = None
+    module: str = "lmworks.cli.rank"
 
     def agent(self, host: Host, port: int) -> Agent:
         at_home = _LOOPBACK if self.address == _LOOPBACK else None
         return Agent(
             Folder.of(self.run_dir), Sizes(self.least, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name, self.work,
-            float(self.recipe.launch.grace), at_home, hosts_it=False,
+            float(self.recipe.launch.grace), at_home, hosts_it=False, module=self.module,
         )  # fmt: skip
 
     def script(self, host: Host, port: int) -> str:

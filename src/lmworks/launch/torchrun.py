@@ -39,9 +39,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Agent:
-    """One `torchrun` of `ranks` processes that run `lmworks WORK`.
+    """One `torchrun` of `ranks` processes.
 
-    `endpoint` (HOST:PORT) is where the places meet; `hosts_it` is None where `torchrun` finds out itself who keeps the meeting's store.
+    `module` is what Python runs as a rank, with `work` as its arguments. `endpoint` (HOST:PORT) is where the places meet; `hosts_it` is
+    None where `torchrun` finds out itself who keeps the meeting's store.
     """
 
     folder: Folder
@@ -53,6 +54,7 @@ class Agent:
     grace: float
     address: str | None = None
     hosts_it: bool | None = None
+    module: str = "lmworks.cli.rank"
 
     def command(self) -> list[str]:
         meeting = {"last_call_timeout": _LAST_CALL, "keep_alive_interval": _KEEP_ALIVE}
@@ -64,11 +66,15 @@ class Agent:
             "monitor-interval": 0.2, "local-addr": self.address,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [sys.executable, "-m", "torch.distributed.run", *given, "-m", "lmworks.cli.rank", *self.work]
+        return [sys.executable, "-m", "torch.distributed.run", *given, "-m", self.module, *self.work]
 
     def environment(self, host: str | None = None) -> Mapping[str, str]:
-        # One thread per rank would be torchrun's choice; the ranks share the cores themselves.
-        always = {VARIABLE: str(self.folder.path), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace)), "OMP_WAIT_POLICY": "PASSIVE"}
+        always = {
+            VARIABLE: str(self.folder.path),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace)),
+            # The agents' store outlives a world: the ranks of the next one would find in it what those of the last have left.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         always |= {COMMAND: os.environ[COMMAND]} if COMMAND in os.environ else {}
         return always | ({HOST: host} if host else {}) | ({"GLOO_SOCKET_IFNAME": "lo"} if self.address == "127.0.0.1" else {})
 

@@ -14,9 +14,9 @@ import psutil
 
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
-from lmworks.launch.folder import Folder
+from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.start import finish, launched, start
+from lmworks.parallel.start import launched, start
 from lmworks.progress import console
 from lmworks.recipe.recipe import Recipe
 from lmworks.watch.heartbeat import Heartbeat, entered_here, read_beats
@@ -29,7 +29,8 @@ _LAST_WORDS = 2.0  # seconds that a rank has to end by itself once another has f
 
 @contextmanager
 def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
-    """Within the block this process is a rank of `recipe.layout`; one that nobody launched is alone.
+    """Within the block this process is a rank of `recipe.layout`; one that nobody launched is alone. The group of the ranks stays, for
+    the next block.
 
     If the last world of this run broke, the first rank writes an event `restart` to the ledger, with what the ranks had left behind: the
     ranks and hosts at fault, the step, and the reason. When one rank fails, the others end within seconds instead of waiting for it in a
@@ -56,7 +57,6 @@ def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
         _end_the_frozen(folder)
         raise
     heartbeat.end("left")
-    finish()
 
 
 def _account(folder: Folder, run_dir: Path, size: int, most: int) -> None:
@@ -90,13 +90,13 @@ def _account(folder: Folder, run_dir: Path, size: int, most: int) -> None:
 
 
 def _end_the_frozen(folder: Folder) -> None:
-    """Ranks of this machine that do not even end themselves; `torchrun` would give them `launch.grace` seconds to save."""
+    """Ranks of this machine that do not even end themselves; `torchrun` would give them half a minute."""
     time.sleep(_LAST_WORDS)
     for beat in read_beats(folder.beats):
         if beat.state == "running" and beat.machine == socket.gethostname():
             with suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
-                if any("lmworks" in word for word in process.cmdline()):
+                if process.environ().get(VARIABLE) == str(folder.path):
                     process.kill()
 
 

@@ -63,7 +63,8 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
         torch.cuda.set_device(device)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     patience = timedelta(seconds=timeout)
-    dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
+    if not dist.is_initialized():
+        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
     ranks = Ranks(layout, device.type)
     for group in (dist.group.WORLD, *map(ranks.group, AXES)):
         if group is not None:

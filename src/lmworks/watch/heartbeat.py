@@ -125,11 +125,9 @@ def entered_here() -> dict[str, Entered]:
         return {}
     tree = json.loads(dump())
     found: dict[str, Entered] = {}
-    for entry in tree.get("entries", ()):
+    for entry in tree.get("entries", ()):  # oldest first
         group, name = entry["process_group"]
         members = tree["pg_config"].get(group, {}).get("ranks", "")
         key = f"{name if name not in ('', 'undefined') else group} {members}".removesuffix(" []").rstrip()
-        number = int(entry["collective_seq_id"])
-        if key not in found or number >= found[key].number:
-            found[key] = Entered(number, entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
+        found[key] = Entered(int(entry["collective_seq_id"]), entry["profiling_name"].partition(":")[2], entry["time_created_ns"] / 1e9)
     return found

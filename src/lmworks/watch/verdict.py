@@ -57,17 +57,23 @@ def _missing(beats: Sequence[Beat], waiting: Sequence[Beat]) -> list[Beat]:
     if silent or not waiting:
         return silent if waiting or len(silent) < len(beats) else []
     gave_up = min(beat.seen for beat in waiting)
-    late = []
-    for beat in beats:
-        for other in waiting:
-            group = _last_group(other)
-            mine = beat.entered.get(group) if group else None
-            asked = group and other.entered[group]
-            if beat is not other and asked and group in beat.entered and mine and (mine.number < asked.number or mine.time > gave_up):
-                late.append(beat)
-                break
-    busy = [beat for beat in late if beat.state == "told"]
-    return busy or late
+    late = [beat for beat in beats if any(_came_late(beat, other, gave_up) for other in waiting if other is not beat)]
+    return [beat for beat in late if not _waits(beat, beats)] or late
+
+
+def _came_late(beat: Beat, other: Beat, gave_up: float) -> bool:
+    """Whether the rank had not entered the collective that the other was in when the first rank gave up."""
+    group = _last_group(other)
+    mine = beat.entered.get(group) if group else None
+    return mine is not None and group is not None and (mine.number < other.entered[group].number or mine.time > gave_up)
+
+
+def _waits(beat: Beat, beats: Sequence[Beat]) -> bool:
+    """Whether the rank is in a collective that another rank has not entered."""
+    group = _last_group(beat)
+    return group is not None and any(
+        other.entered[group].number < beat.entered[group].number for other in beats if other is not beat and group in other.entered
+    )
 
 
 def _last_group(beat: Beat) -> str | None:

@@ -1,0 +1,214 @@
+"""What a launch would start, who takes part in it, and how a rank's end is understood."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmworks.errors import UserError
+from lmworks.launch import places, rank, slurm
+from lmworks.launch.folder import Folder
+from lmworks.launch.hosts import Host, Table, read_hosts, read_table
+from lmworks.launch.rank import live
+from lmworks.launch.torchrun import Sizes
+from lmworks.recipe.recipe import Recipe
+from lmworks.watch.ledger import Ledger, read_ledger
+
+
+def recipe(**nodes: Any) -> Recipe:
+    return Recipe.model_validate({"name": "toy", "threads": 1, **nodes})
+
+
+@pytest.mark.parametrize(("text", "least", "most"), [("4", 4, 4), ("2:4", 2, 4), ("3:3", 3, 3)])
+def test_sizes(text: str, least: int, most: int) -> None:
+    assert Sizes.parse(text) == Sizes(least, most)
+
+
+@pytest.mark.parametrize("text", ["", "0", "4:2", "0:2", "-1", "2:", ":2", "two", "2:3:4"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="is not a number of ranks"):
+        Sizes.parse(text)
+
+
+def test_a_host_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nnode-1 slots=8\nnode-2   # borrowed\n\nuser@10.0.0.3 slots = 2\n")
+    assert read_hosts(path) == [Host("node-1", 8), Host("node-2", 1), Host("user@10.0.0.3", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node-1 8\n", ":1: 'node-1 8' is not a host"),
+        ("a\nb slots=0", ":2: "),
+        ("-oProxyCommand=x", ":1: "),
+        ("a\na slots=2", "twice"),
+        ("# none", "names no host"),
+    ],
+)
+def test_a_host_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_hosts(tmp_path / "hosts")
+    with pytest.raises(UserError, match="is not a host file"):
+        read_hosts(tmp_path / "absent")
+
+
+def test_an_excluded_host_stays_out_of_later_launches_until_it_is_readmitted(tmp_path: Path) -> None:
+    folder = Folder.of(tmp_path)
+    hosts = [Host("a", 2), Host("b", 2)]
+    Table(folder.hosts, hosts).exclude("b", "its disk")
+    later = Table(folder.hosts, hosts)
+    assert [host.name for host in later.taking_part()] == ["a"]
+    assert [(host.name, host.excluded) for host in read_table(folder.hosts)] == [("a", None), ("b", "its disk")]
+    with pytest.raises(UserError, match=r"^c is not excluded from .*; these are: b$"):
+        places.readmit(tmp_path, "c")
+    places.readmit(tmp_path, "b")
+    assert folder.readmitted() == ["b"] and folder.readmitted() == []
+    assert later.readmit("b") and not later.readmit("b")
+    assert len(Table(folder.hosts, hosts).taking_part()) == 2
+
+
+def test_local_agents_have_as_many_ranks_as_the_layout_needs(tmp_path: Path) -> None:
+    fixed = places.local(recipe(), tmp_path, Sizes(4, 4), [])
+    assert [host.slots for host in fixed.hosts] == [4] and fixed.least == 1
+    elastic = places.local(recipe(layout={"tp": 2}), tmp_path, Sizes(2, 6), [])
+    assert [host.slots for host in elastic.hosts] == [2, 2, 2] and elastic.least == 1
+    with pytest.raises(UserError, match="5 ranks do not divide by layout tp 2"):
+        places.local(recipe(layout={"tp": 2}), tmp_path, Sizes(2, 5), [])
+
+
+def test_hosts_are_refused_whose_loss_would_leave_ranks_that_do_not_divide(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"b has 3 slots, .* a multiple of 2"):
+        places.on_hosts(recipe(layout={"tp": 2}), tmp_path, [Host("a", 4), Host("b", 3)], 1, [], None)
+    with pytest.raises(UserError, match="--least 3 is not between 1 and the 2 hosts"):
+        places.on_hosts(recipe(), tmp_path, [Host("a", 4), Host("b", 3)], 3, [], None)
+
+
+def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) -> None:
+    made = places.on_hosts(
+        recipe(launch={"ssh": "ssh -p 22"}), tmp_path / "a run", [Host("n1", 2), Host("n2", 2)], 1, ["run", "it's.yaml"], "head"
+    )
+    host = made.hosts[0]
+    script = made.script(host, 29400)
+    assert made.command(script, host) == ["ssh", "-p", "22", "n1", script]
+    assert "--nnodes=1:2 --nproc-per-node=2" in script and "--rdzv-endpoint=head:29400" in script
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = places.local(recipe(), tmp_path, Sizes(1, 1), [])
+    Folder.of(tmp_path).begin()
+    told = tmp_path / "told"
+    stand_in = (
+        f"import signal, time, sys\nsignal.signal(15, lambda *_: (open({str(told)!r}, 'w').write('15'), sys.exit(3)))\ntime.sleep(60)"
+    )
+    monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", stand_in])
+    shell = subprocess.Popen(["sh", "-c", made.script(made.hosts[0], 1)], stdin=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        shell.wait(1)
+    assert shell.stdin
+    shell.stdin.close()
+    assert shell.wait(10) == 3 and told.read_text() == "15"
+
+
+SCRIPT = {"partition": "gpu", "time": "2:00:00", "memory": "100G", "options": ["--gpus-per-node=8"], "setup": ["module load python"]}
+
+
+def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
+    asked = recipe(launch={"slurm": SCRIPT | {"cpus_per_rank": 3}}, layout={"tp": 2})
+    Table(Folder.of(tmp_path).hosts, [Host("bad", 1), Host("good", 1)]).exclude("bad", "its disk")
+    script = slurm.job_for(asked, tmp_path, Sizes(1, 2), 8, ["run", "a.yaml", "--set", "seed=3"]).script()
+    lines = script.splitlines()
+    wanted = ["--partition=gpu", "--time=2:00:00", "--mem=100G", "--gpus-per-node=8", "--requeue", "--nodes=1-2", "--ntasks-per-node=1",
+              "--cpus-per-task=24", "--signal=B:USR1@120", "--exclude=bad", "--no-kill"]  # fmt: skip
+    assert [option for option in wanted if f"#SBATCH {option}" not in lines] == []
+    assert lines.index("module load python") < len(lines) - 1
+    assert "lmworks.cli.rank run a.yaml --set seed=3 &" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
+        slurm.job_for(asked, tmp_path, Sizes(1, 2), 3, [])
+
+
+def crash(run_dir: Path, asked: Recipe) -> slurm.After:
+    Folder.of(run_dir).begin()
+    return slurm.after(asked, run_dir, 1)
+
+
+def test_a_job_that_crashes_is_tried_again_as_long_as_it_gets_on(tmp_path: Path) -> None:
+    asked = recipe(launch={"max_restarts": 2})
+    assert [crash(tmp_path, asked).code for _ in range(2)] == [75, 75]
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.write("checkpoint", step=5)
+    assert [crash(tmp_path, asked).code for _ in range(3)] == [75, 75, 1]
+    assert sum(event["event"] == "requeue" for event in read_ledger(tmp_path / "ledger.jsonl")) == 4
+
+
+@pytest.mark.parametrize(("code", "then"), [(0, 0), (2, 2), (130, 130), (75, 75)])
+def test_a_job_is_queued_again_after_a_preemption_and_not_when_it_is_over(tmp_path: Path, code: int, then: int) -> None:
+    for _ in range(5):  # being pre-empted is no failure, however often
+        Folder.of(tmp_path).begin()
+        Folder.of(tmp_path).conclude(code, 0)
+        assert slurm.after(recipe(), tmp_path, 0).code == then
+
+
+def test_a_node_whose_ranks_fail_again_and_again_is_left_out(tmp_path: Path) -> None:
+    Folder.of(tmp_path).begin()
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        for hosts in (["n7"], ["n7"], ["n1", "n7"], ["n7"]):
+            ledger.write("restart", hosts=hosts, ranks=[1], reason="killed")
+    assert slurm.after(recipe(launch={"exclude_after": 4}), tmp_path, 1).excluded == ()
+    assert slurm.after(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
+    assert slurm.after(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
+
+
+def ends_with(code: int) -> Callable[[], None]:
+    return lambda: sys.exit(code)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
+    made = Folder.of(tmp_path)
+    made.begin()
+    monkeypatch.setattr(rank, "_conclude_unless_the_first_does", lambda folder, code, number: folder.conclude(code, number))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.setattr(rank, "_output", lambda folder, number: nullcontext())
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_rank_speaks_for_all_when_the_run_is_done(folder: Folder) -> None:
+    assert live(folder, 1, ends_with(0)) == 0 and folder.outcome() is None
+    assert live(folder, 0, ends_with(0)) == 0
+    assert folder.outcome() == {"code": 0, "rank": 0, "message": ""}
+
+
+def test_a_crash_is_torchruns_to_start_again(folder: Folder) -> None:
+    def broken() -> None:
+        raise ArithmeticError("broken")
+
+    assert live(folder, 0, broken) == 1 and folder.outcome() is None
+
+
+def test_the_users_fault_on_any_rank_ends_the_run(folder: Folder) -> None:
+    assert live(folder, 3, ends_with(2)) == 0
+    assert json.loads((folder.path / "outcome.json").read_text())["rank"] == 3
+    assert live(folder, 0, lambda: pytest.fail("the run is over")) == 0
+
+
+@pytest.mark.parametrize("code", [75, 130])
+def test_only_a_request_of_the_launcher_ends_the_run_by_a_signal(folder: Folder, code: int) -> None:
+    """torchrun ends ranks with SIGTERM, too, when another has failed or one more has come: the run is to go on then."""
+    assert live(folder, 0, ends_with(code)) == code and folder.outcome() is None
+    folder.ask_to_stop(signal.SIGTERM)
+    assert live(folder, 0, ends_with(code)) == 0
+    assert folder.outcome() == {"code": code, "rank": 0, "message": ""}

@@ -1,0 +1,239 @@
+"""Real torchrun, real ranks, a toy to train: what breaks is started again, and who broke it is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmworks.launch import places, slurm, torchrun
+from lmworks.launch.folder import Folder
+from lmworks.launch.hosts import Host, read_table
+from lmworks.launch.torchrun import Sizes
+from lmworks.recipe.recipe import Recipe
+from lmworks.watch.heartbeat import read_beats
+from lmworks.watch.ledger import read_ledger
+from slurm_cluster import cluster, missing
+
+PATIENCE = 300.0
+STEPS = 30
+TOY = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _ranks_find_the_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TOY))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def prepare(run_dir: Path, fault: dict[str, Any] | None = None, **launch: Any) -> Recipe:
+    run_dir.mkdir(exist_ok=True)
+    recipe = Recipe.model_validate({"name": "toy", "threads": 1, "launch": {"timeout": "5 s", **launch}})
+    (run_dir / "recipe.json").write_text(recipe.model_dump_json())
+    if fault:
+        (run_dir / "fault.json").write_text(json.dumps({"once": True} | fault))
+    return recipe
+
+
+def toy(launch: places.Launch) -> places.Launch:
+    return replace(launch, module="toy_rank")
+
+
+def local(run_dir: Path, recipe: Recipe, ranks: str, steps: int = STEPS) -> places.Launch:
+    return toy(places.local(recipe, run_dir, Sizes.parse(ranks), [str(run_dir), str(steps)]))
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_ledger(run_dir / "ledger.jsonl") if event["event"] == name]
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def require_every_step(run_dir: Path, steps: int = STEPS) -> None:
+    """Each step was done, and none twice but those since the last save."""
+    done = [event["step"] for event in events(run_dir, "step")]
+    assert sorted(set(done)) == list(range(steps))
+    assert len(done) <= steps + 5 * (len(events(run_dir, "restart")) + len(events(run_dir, "resized")))
+
+
+def in_background(run: Callable[[], int]) -> tuple[threading.Thread, list[int]]:
+    """The supervisor in a thread, where it catches no signals."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run()), daemon=True)
+    thread.start()
+    return thread, codes
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"})
+    assert local(run_dir, recipe, "2").run() == 0
+    require_every_step(run_dir)
+    (restart,) = events(run_dir, "restart")
+    assert (restart["ranks"], restart["hosts"], restart["step"], restart["in_a_row"]) == ([1], ["local-0"], 7, 1)
+    assert "rank 1 on local-0" in restart["reason"] and "ended without a word" in restart["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "told"), [("hang", "was alive but did not come"), ("freeze", "did not answer any more")])
+def test_a_hang_in_a_collective_is_named_with_the_rank_and_the_collective(tmp_path: Path, kind: str, told: str) -> None:
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": kind})
+    assert local(run_dir, recipe, "2").run() == 0
+    require_every_step(run_dir)
+    (restart,) = events(run_dir, "restart")
+    assert restart["ranks"] == [1] and told in restart["reason"] and "missing from all_reduce" in restart["reason"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "error", "once": False}, max_restarts=1)
+    assert local(run_dir, recipe, "2").run() == 2
+    assert [event["in_a_row"] for event in events(run_dir, "restart")] == [1, 2]
+    assert "rank 1 on local-0" in (reason := events(run_dir, "restart")[-1]["reason"]) and "ArithmeticError: the toy is broken" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_request_to_stop_reaches_all_ranks_and_they_save_and_leave(tmp_path: Path, by: signal.Signals, code: int) -> None:
+    run_dir = tmp_path / "run"
+    launch = local(run_dir, prepare(run_dir), "2", steps=100_000)
+    timer = threading.Thread(target=lambda: (wait_for(lambda: len(events(run_dir, "step")) > 3), os.kill(os.getpid(), by)), daemon=True)
+    timer.start()
+    assert launch.run() == code
+    last = events(run_dir, "step")[-1]["step"]
+    assert events(run_dir, "checkpoint")[-1]["step"] == last + 1
+    assert not events(run_dir, "restart")
+
+
+@pytest.mark.slow
+def test_a_world_shrinks_and_grows_back(tmp_path: Path) -> None:
+    """An agent is killed with its rank, the rest goes on; the place is taken back, and the world is whole again."""
+    run_dir = tmp_path / "run"
+    launch = local(run_dir, prepare(run_dir, timeout="20 s"), "2:3", steps=3000)
+    thread, codes = in_background(launch.run)
+    widths = lambda: [event["ranks"] for event in events(run_dir, "step")]  # noqa: E731
+    wait_for(lambda: widths()[-3:] == [3, 3, 3])
+    victim = next(beat for beat in read_beats(Folder.of(run_dir).beats) if beat.rank == 2)
+    agent = next(
+        int(line)
+        for line in subprocess.run(["ps", "-o", "ppid=", "-p", str(victim.pid)], capture_output=True, text=True, check=True).stdout.split()
+    )
+    os.kill(agent, signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_for(lambda: widths()[-3:] == [2, 2, 2])
+    assert [host.name for host in read_table(Folder.of(run_dir).hosts) if host.excluded] == [victim.host]
+    assert events(run_dir, "restart")[-1]["ranks"] == [2] and (events(run_dir, "restart")[-1]["now"] == 2)
+    places.readmit(run_dir, victim.host)
+    wait_for(lambda: widths()[-3:] == [3, 3, 3])
+    Folder.of(run_dir).ask_to_stop(signal.SIGTERM)
+    thread.join(PATIENCE)
+    assert codes == [75]
+    saved = events(run_dir, "checkpoint")[-1]["step"]
+    require_every_step(run_dir, saved)
+
+
+SSH = """\
+#!/bin/sh
+# Runs the command on this machine, as sshd would, unless the host is down.
+[ -e "{down}/$1" ] && {{ echo "ssh: connect to host $1: No route to host" >&2; exit 255; }}
+exec sh -c "$2"
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_be_reached_is_excluded_with_the_reason(tmp_path: Path) -> None:
+    run_dir, ssh = tmp_path / "run", tmp_path / "ssh"
+    ssh.write_text(SSH.format(down=tmp_path))
+    ssh.chmod(0o755)
+    (tmp_path / "n2").touch()
+    recipe = prepare(run_dir, ssh=str(ssh))
+    hosts = [Host("n1", 1), Host("n2", 1), Host("n3", 1)]
+    launch = toy(places.on_hosts(recipe, run_dir, hosts, 2, [str(run_dir), str(STEPS)], "127.0.0.1"))
+    assert launch.run() == 0
+    require_every_step(run_dir)
+    assert {event["ranks"] for event in events(run_dir, "step")} == {2}
+    table = {host.name: host.excluded for host in read_table(Folder.of(run_dir).hosts)}
+    assert table["n1"] is table["n3"] is None and "ended with code 255" in str(table["n2"])
+
+
+SSHD = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+"""
+
+
+@pytest.mark.slow
+def test_a_real_sshd(tmp_path: Path) -> None:
+    if (sshd := shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")) is None:
+        pytest.skip("no sshd: apt-get install openssh-server")
+    port = 40000 + os.getpid() % 20000
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
+    (tmp_path / "conf").write_text(SSHD.format(port=port, folder=tmp_path))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([sshd, "-D", "-f", str(tmp_path / "conf")])
+    try:
+        options = (
+            f"-p {port} -i {tmp_path}/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        )
+        run_dir = tmp_path / "run"
+        recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"}, ssh=f"ssh {options}")
+        launch = toy(places.on_hosts(recipe, run_dir, [Host("127.0.0.1", 2)], None, [str(run_dir), str(STEPS)], None))
+        script = launch.script
+        exported = f"export PYTHONPATH={TOY} OMP_NUM_THREADS=1\n"
+        object.__setattr__(launch, "script", lambda host, at: exported + script(host, at))  # sshd passes no environment on
+        assert launch.run() == 0
+        require_every_step(run_dir)
+        assert events(run_dir, "restart")[0]["hosts"] == ["127.0.0.1"]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_is_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := missing():
+        pytest.skip(why)
+    (tmp_path / "slurm").mkdir()
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir)
+    (run_dir / "resolved.json").write_text(recipe.model_dump_json())
+    monkeypatch.setattr(torchrun.Agent, "module", "toy_rank")
+    monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank"))
+    with cluster(tmp_path / "slurm") as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), "400"]).submit()
+        wait_for(lambda: len(events(run_dir, "step")) > 3)
+        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+        wait_for(lambda: events(run_dir, "requeue"))
+        wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
+        wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
+    (requeue,) = events(run_dir, "requeue")
+    assert not requeue["crashed"] and "pre-empted" in requeue["reason"]
+    require_every_step(run_dir, 400)
+    assert len({event["step"] for event in events(run_dir, "step")}) == len(events(run_dir, "step")), "it went on where it had saved"
+    assert sys.executable in (run_dir / "launch" / "job.sh").read_text()

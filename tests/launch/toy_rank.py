@@ -1,0 +1,85 @@
+"""A rank with a toy for a trainer: it adds up over the ranks, saves now and then, and breaks when it is told to.
+
+`python -m toy_rank RUN_DIR STEPS`. RUN_DIR/recipe.json is the recipe; RUN_DIR/fault.json is {rank, step, kind, once}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted, Preempted
+from lmworks.launch.folder import VARIABLE, Folder
+from lmworks.launch.rank import live
+from lmworks.launch.world import world
+from lmworks.recipe.recipe import Recipe
+from lmworks.watch.ledger import Ledger
+from lmworks.watch.signals import graceful_stop
+
+SAVE_EVERY = 5
+
+
+def fail(run_dir: Path, rank: int, step: int) -> None:
+    path = run_dir / "fault.json"
+    fault = json.loads(path.read_text()) if path.exists() else {}
+    if (fault.get("rank"), fault.get("step")) != (rank, step):
+        return
+    if fault["once"]:
+        path.unlink()
+    if fault["kind"] == "error":
+        raise ArithmeticError("the toy is broken")
+    if fault["kind"] == "hang":
+        time.sleep(1000)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[fault["kind"]])
+
+
+def train(run_dir: Path, steps: int) -> None:
+    recipe = Recipe.model_validate_json((run_dir / "recipe.json").read_text())
+    saved = run_dir / "saved"
+    with world(recipe, run_dir) as (ranks, heartbeat), graceful_stop() as stop:
+        first = int(saved.read_text()) if saved.exists() else 0
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for step in range(first, steps):
+            heartbeat.beat(step, "data")
+            fail(run_dir, rank, step)
+            time.sleep(0.05)
+            heartbeat.beat(step, "update")
+            total = ranks.sum(torch.tensor([1.0, float(stop.requested)]), "loss")
+            if rank == 0:
+                with Ledger(run_dir / "ledger.jsonl") as ledger:
+                    ledger.write("step", step=step, ranks=int(total[0]))
+            if (step + 1) % SAVE_EVERY == 0 or total[1]:
+                heartbeat.beat(step, "save")
+                if rank == 0:
+                    saved.write_text(str(step + 1))
+                    with Ledger(run_dir / "ledger.jsonl") as ledger:
+                        ledger.write("checkpoint", step=step + 1)
+            if total[1]:
+                dist.barrier()
+                kind = Interrupted if stop.signal == signal.SIGINT else Preempted
+                raise kind(f"saved at step {step + 1}")
+        assert size == int(total[0])
+
+
+def work() -> None:
+    try:
+        train(Path(sys.argv[1]), int(sys.argv[2]))
+    except UserError as error:
+        print(f"error: {error}")
+        sys.exit(2)
+    except Preempted:
+        sys.exit(75)
+    except Interrupted:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    os._exit(live(Folder(Path(os.environ[VARIABLE])), int(os.environ["RANK"]), work))
