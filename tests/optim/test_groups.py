@@ -8,7 +8,7 @@ from torch import nn
 from lmworks.errors import UserError
 from lmworks.model.transformer import Transformer
 from lmworks.optim.groups import Group, group_parameters
-from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.model import Mla, Model, Moe, Mtp
 from lmworks.recipe.training import Optimizer as Options
 
 MODEL = Model(
@@ -81,3 +81,24 @@ def test_a_missing_rate_is_named() -> None:
         group_parameters(model.named_parameters(), Options())
     with pytest.raises(UserError, match=r"optimizer\.adam_learning_rate has no value"):
         group_parameters(model.named_parameters(), Options(learning_rate=0.02, update_scale="spectral"))
+
+
+def test_multi_token_prediction_is_trained_as_the_last_layer() -> None:
+    ahead = MODEL.model_copy(update={"mtp": Mtp(layers=2)})
+    for kind in ("muon", "adamw"):
+        groups = by_name(Transformer(ahead), kind=kind, layer_decay=0.5)
+        for name in ("projection.weight", "block.attention.query.weight", "block.ffn.experts.up", "block.ffn.router.weight"):
+            assert (groups[f"mtp.1.{name}"].kind, groups[f"mtp.1.{name}"].weight_decay) == (kind, 0.1), name
+            assert groups[f"mtp.0.{name}"].learning_rate == 0.01
+        for name in ("embedding_norm.weight", "hidden_norm.weight", "norm.weight", "block.attention.query.bias"):
+            assert (groups[f"mtp.0.{name}"].kind, groups[f"mtp.0.{name}"].weight_decay) == ("adamw", 0.0), name
+        assert groups["layers.1.attention.query.weight"].learning_rate == 0.005  # it does not count as a layer
+
+
+def test_latent_attention_is_made_of_matrices() -> None:
+    mla = Mla(q_rank=8, kv_rank=8, rope_dim=4, nope_dim=4, value_dim=4)
+    groups = by_name(Transformer(Model(vocab_size=64, hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=8, ffn_size=48, mla=mla)))
+    kinds = {name.removeprefix("layers.0.attention."): group.kind for name, group in groups.items() if ".attention." in name}
+    matrices = ("query_down", "query_up", "kv_down", "kv_up", "output")
+    norms = ("query_latent_norm", "kv_latent_norm")
+    assert kinds == {f"{name}.weight": "muon" for name in matrices} | {f"{name}.weight": "adamw" for name in norms}

@@ -24,6 +24,10 @@ corpus:
     - {name: a, kind: text, path: a.txt, licence: MIT}
     - {name: b, kind: text, path: b.txt, licence: MIT}
 """
+PHASE = """\
+train:
+  phases: [{name: general, tokens: 1M, mixture: {a: 1.0}, sequence_length: 512 tokens, batch: 8Ki}]
+"""
 
 
 def test_size_alone_makes_a_run(write: Write) -> None:
@@ -121,3 +125,28 @@ def test_rate_depends_on_the_optimizer() -> None:
     assert spectral.adam_learning_rate != 0.02
     adamw = load_recipe("dense-125m", ["optimizer.kind=adamw"]).recipe.optimizer
     assert adamw.learning_rate == adamw.adam_learning_rate
+
+
+def test_latent_attention_says_how_wide_heads_are(write: Write) -> None:
+    text = BARE.replace("size: 20M", "model: {hidden_size: 512, layers: 4, mla: {kv_rank: 64, rope_dim: 16, nope_dim: 64}}") + PHASE
+    resolved = load_recipe(write(text=text))
+    model = resolved.recipe.model
+    assert (model.heads, model.kv_heads, model.head_dim) == (8, 8, 80)
+    assert str(resolved.origins["model.head_dim"]) == "derived: mla.nope_dim + mla.rope_dim"
+    assert model.mla is not None and (model.mla.q_rank, model.mla.value_dim) == (None, 128)
+    with pytest.raises(UserError, match=r"model\.head_dim does not combine with model\.mla: it is mla\.nope_dim \+ mla\.rope_dim"):
+        load_recipe(write(text=text), ["model.head_dim=64"])
+    with pytest.raises(UserError, match=r"size derives no shape with model\.mla; leave size out"):
+        load_recipe(write(text=text), size="20M")
+
+
+def test_multi_token_prediction_moves_no_derived_value(write: Write) -> None:
+    """The layer is gone after training: what follows from the size of the model follows from the model without it."""
+    bare, ahead = load_recipe(write(text=BARE)).recipe, load_recipe(write(text=BARE), ["model.mtp={}"]).recipe
+    assert ahead.model.mtp is not None and ahead.model.mtp.layers == 1
+    assert ahead.model.model_copy(update={"mtp": None}) == bare.model
+    assert (ahead.optimizer, ahead.train) == (bare.optimizer, bare.train)
+    with pytest.raises(UserError, match=r"mtp_weight: there is no multi-token-prediction layer to weigh"):
+        load_recipe(write(text=BARE + PHASE), ["train.phases.general.mtp_weight=0.1"])
+    with pytest.raises(UserError, match=r"weight: input should be greater than 0, not 0"):
+        load_recipe(write(text=BARE), ["model.mtp={weight: 0}"])
