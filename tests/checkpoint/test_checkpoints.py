@@ -98,7 +98,7 @@ def test_training_may_go_on_while_a_save_is_under_way(tmp_path, monkeypatch):
     def held(self, aside, parts, document):
         gate.wait(20)
         staged.append(next(part for part in parts if part.name == "model/head.weight").values().data_ptr())
-        write(self, aside, parts, document)
+        return write(self, aside, parts, document)
 
     monkeypatch.setattr(Checkpoints, "_write_aside", held)
     state, meta = make_state(1), {"tokens": 1}
@@ -129,8 +129,9 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
         running[0] += 1
         most.append(running[0])
         time.sleep(0.05)
-        write(self, *args)
+        made = write(self, *args)
         running[0] -= 1
+        return made
 
     monkeypatch.setattr(Checkpoints, "_write_aside", slow)
     with Checkpoints(tmp_path, Options(keep_last=5), {}) as checkpoints:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.checkpoint import listing, manifest, retention
-from lmworks.checkpoint.loading import as_json, load
+from lmworks.checkpoint import listing, manifest
+from lmworks.checkpoint.loading import as_json, load, local_parts
 from lmworks.checkpoint.mirror import Mirror
+from lmworks.checkpoint.near import Near
+from lmworks.checkpoint.priority import yield_to_training
+from lmworks.checkpoint.publish import clean, nothing, prune, publish, set_aside
 from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
-from lmworks.files import sync_directory
 from lmworks.recipe.training import Checkpoints as Options
 
 if TYPE_CHECKING:
@@ -54,8 +55,14 @@ class Checkpoints:
         self._staging: Staging | None = None
         self._team = new_team()
         self._mirror = Mirror(options.copy_to, report) if options.copy_to and self._team.is_first else None
+        self._near = Near(options.local, self.directory, self._team, report, self._arrived, options.keep_last) if options.local else None
+        # Where saves go first, and whether this rank makes the directories there.
+        self._place = self._near.place if self._near else self.directory
+        self._makes = self._near.is_first if self._near else self._team.is_first
+        if self._makes:
+            clean(self._place)
         if self._team.is_first:
-            self._clean()
+            clean(self.directory)
 
     def save(
         self, step: int, state: State, meta: dict[str, Any], *, metric: float | None = None, permanent: bool = False, wait: bool = False
@@ -105,6 +112,8 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            if self._near is not None:
+                self._near.close()
             if self._mirror is not None:
                 self._mirror.close()
             if self._staging is not None:
@@ -126,6 +135,7 @@ class Checkpoints:
         and added to `refused`; so are those whose step and meta `undone` denies (`step-00000100.undone-1`). With `at_most`, those of later
         steps are passed over."""
         self.wait()
+        self._settle()
         for path in self._team.agree(listing.directories(self.directory)[::-1] if self._team.is_first else []):
             if at_most is not None and listing.step_of(path) > at_most:
                 continue
@@ -153,105 +163,90 @@ class Checkpoints:
         return load(path, state, self.identity, verified=path in self._verified, team=self._team)
 
     def load_latest(self, state: State, undone: Callable[[int, dict[str, Any]], bool] | None = None) -> dict[str, Any] | None:
-        """`load` of `latest_good`; None if there is none."""
+        """`load` of `latest_good`, as far as possible from the machines' own disks; None if there is none."""
+        self.wait()
+        self._settle()
+        if self._near is not None:
+            newest = self._team.agree(listing.directories(self.directory)[-1:] if self._team.is_first else [])
+            taken_back = newest and undone and undone(listing.step_of(newest[0]), listing.read_meta(newest[0])["meta"])
+            if newest and not taken_back and (near := self._near.files(newest[0], local_parts(state))) is not None:
+                return load(newest[0], state, self.identity, verified=True, team=self._team, near=near)
         path = self.latest_good(undone=undone)
         return None if path is None else self.load(path, state)
 
+    def _settle(self) -> None:
+        """Let everything arrive in the run's directory that is on its way there, from this process or from one that was killed."""
+        if self._near is not None:
+            self._near.settle()
+            self._near.finish()
+
     def _in_background(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
         try:
+            yield_to_training()
             self._write(step, parts, document, begin)
         except BaseException as error:
             self._failure = error
 
     def _write(self, step: int, parts: list[Part], document: dict[str, Any], begin: float) -> None:
-        final = self.directory / listing.name_of(step)
+        from lmworks.checkpoint.storage import seal
+
+        final = self._place / listing.name_of(step)
         aside = listing.aside_name(final)
+
+        def finish() -> None:
+            seal(aside, made)
+            publish(aside, final)
+
         try:
-            self._write_aside(aside, parts, document)
-            self._team.together(partial(publish, aside, final) if self._team.is_first else _nothing)
+            made = self._write_aside(aside, parts, document)
+            self._team.together(finish if self._makes else nothing)
+            if self._near is not None:
+                self._team.together(partial(self._near.announce, final.name) if self._team.is_first else nothing)
         except OSError as error:
             raise self._explain(step, error) from error
         finally:
-            if self._team.is_first:
+            if self._makes:
                 shutil.rmtree(aside, ignore_errors=True)
-        if not self._team.is_first:
-            return
-        self._verified.discard(final)
-        size = sum(entry.bytes for entry in manifest.entries(final).values())
-        seconds = round(time.monotonic() - begin, 3)
-        self.report("checkpoint", step=step, path=str(final), bytes=size, metric=document["metric"], seconds=seconds)
-        if self._mirror is not None:
-            self._mirror.add(final)
-        self._prune(step)
+        if self._team.is_first:
+            self._verified.discard(self.directory / final.name)
+            size = sum(entry.bytes for entry in manifest.entries(final).values())
+            seconds = round(time.monotonic() - begin, 3)
+            self.report("checkpoint", step=step, path=str(final), bytes=size, metric=document["metric"], seconds=seconds)
+        if self._near is not None:
+            if self._makes:
+                self._near.add(final.name)
+        elif self._team.is_first:
+            self._arrived(final)
 
-    def _write_aside(self, aside: Path, parts: list[Part], document: dict[str, Any]) -> None:
-        from lmworks.checkpoint.storage import documents, seal, write_parts
+    def _write_aside(self, aside: Path, parts: list[Part], document: dict[str, Any]) -> dict[str, bytes]:
+        """Write the data; returns the documents that make a checkpoint of it, at the ranks that write them."""
+        from lmworks.checkpoint.storage import documents, write_parts
 
         needed = sum(self._team.all(sum(part.bytes for part in parts)))
-        self._team.together(partial(_make_room, aside, needed) if self._team.is_first else _nothing)
+        self._team.together(partial(_make_room, aside, needed) if self._makes else nothing)
         written = self._team.collect(lambda: write_parts(aside, self._team.rank, parts))
-        if self._team.is_first:
-            seal(aside, documents(written, {listing.META: document}))
+        made = documents(written, {listing.META: document}) if self._team.is_first else {}
+        return made if self._near is None else self._near.share(made)
+
+    def _arrived(self, final: Path) -> None:
+        """A checkpoint is whole in the run's directory: copy it on, and see which may go. At the first rank."""
+        if self._mirror is not None:
+            self._mirror.add(final)
+        self._prune(listing.step_of(final))
 
     def _prune(self, newest: int) -> None:
         protected = self._mirror.protected() if self._mirror else set()
         for step in prune(self.directory, self.options, newest, self.total_tokens, protected):
             self.report("checkpoint_pruned", step=step)
 
-    def _clean(self) -> None:
-        """Remove what killed saves and prunings left; bring back a checkpoint that was about to be replaced by another of its step."""
-        if not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            match = re.fullmatch(r"\.(step-\d+)\.(part|gone|replaced)", path.name)
-            if match and match[2] == "replaced" and not (self.directory / match[1]).exists():
-                os.replace(path, self.directory / match[1])
-            elif match:
-                shutil.rmtree(path, ignore_errors=True)
-
     def _explain(self, step: int, error: OSError) -> UserError:
         before = listing.directories(self.directory)
         intact = f"the checkpoint before it, {before[-1].name}, is intact" if before else "there is no earlier checkpoint"
-        what, mend = f"{error.strerror or error} in {self.directory}", "mend that"
+        what, mend = f"{error.strerror or error} in {self._place}", "mend that"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(self.directory if self.directory.exists() else self.directory.parent).free
-            what, mend = f"the disk of {self.directory} is full ({free / 1e6:,.1f} MB free)", "free some space"
+            free = shutil.disk_usage(self._place if self._place.exists() else self._place.parent).free
+            what, mend = f"the disk of {self._place} is full ({free / 1e6:,.1f} MB free)", "free some space"
         return UserError(f"the checkpoint of step {step} was not saved: {what}; {intact}; {mend} and run the same command again")
-
-
-def publish(aside: Path, final: Path) -> None:
-    """Give a finished checkpoint its name; one that has it already is whole until then."""
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(aside, final)
-    sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint to `step-00000100.WHY-1` (or -2 and so on), where no reader looks; returns the new path."""
-    aside = listing.free_name(path, why)
-    os.replace(path, aside)
-    sync_directory(path.parent)
-    return aside
-
-
-def prune(
-    directory: Path, options: Options, newest: int, total_tokens: int | None = None, protected: Collection[Path] = (), *, dry: bool = False
-) -> list[int]:
-    """Remove the checkpoints that the options do not keep, or with `dry` only say which; returns their steps.
-
-    newest: the step that always stays. protected: what must not go yet.
-    """
-    found = listing.saved(directory)
-    kept = retention.keep(found, options, newest, total_tokens)
-    leaving = [one for one in found if one.step not in kept and one.path not in protected]
-    for one in () if dry else leaving:
-        gone = directory / f".{one.path.name}.gone"
-        os.replace(one.path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
-    return [one.step for one in leaving]
 
 
 def _make_room(aside: Path, needed: int) -> None:
@@ -259,7 +254,3 @@ def _make_room(aside: Path, needed: int) -> None:
     aside.mkdir(parents=True)
     if shutil.disk_usage(aside).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _nothing() -> None:
-    """What the others do while the first does something."""

@@ -25,6 +25,17 @@ def aside_name(final: Path) -> Path:
     return final.with_name(f".{final.name}.part")
 
 
+def marker(final: Path) -> Path:
+    """What says that a checkpoint is whole on the machines' own disks, and not yet here."""
+    return final.with_name(f".{final.name}.local")
+
+
+def announced(directory: Path) -> list[Path]:
+    """The paths of the checkpoints with a marker, by rising step."""
+    names = [path.name[1:-len(".local")] for path in Path(directory).glob(".step-*.local")]
+    return sorted((Path(directory) / name for name in names if _STEP.match(name)), key=step_of)
+
+
 def free_name(path: Path, why: str) -> Path:
     """`step-00000100.WHY-1`, or -2 and so on: where a checkpoint is kept that no reader should find."""
     number = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
 ALONE = Team()
 
 
-def load(path: Path, state: State, identity: dict[str, Any] | None = None, *, verified: bool = False, team: Team = ALONE) -> dict[str, Any]:
+def load(
+    path: Path, state: State, identity: dict[str, Any] | None = None, *,
+    verified: bool = False, team: Team = ALONE, near: Mapping[str, Path] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Fill the tensors of `state` in place from the checkpoint at `path`, replace its plain values, and return the meta saved with it.
 
     Only the top-level parts that `state` has are read: `{"model": model.state_dict()}` leaves the optimizer alone. The layout of
     DTensors may differ from that of the save. The ranks of `team` call it together and may hold different tensors; each reads what it
-    holds, and only the first reads what says where things are. `verified` skips the hashing. Raises `UserError` if the checkpoint is
+    holds, and only the first reads what says where things are. `verified` skips the hashing. `near` says where copies of files are
+    that are read instead. Raises `UserError` if the checkpoint is
     damaged, or of another model (`identity`, where given, or names, shapes or types differ).
     """
     from lmworks.checkpoint import state as states
@@ -37,7 +42,7 @@ def load(path: Path, state: State, identity: dict[str, Any] | None = None, *, ve
         states.refuse_other_identity(str(path), as_json(identity), document["identity"])
     states.refuse_other_tensors(str(path), state, table, document["values"], team)
     parts = local_parts(state)
-    team.together(lambda: Reader(path, table).fill(parts))
+    team.together(lambda: Reader(path, table, near).fill(parts))
     states.put_values(state, document["values"])
     return dict(document["meta"])
 

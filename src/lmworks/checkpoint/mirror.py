@@ -8,11 +8,12 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import manifest
+from lmworks.checkpoint.priority import yield_to_training
 from lmworks.errors import UserError
 from lmworks.files import sync_directory
 
@@ -58,6 +59,7 @@ class Mirror:
                 self._copy(path)
 
     def _run(self) -> None:
+        yield_to_training()
         while (path := self._queue.get()) is not None:
             self._copy(path)
             self._waiting.discard(path)
@@ -90,11 +92,7 @@ def _copy_to_directory(source: Path, target: Path, files: dict[str, manifest.Ent
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        for name in (*files, manifest.NAME):
-            with open(source / name, "rb") as reader, open(aside / name, "xb") as writer:
-                shutil.copyfileobj(reader, writer, _BLOCK)
-                writer.flush()
-                os.fsync(writer.fileno())
+        copy_files(source, aside, (*files, manifest.NAME))
         sync_directory(aside)
         if (reason := manifest.problem(aside)) is not None:
             raise OSError(f"the copy of {source} in {target} is bad: {reason}")
@@ -105,6 +103,17 @@ def _copy_to_directory(source: Path, target: Path, files: dict[str, manifest.Ent
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return str(final)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy files between directories, synced. What arrived is for the caller to compare; nothing of it is left in memory, so that
+    comparing asks the disk."""
+    for name in names:
+        with open(source / name, "rb") as reader, open(target / name, "xb") as writer:
+            shutil.copyfileobj(reader, writer, _BLOCK)
+            writer.flush()
+            os.fsync(writer.fileno())
+            os.posix_fadvise(writer.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _copy_to_url(source: Path, target: str, files: dict[str, manifest.Entry]) -> str:

@@ -102,13 +102,9 @@ def _plain_holders(kinds: Sequence[str], team: Team) -> dict[str, tuple[int, ...
     and one of each kind of rank (such as a pipeline stage) says its list."""
     if team.group is None:
         return dict.fromkeys(kinds, (0,))
-    import torch.distributed as dist
-
-    own = torch.tensor([int.from_bytes(hashlib.sha256("\n".join(kinds).encode()).digest()[:8], "little", signed=True)])
-    everybody = torch.empty(team.size, dtype=torch.int64)
-    dist.all_gather_into_tensor(everybody, own, group=team.group)
+    own = int.from_bytes(hashlib.sha256("\n".join(kinds).encode()).digest()[:8], "little")
     alike: dict[int, list[int]] = defaultdict(list)
-    for rank, digest in enumerate(everybody.tolist()):
+    for rank, digest in enumerate(team.all(own)):
         alike[digest].append(rank)
     found: dict[str, list[int]] = defaultdict(list)
     for ranks in alike.values():

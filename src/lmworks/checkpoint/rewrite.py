@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.checkpoints import publish
 from lmworks.checkpoint.parts import Part
+from lmworks.checkpoint.publish import publish
 from lmworks.checkpoint.storage import Reader, boxes, documents, seal, write_parts
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]
 
 
 def _split(parts: Iterable[Part], limit: int) -> list[list[Part]]:
-    """Parts in order, in groups of about `limit` bytes."""
+    """Parts in order, in groups of about `limit` bytes; whole tensors, which other ranks read too, apart from shards, which they do not."""
     groups: list[list[Part]] = []
     room = 0
-    for part in parts:
-        if not groups or part.bytes > room:
+    for part in sorted(parts, key=lambda part: part.sizes != part.shape):
+        if not groups or part.bytes > room or (part.sizes != part.shape) != (groups[-1][-1].sizes != groups[-1][-1].shape):
             groups.append([])
             room = limit
         groups[-1].append(part)
@@ -156,10 +156,10 @@ def read_table(directory: Path) -> Table:
 
 
 class Reader:
-    """Reads boxes of the tensors of a checkpoint."""
+    """Reads boxes of the tensors of a checkpoint; its files lie in `directory`, or where `near` says."""
 
-    def __init__(self, directory: Path, table: Table | None = None) -> None:
-        self.directory, self.table = directory, read_table(directory) if table is None else table
+    def __init__(self, directory: Path, table: Table | None = None, near: Mapping[str, Path] | None = None) -> None:
+        self.directory, self.table, self._near = directory, read_table(directory) if table is None else table, near or {}
 
     def files(self, parts: Iterable[Part]) -> set[str]:
         """The data files that are needed to fill these parts."""
@@ -202,7 +202,7 @@ class Reader:
 
     def _read(self, chunk: Chunk, dtype: torch.dtype, bounds: list[tuple[int, int]], to: Tensor) -> None:
         """Only the rows that are wanted are read, straight into their place where they lie there as they do in the file."""
-        path = self.directory / chunk.file
+        path = self._near.get(chunk.file, self.directory / chunk.file)
         row = math.prod(chunk.sizes[1:]) * dtype.itemsize
         first = (bounds[0][0] - chunk.offsets[0]) * row if bounds else 0
         sizes = [high - low for low, high in bounds[:1]] + list(chunk.sizes[1:])

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lmworks.checkpoint import checkpoints, listing
+from lmworks.checkpoint import listing
+from lmworks.checkpoint import publish as names
 from lmworks.checkpoint.loading import refuse_damaged
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, write_json
@@ -64,7 +65,10 @@ def rollback(run_dir: Path, which: Which, to_step: int, skip: tuple[int, int] | 
         ledger.write(EVENT, **fields)
         again = _undo(run_dir, _STAGE[which])
         for one in reversed(later):
-            checkpoints.set_aside(one, "rolled-back")
+            names.set_aside(one, "rolled-back")
+        for one in listing.announced(path.parent):
+            if listing.step_of(one) > to_step:  # what is still on the machines' own disks must not come back
+                listing.marker(one).unlink()
     return fields | {"set_aside": [one.name for one in later], "again": again}
 
 
@@ -109,7 +113,7 @@ def prune(run_dir: Path, which: Which, options: Options, set_aside: bool, dry: b
         newest, _ = listing.newest_good(place)
         if newest is None:
             raise UserError(f"{place} has no good checkpoint, so nothing is removed")
-        steps = checkpoints.prune(place, options, listing.step_of(newest), tokens, dry=dry)
+        steps = names.prune(place, options, listing.step_of(newest), tokens, dry=dry)
         aside = sorted(path for path in place.glob("step-*.*") if path.is_dir()) if set_aside else []
         for path in () if dry else aside:
             shutil.rmtree(path)

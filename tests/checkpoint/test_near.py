@@ -1,0 +1,149 @@
+"""Checkpoints that are saved on each machine's own disk first; here a machine is a directory that two ranks share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, near, newest_good, storage, verify
+from lmworks.recipe.training import Checkpoints as Options
+from rank_pool import RankPool
+
+WHOLE = torch.arange(42.0).reshape(7, 6)
+
+
+def open_(folder: str, events: list[tuple[str, dict[str, Any]]] | None = None, ranks_per_machine: int = 2, **options: Any) -> Checkpoints:
+    machine = dist.get_rank() // ranks_per_machine if dist.is_initialized() else 0
+    own = Options(local=f"{folder}/machine-{machine}", **options)
+    heard = events if events is not None else []
+    return Checkpoints(Path(folder) / "run" / "checkpoints", own, {}, report=lambda event, **fields: heard.append((event, fields)))
+
+
+def state(value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"model": {"matrix": distribute_tensor(WHOLE + value, mesh, [Shard(0)], src_data_rank=None)}, "count": torch.tensor(value)}
+
+
+def holds(found: dict[str, Any], value: float) -> bool:
+    mine = state(value)["model"]["matrix"].to_local()
+    return torch.equal(found["model"]["matrix"].to_local(), mine) and found["count"] == value
+
+
+def save(folder: str, steps: list[int], break_copies: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    events: list[tuple[str, dict[str, Any]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if break_copies:  # as if the run were killed before a byte has left the machines
+            patch.setattr(near.Near, "add", lambda self, name: None)
+        with open_(folder, events, keep_last=2) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, state(step), {"step": step})
+    return events
+
+
+def resume(folder: str, expected: int) -> tuple[list[str], list[str]]:
+    """Below which directories the matrix and the count were read, and the events."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    read, honest = [], storage._read_into
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_read_into", lambda fd, at, to, path: (read.append(path), honest(fd, at, to, path))[1])
+        with open_(folder, events) as checkpoints:
+            found = state(0)
+            assert checkpoints.load_latest(found) == {"step": expected}
+    assert holds(found, expected)
+    return sorted({path.relative_to(folder).parts[0] for path in read}), [event for event, _ in events]
+
+
+def machines(folder: Path) -> dict[str, list[str]]:
+    return {path.name: sorted(one.name for one in next(path.iterdir()).iterdir()) for path in sorted(folder.glob("machine-*"))}
+
+
+def test_each_machine_copies_its_own_files_and_the_first_rank_seals(ranks: RankPool, tmp_path: Path) -> None:
+    shared = tmp_path / "run" / "checkpoints"
+    events = ranks.run(save, 4, str(tmp_path), [1, 2, 3])
+    assert [event for event, _ in events[0] if event == "checkpoint_copied"] == ["checkpoint_copied"] * 3
+    assert events[1:] == [[], [], []]
+    assert [(row["step"], row["good"]) for row in verify(shared)] == [(2, True), (3, True)]
+    assert sorted(path.name for path in shared.iterdir()) == [listing.name_of(2), listing.name_of(3)], "no marker is left"
+    assert machines(tmp_path) == {f"machine-{one}": [listing.name_of(2), listing.name_of(3)] for one in (0, 1)}
+    own = [sorted({path.name[:10] for path in (tmp_path / f"machine-{one}").rglob("step-00000003/data-*")}) for one in (0, 1)]
+    assert own == [["data-00000", "data-00001"], ["data-00002", "data-00003"]]
+    alone = {"model": {"matrix": torch.zeros(7, 6)}, "count": torch.tensor(0)}
+    assert load(shared / listing.name_of(3), alone) == {"step": 3}
+    assert torch.equal(alone["model"]["matrix"], WHOLE + 3)
+
+
+def test_resuming_prefers_the_machines_own_copy_where_it_is_whole_everywhere(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 4, str(tmp_path), [1, 2])
+    own = [["machine-0"], ["machine-0"], ["machine-1", "run"], ["machine-1", "run"]]  # the count was written by rank 0
+    assert [places for places, _ in ranks.run(resume, 4, str(tmp_path), 2)] == own
+    data = next((tmp_path / "machine-1").rglob("step-00000002/data-00003*"))
+    content = data.read_bytes()
+    data.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    assert [places for places, _ in ranks.run(resume, 4, str(tmp_path), 2)] == [["run"]] * 4, "all or none"
+    data.write_bytes(content)
+    assert [places for places, _ in ranks.run(resume, 2, str(tmp_path), 2)] == [["machine-0"], ["machine-0", "run"]], "another layout"
+    shutil.rmtree(tmp_path / "machine-0")
+    assert [places for places, _ in ranks.run(resume, 4, str(tmp_path), 2)] == [["run"]] * 4, "a machine was replaced"
+
+
+def test_a_copy_that_was_cut_off_is_finished_at_the_next_start(ranks: RankPool, tmp_path: Path) -> None:
+    shared = tmp_path / "run" / "checkpoints"
+    ranks.run(save, 4, str(tmp_path), [1])
+    ranks.run(save, 4, str(tmp_path), [2], True)
+    assert [row["step"] for row in list_checkpoints(shared)] == [1]
+    assert listing.announced(shared) == [shared / listing.name_of(2)]
+    assert ranks.run(resume, 4, str(tmp_path), 2)[0][1] == ["checkpoint_copied"]
+    assert [(row["step"], row["good"]) for row in verify(shared)] == [(1, True), (2, True)]
+    ranks.run(save, 4, str(tmp_path), [3], True)
+    shutil.rmtree(next((tmp_path / "machine-1").rglob(listing.name_of(3))))
+    assert ranks.run(resume, 4, str(tmp_path), 2)[0][1] == ["checkpoint_given_up"]
+    assert not listing.announced(shared)
+
+
+def bad_copies(folder: str) -> list[str]:
+    """The second machine's first copy arrives with a changed byte; it is tried again with the next one."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    honest, spoilt = near.copy_files, []
+
+    def spoil(source: Path, target: Path, names: Any) -> None:
+        honest(source, target, names)
+        if dist.get_rank() == 2 and not spoilt:
+            spoilt.append(path := next(target.glob("data-00002*")))
+            path.write_bytes(b"!" + path.read_bytes()[1:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near, "copy_files", spoil)
+        with open_(folder, events, keep_last=5) as checkpoints:
+            checkpoints.save(1, state(1), {"step": 1}, wait=True)
+            checkpoints._near.settle()  # type: ignore[union-attr]
+            assert newest_good(checkpoints.directory)[0] is None
+            checkpoints.save(2, state(2), {"step": 2})
+    return [event for event, _ in events]
+
+
+def test_a_bad_copy_is_not_published_and_is_tried_again(ranks: RankPool, tmp_path: Path) -> None:
+    events = ranks.run(bad_copies, 4, str(tmp_path))[0]
+    assert events == ["checkpoint", "checkpoint_copy_failed", "checkpoint", "checkpoint_copied", "checkpoint_copied"]
+    assert [(row["step"], row["good"]) for row in verify(tmp_path / "run" / "checkpoints")] == [(1, True), (2, True)]
+
+
+def test_one_process_alone(tmp_path: Path) -> None:
+    def tensors(value: float) -> dict[str, Any]:
+        return {"model": {"weight": torch.full((5,), value)}}
+
+    with open_(str(tmp_path), copy_to=str(tmp_path / "far")) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, tensors(step), {"step": step})
+    assert [row["step"] for row in list_checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
+    assert [row["good"] for row in verify(tmp_path / "far")] == [True] * 3
+    found = tensors(0)
+    with open_(str(tmp_path)) as checkpoints:
+        assert checkpoints.load_latest(found) == {"step": 3}
+    assert torch.equal(found["model"]["weight"], torch.full((5,), 3.0))
