@@ -89,7 +89,7 @@ def test_a_run_that_cannot_recover_stops(tiny_copy: Tiny, monkeypatch: pytest.Mo
     poison(monkeypatch, range(10, 99), infinite_gradient)
     said = r"stopped at step 12: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\); no weight was changed "
     with pytest.raises(UserError, match=said + "by them; batches for replay are in .*/bad_batches; lower optimizer.learning_rate"):
-        tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3")
+        tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=0")
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(tiny_copy.run_dir, 10)) == []
 
 
@@ -99,9 +99,9 @@ def test_the_count_of_bad_steps_survives_a_resume(tiny_copy: Tiny, monkeypatch: 
     with monkeypatch.context() as patch:
         before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 11 else None)
         with pytest.raises(Interrupted, match="saved at step 12"):
-            tiny_copy.pretrain("stability.max_bad_steps=3")
+            tiny_copy.pretrain("stability.max_bad_steps=3", "stability.max_rollbacks=0")
     with pytest.raises(UserError, match="stopped at step 12: the gradient norm was not finite in 3 steps in a row"):
-        tiny_copy.pretrain("stability.max_bad_steps=3")
+        tiny_copy.pretrain("stability.max_bad_steps=3", "stability.max_rollbacks=0")
     assert curve(tiny_copy.run_dir)[-1]["train/bad_steps"] == 2
 
 
@@ -110,7 +110,7 @@ def test_fp16_finds_its_scale_without_being_stopped(tiny_copy: Tiny, monkeypatch
     from lmworks.optim import scaler as scaling
 
     monkeypatch.setattr(scaling.LossScaler.__init__, "__defaults__", (2.0**24, 4, "cpu"))
-    fp16 = ("train.precision=fp16", "stability.max_bad_steps=1")
+    fp16 = ("train.precision=fp16", "stability.max_bad_steps=1", "stability.max_rollbacks=0")
     reference = tiny_copy.copy(tiny_copy.run_dir.parent / "reference")
     reference.pretrain(*fp16)
     lines = curve(reference.run_dir)
@@ -135,4 +135,4 @@ def test_fp16_that_no_scale_mends_is_stopped(tiny_copy: Tiny, monkeypatch: pytes
     poison(monkeypatch, range(99), infinite_gradient)
     # 8, 4, 2, 1: the third overflow cannot be mended any more
     with pytest.raises(UserError, match=r"stopped at step 3: the gradient norm was not finite in 2 steps in a row"):
-        tiny_copy.pretrain("train.precision=fp16", "stability.max_bad_steps=2")
+        tiny_copy.pretrain("train.precision=fp16", "stability.max_bad_steps=2", "stability.max_rollbacks=0")

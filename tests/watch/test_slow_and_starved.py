@@ -15,19 +15,24 @@ def test_a_slow_rank_is_named_once_and_again_after_it_recovered():
         seconds = 0.1 + 0.003 * draw.standard_normal(8)
         if 10 <= number < 20 or 40 <= number < 50:
             seconds[5] *= 1.6
-        named += [(number, rank) for rank in watch.observe(seconds.tolist())]
+        named += [(number, rank) for rank in watch.observe(seconds.tolist(), 0.025)]
     assert named == [(12, 5), (42, 5)]
 
 
 def test_noise_names_nobody():
     draw, watch = np.random.default_rng(1), SlowRanks(8.0)
     for _ in range(2000):
-        assert watch.observe((0.1 * np.exp(0.05 * draw.standard_normal(64))).tolist()) == []
+        assert watch.observe((0.1 * np.exp(0.05 * draw.standard_normal(64))).tolist(), 0.02) == []
 
 
 def test_of_two_ranks_nobody_knows_which_is_slow():
     watch = SlowRanks(8.0)
-    assert [watch.observe([0.1, 9.0]) for _ in range(9)] == [[]] * 9
+    assert [watch.observe([0.1, 9.0], 0.0) for _ in range(9)] == [[]] * 9
+
+
+def test_little_is_nothing_however_even_the_others_are():
+    watch = SlowRanks(8.0)
+    assert [watch.observe([0.1, 0.1, 0.1, 0.11], 0.02) for _ in range(9)] == [[]] * 9
 
 
 def test_the_probe_measures_something():

@@ -32,6 +32,7 @@ from lmworks.train.sampling import Sampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.watch.finite import BadSteps
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
@@ -126,7 +127,7 @@ def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) 
 
 def pretrain(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest good checkpoint of `run_dir`, or from the start, to the end of the last phase.
 
@@ -162,7 +163,9 @@ def pretrain(
         # Other ranks would take up a change of the mixture at another step: with ranks it waits for the next start.
         far = Far(batches, recipe, tokenizer)
         course = Pretraining(recipe, batches, None if ranks.distributed else ledger)
-        bad_steps = BadSteps(run_dir / "bad_batches", recipe.stability.max_bad_steps, recipe.stability.save_bad_batches if first_rank else 0, ledger.write)
+        stability = recipe.stability
+        keep = stability.save_bad_batches if first_rank else 0
+        bad_steps = BadSteps(run_dir / "bad_batches", stability.max_bad_steps, keep, ledger.write)
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),

@@ -170,7 +170,6 @@ class Trainer:
     def run(self, metrics: MetricLog) -> None:
         """Train to the end of the course. Raises `Interrupted` after saving when asked to stop."""
         self.metrics = metrics
-        train = self.recipe.train
         self.model.train()
         if self.step == 0:
             self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)

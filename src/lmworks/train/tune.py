@@ -25,6 +25,7 @@ from lmworks.train.sampling import ChatSampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate_conversations
 from lmworks.watch.finite import BadSteps
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
 
@@ -67,7 +68,7 @@ class Tuning:
 
 def tune(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, exclude_questions: Collection[str] = (),
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
 ) -> None:  # fmt: skip
     """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
 
@@ -94,7 +95,8 @@ def tune(
         ) as checkpoints,
     ):
         stability = recipe.stability
-        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, stability.save_bad_batches if ranks.is_first else 0, ledger.write)
+        keep = stability.save_bad_batches if ranks.is_first else 0
+        bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, keep, ledger.write)
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},

@@ -47,7 +47,7 @@ class Policy:
             return 1.0
         return spike.lower_to + (1 - spike.lower_to) * (step - self._lowered_at - 1) / spike.lower_steps
 
-    def observe(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays) -> GoBack | None:
+    def observe(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]) -> GoBack | None:
         """Tell of a step; what to do, beside not having applied its update."""
         if not self.bad_steps.observe(step, loss, grad_norm, batch):
             if not self.bad_steps.too_many:
@@ -59,7 +59,7 @@ class Policy:
             return None
         return self._spiked(step, loss, grad_norm, limits, batch)
 
-    def _spiked(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays) -> GoBack | None:
+    def _spiked(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]) -> GoBack | None:
         assert self.options.spike
         spike, in_a_row = self.options.spike, self.spikes.in_a_row
         self._spike_began = step if in_a_row == 1 else self._spike_began

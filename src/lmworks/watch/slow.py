@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 
-_LEAST = 0.25  # share of the median by which a slow rank is slower at least
 _SIZE = 256
 
 
@@ -23,13 +22,13 @@ class SlowRanks:
         self.threshold, self.patience = threshold, patience
         self._streaks: dict[int, int] = {}
 
-    def observe(self, seconds: Sequence[float]) -> list[int]:
-        """The own times of all ranks in one measurement; the ranks that are to be named now."""
+    def observe(self, seconds: Sequence[float], floor: float) -> list[int]:
+        """The own times of all ranks in one measurement, and the least excess that matters; the ranks that are to be named now."""
         if len(seconds) < 3:  # of two nobody can say who is the slow one
             return []
         middle = median(seconds)
         spread = median(abs(value - middle) for value in seconds)
-        limit = middle + max(self.threshold * spread, _LEAST * middle)
+        limit = middle + max(self.threshold * spread, floor)
         slow = {rank for rank, value in enumerate(seconds) if value > limit}
         self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
         return sorted(rank for rank, streak in self._streaks.items() if streak == self.patience)

@@ -1,0 +1,135 @@
+"""Carries out what `watch` decides while a run is at work: rollbacks, saves that fail, hunger for data, slow ranks.
+
+Every rank has one and calls it alike; the ledger of the first rank has each decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+
+from lmworks import progress
+from lmworks.checkpoint import listing
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.checkpoint.team import new_team
+from lmworks.errors import UserError
+from lmworks.recipe.stability import Stability
+from lmworks.watch import skips
+from lmworks.watch.finite import BadSteps
+from lmworks.watch.ledger import Ledger
+from lmworks.watch.policy import GoBack, Policy
+from lmworks.watch.saves import FailedSaves
+from lmworks.watch.skips import Rollback, Skips
+from lmworks.watch.slow import SlowRanks, probe
+from lmworks.watch.starvation import Starvation, advice
+
+
+class Guard:
+    """The policies of one stage of a run, with the rollbacks that its ledger knows."""
+
+    def __init__(
+        self, options: Stability, bad_steps: BadSteps, checkpoints: Checkpoints, ledger: Ledger, *,
+        stage: str, save_every: int, cached: bool,
+    ) -> None:
+        self.options, self.checkpoints, self.ledger, self.stage, self._cached = options, checkpoints, ledger, stage, cached
+        self.policy = Policy(options, bad_steps, self._report)
+        self.saves = FailedSaves(options.max_failed_saves, save_every)
+        self.starvation = Starvation(options.starved_share)
+        self._slow = {what: SlowRanks(options.slow_threshold) for what in ("arithmetic", "data and host")}
+        self._team = new_team()
+        self.history = self._team.agree(skips.rollbacks(ledger.read(), stage))
+
+    @property
+    def skips(self) -> Skips:
+        """The steps that are left out."""
+        return Skips(self.history)
+
+    def _report(self, event: str, **fields: Any) -> None:
+        self.ledger.write(event, stage=self.stage, **fields)
+
+    def _warn(self, text: str) -> None:
+        if self._team.is_first:
+            progress.console.print(f"[yellow]{text}[/yellow]")
+
+    # What belongs into the checkpoint's meta, and back.
+
+    def meta(self) -> dict[str, Any]:
+        """What a resumed run needs to decide as this one would."""
+        return {"stability": self.policy.state(), "rollbacks": [asdict(one) for one in self.history]}
+
+    def undone(self, step: int, meta: dict[str, Any]) -> bool:
+        """Whether a rollback took back this checkpoint."""
+        return skips.undone(step, len(meta.get("rollbacks", [])), self.history)
+
+    def load(self, meta: dict[str, Any]) -> None:
+        """Go on from a checkpoint with this meta. Rollbacks that a lost ledger no longer has are written down again."""
+        if "stability" in meta:
+            self.policy.load(meta["stability"])
+        known = [Rollback(**one | {"skip": one["skip"] and tuple(one["skip"])}) for one in meta.get("rollbacks", [])]
+        for one in known[len(self.history):]:
+            self._report(skips.EVENT, **asdict(one))
+            self.history.append(one)
+
+    def roll_back(self, step: int, phase_began: int, back: GoBack) -> bool:
+        """Write a rollback down, if there is a checkpoint to go back to and the phase has a rollback left; the trainer then loads it.
+
+        False where the run may go on as it is; raises `UserError` where it may not.
+        """
+        found = self._target(back.step) if self.policy.may_roll_back(self.history, phase_began) else None
+        if found is None:
+            if back.stop is not None:
+                raise self.policy.give_up(step, back, self.history)
+            self.policy.accept(step)
+            return False
+        made = Rollback(step, found, self.policy.window(step, found), back.reason)
+        self._report(skips.EVENT, **asdict(made))
+        self.history.append(made)
+        self._warn(
+            f"step {step:,}: {back.reason}; going back to step {found:,} and on with step {self.skips.next(made.skip[1]):,}, "  # type: ignore[index]
+            f"without the data of {made.skip[1] - made.skip[0]:,} steps"  # type: ignore[index]
+        )
+        return True
+
+    def _target(self, at_most: int) -> int | None:
+        """The newest good checkpoint of a step at most this; or, if the last rollback led there and did not help, the one before it."""
+        found = self.checkpoints.latest_good(at_most, self.undone)
+        if found is not None and self.history and self.history[-1].to_step == listing.step_of(found):
+            found = self.checkpoints.latest_good(listing.step_of(found) - 1, self.undone) or found
+        return None if found is None else listing.step_of(found)
+
+    # Saves, data, ranks.
+
+    def save_failed(self, step: int, error: UserError) -> None:
+        """Warn, and try again soon; raises the error after too many."""
+        self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
+        self.saves.failed(step, error)
+        self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.again:,}")
+
+    def waited(self, step: int, waited: float, seconds: float) -> None:
+        """Seconds that a step waited for its batch, of all that it took."""
+        share = self.starvation.observe(waited, seconds)
+        if share is not None:
+            self._report("data_starved", step=step, share=round(share, 3), steps=self.starvation.steps)
+            self._warn(f"step {step:,}: {share:.0%} of the time goes into waiting for data; {advice(self._cached)}")
+
+    def compare_ranks(self, step: int, own: float, step_seconds: float, device: torch.device) -> int | None:
+        """Compare the seconds per step that each rank spends outside the step's work (`own`), and its arithmetic; the slowest rank.
+
+        None alone. A rank that is slow in either for several comparisons is named.
+        """
+        if self._team.size == 1:
+            return None
+        told = self._team.all((probe(device), own, step_seconds))
+        arithmetic, host = [one[0] for one in told], [one[1] for one in told]
+        typical = median(one[2] for one in told)
+        floors = {"arithmetic": 0.25 * median(arithmetic), "data and host": 0.1 * typical}
+        for what, seconds in (("arithmetic", arithmetic), ("data and host", host)):
+            for rank in self._slow[what].observe(seconds, floors[what]):
+                slow, others = seconds[rank], median(seconds)
+                self._report("slow_rank", step=step, rank=rank, what=what, seconds=round(slow, 6), median=round(others, 6))
+                self._warn(f"step {step:,}: rank {rank} is slow ({what}: {slow:.3g} s against {others:.3g} s of the others)")
+        burden = [typical * (a / max(median(arithmetic), 1e-9) - 1) + h for a, h in zip(arithmetic, host, strict=True)]
+        return burden.index(max(burden))

@@ -1,0 +1,223 @@
+"""Spikes, rollbacks and what they leave out; a run decides alike whether it was interrupted or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted, Preempted
+from lmworks.model import Transformer
+from lmworks.model.transformer import Loss
+from lmworks.watch.ledger import Ledger, read_ledger
+from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+# Wide enough for the noise of four short sequences, and far below what is planted.
+SPIKE = ("stability.spike.window=8", "stability.spike.floor=3", "stability.spike.norm_factor=1000")
+EVERY = ("train.save_every=1 steps", "checkpoints.keep_last=99")
+HIGH = 14
+
+
+def high_loss(loss: Loss) -> Loss:
+    return replace(loss, head=loss.head._replace(cross_entropy=loss.head.cross_entropy * 50))
+
+
+def nan_loss(loss: Loss) -> Loss:
+    return replace(loss, total=loss.total * float("nan"))
+
+
+def spoil_steps(patch: pytest.MonkeyPatch, steps: Collection[int], spoil: Callable[[Loss], Loss]) -> None:
+    """Spoil what the loss of these steps of training is taken for."""
+    honest, now = Transformer.loss, {"step": -1}
+
+    def spoiled(self: Transformer, *inputs: torch.Tensor) -> Any:
+        loss = honest(self, *inputs)
+        return spoil(loss) if now["step"] in steps and torch.is_grad_enabled() else loss
+
+    before_each_step(patch, lambda step: now.update(step=step))
+    patch.setattr(Transformer, "loss", spoiled)
+
+
+def events(run: Tiny, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == name]
+
+
+def steps_of(run: Tiny) -> list[int]:
+    return [line["step"] for line in curve(run.run_dir)]
+
+
+def left_out(start: int, stop: int) -> list[int]:
+    """The steps in the curve of a run that left out [start, stop); lines count from 1."""
+    return [step for step in range(1, STEPS + 1) if not start < step <= stop]
+
+
+@pytest.fixture(scope="module")
+def rolled_back(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A spike in step 14 leads back to the checkpoint of step 12."""
+    run = tiny.copy(tmp_path_factory.mktemp("rolled_back") / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        spoil_steps(patch, [HIGH], high_loss)
+        run.pretrain(*SPIKE, "stability.spike.action=rollback")
+    return run
+
+
+def test_an_undisturbed_run_is_not_touched_by_the_policies(tiny_copy: Tiny) -> None:
+    tiny_copy.pretrain()
+    names = {line["event"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl")}
+    assert not names & {"spike", "rollback", "bad_step", "save_failed", "slow_rank"}
+    assert steps_of(tiny_copy) == list(range(1, STEPS + 1))
+
+
+def test_the_update_of_a_spike_is_not_applied(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_steps(monkeypatch, [HIGH], high_loss)
+    tiny_copy.pretrain(*EVERY, *SPIKE)
+    run = tiny_copy.run_dir
+    assert same_bits(checkpoint(run, HIGH + 1), checkpoint(run, HIGH)) == []
+    assert "model/head.weight" in same_bits(checkpoint(run, HIGH + 2), checkpoint(run, HIGH + 1))
+    (line,) = events(tiny_copy, "spike")
+    assert (line["step"], line["action"]) == (HIGH, "skip")
+    assert line["loss"] > 3 * line["loss_limit"]
+    assert curve(run)[-1]["train/spikes"] == 1
+
+
+def test_a_lowered_rate_comes_back(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = ("stability.spike.action=lower", "stability.spike.lower_to=0.5", "stability.spike.lower_steps=2")
+    tiny = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
+    tiny.pretrain()
+    spoil_steps(monkeypatch, [HIGH], high_loss)
+    tiny_copy.pretrain(*SPIKE, *lower)
+    plain, lowered = ([line["optim/learning_rate"] for line in curve(run.run_dir)] for run in (tiny, tiny_copy))
+    shares = [round(after / before, 9) for before, after in zip(plain, lowered, strict=True)]
+    assert shares == [1] * (HIGH + 1) + [0.5, 0.75] + [1] * (STEPS - HIGH - 3)
+
+
+def test_a_rollback_leaves_the_window_out(rolled_back: Tiny) -> None:
+    (line,) = events(rolled_back, "rollback")
+    assert (line["step"], line["to_step"], line["skip"]) == (HIGH, 12, [12, 15])
+    assert line["reason"] == "1 spike in a row (stability.spike)"
+    assert steps_of(rolled_back) == left_out(12, 15)
+    whole = sum(line["train/batch_tokens"] for line in curve(rolled_back.run_dir))
+    assert curve(rolled_back.run_dir)[-1]["train/tokens"] == whole, "what is counted is what was trained on"
+
+
+def test_a_rollback_in_the_run_equals_one_by_hand(rolled_back: Tiny, tiny_copy: Tiny) -> None:
+    """Stopped where the checkpoint is, told in the ledger what to leave out, and started again: the same bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 11 else None)
+        with pytest.raises(Interrupted, match="saved at step 12"):
+            tiny_copy.pretrain()
+    with Ledger(tiny_copy.run_dir / "ledger.jsonl") as ledger:
+        ledger.write("rollback", stage="pretrain", step=HIGH, to_step=12, skip=[12, 15])
+    tiny_copy.pretrain()
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(rolled_back.run_dir)) == []
+    assert [line["train/loss"] for line in curve(tiny_copy.run_dir)] == [line["train/loss"] for line in curve(rolled_back.run_dir)]
+
+
+@pytest.mark.parametrize("when", ["before the checkpoint is loaded", "some steps later"])
+def test_a_run_that_dies_after_a_rollback_goes_on_alike(
+    rolled_back: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    spoil_steps(monkeypatch, [HIGH], high_loss)
+    with monkeypatch.context() as patch:
+        if when == "some steps later":
+            before_each_step(patch, lambda step: 1 // 0 if step == 17 else None)
+        else:
+            patch.setattr(Checkpoints, "load", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
+    tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(rolled_back.run_dir)) == []
+    assert curve(tiny_copy.run_dir) == curve(rolled_back.run_dir)
+    assert len(events(tiny_copy, "rollback")) == 1
+
+
+def test_bad_steps_in_a_row_lead_back_and_what_was_saved_in_between_is_undone(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_steps(monkeypatch, [10, 11, 12], nan_loss)
+    tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3")
+    (line,) = events(tiny_copy, "rollback")
+    assert (line["step"], line["to_step"], line["skip"]) == (12, 10, [10, 13])
+    assert steps_of(tiny_copy) == left_out(10, 13)
+    assert [os.path.basename(line["renamed"]) for line in events(tiny_copy, "checkpoint_undone")] == [
+        "step-00000012.undone-1", "step-00000011.undone-1",
+    ]  # fmt: skip
+    assert "model/head.weight" in same_bits(checkpoint(tiny_copy.run_dir, 14), checkpoint(tiny_copy.run_dir, 10))
+
+
+def test_a_rollback_that_does_not_help_goes_further_back_and_the_last_one_stops(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_steps(monkeypatch, range(10, 99), nan_loss)
+    said = r"stopped at step 18 after 2 rollbacks: the gradient norm was not finite in 3 steps in a row \(stability.max_bad_steps\);"
+    with pytest.raises(UserError, match=said):
+        tiny_copy.pretrain(*EVERY, "stability.max_bad_steps=3", "stability.max_rollbacks=2")
+    assert [(line["to_step"], line["skip"]) for line in events(tiny_copy, "rollback")] == [(10, [10, 13]), (9, [9, 16])]
+    assert events(tiny_copy, "stopped")[-1]["step"] == 18
+
+
+def test_a_level_that_stays_is_accepted_when_no_rollback_is_left(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_steps(monkeypatch, range(HIGH, 99), high_loss)
+    tiny_copy.pretrain(*SPIKE, "stability.max_rollbacks=0", "stability.spike.max_in_a_row=2")
+    assert [line["step"] for line in events(tiny_copy, "spike_accepted")] == [HIGH + 1]
+    assert steps_of(tiny_copy) == list(range(1, STEPS + 1))
+
+
+def test_a_window_up_to_the_end_still_ends_the_run(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_steps(monkeypatch, [STEPS - 1], high_loss)
+    tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
+    assert steps_of(tiny_copy)[-2:] == [STEPS - 2, STEPS - 1] or steps_of(tiny_copy)[-1] == STEPS
+    run = tiny_copy.run_dir
+    assert same_bits(checkpoint(run), checkpoint(run, 32)) == []
+    before = curve(run)
+    tiny_copy.pretrain(*SPIKE, "stability.spike.action=rollback")
+    assert curve(run) == before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Preempted), (signal.SIGUSR1, Preempted), (signal.SIGINT, Interrupted)])
+def test_a_scheduler_that_asks_is_told_apart_from_a_person(
+    tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, kind: type[Interrupted]
+) -> None:
+    before_each_step(monkeypatch, lambda step: os.kill(os.getpid(), number) if step == 5 else None)
+    with pytest.raises(Interrupted, match=f"stopped by {number.name} and saved at step 6") as stopped:
+        tiny_copy.pretrain()
+    assert type(stopped.value) is kind
+
+
+def fail_saves(patch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
+    """The disk is full whenever one of these steps is saved."""
+    honest = Checkpoints._write_aside
+
+    def full(self: Checkpoints, aside: Any, *rest: Any) -> Any:
+        if int(aside.name.split(".")[1].removeprefix("step-")) in steps:
+            raise OSError(28, "No space left on device")
+        return honest(self, aside, *rest)
+
+    patch.setattr(Checkpoints, "_write_aside", full)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_waited_out(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+    undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
+    undisturbed.pretrain()
+    fail_saves(monkeypatch, range(8, 12))
+    tiny_copy.pretrain(f"checkpoints.asynchronous={str(background).lower()}")
+    failed = events(tiny_copy, "save_failed")
+    assert 1 <= len(failed) < 5
+    assert "is full" in failed[0]["reason"]
+    saved = [line["step"] for line in events(tiny_copy, "checkpoint")]
+    assert saved[0] == 4
+    assert 12 <= saved[1] <= 16, "as soon as there is room"
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
+
+
+def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_saves(monkeypatch, range(8, 99))
+    with pytest.raises(UserError, match=r"is full .* \(it failed 3 times in a row: stability.max_failed_saves\)"):
+        tiny_copy.pretrain("stability.max_failed_saves=3", "checkpoints.asynchronous=false")
+    assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
+    assert checkpoint(tiny_copy.run_dir, 4)
