@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,11 +43,13 @@ def gradients(step: int, names: tuple[str, ...] = tuple(SHAPES)) -> Arrays:
     return {name: made[name] for name in names}
 
 
-def build(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32, stack: int = 500) -> Optimizer:
+def build(
+    parameters: Mapping[str, nn.Parameter], dtype: torch.dtype = torch.float32, process_groups: Sequence[dist.ProcessGroup] = ()
+) -> Optimizer:  # fmt: skip
     """With small stacks, so that several buckets are under way."""
     optimizer = Optimizer(group_parameters(parameters.items(), OPTIONS), OPTIONS)
     groups = [group for group in optimizer.groups if group.kind == "muon"]
-    optimizer.muon = muon.Muon(groups, dtype=dtype, stack_elements=stack)
+    optimizer.muon = muon.Muon(groups, dtype=dtype, stack_elements=500, process_groups=process_groups)
     return optimizer
 
 
@@ -173,23 +175,27 @@ STAGES = (
 )
 
 
-def _staged(expected: Arrays) -> Outcome:
+def _staged(expected: Arrays, given: bool) -> Outcome:
     """Two stages; the second has a copy of the embedding as its head."""
     case = Case({"fsdp": 2, "tp": 2}, CASES["fsdp 2 over tp 2"].rules)
     place = Placer(case, stage_mesh(2, case.mesh))
     stage = dist.get_rank() // 4
-    optimizer = build(place(weights(STAGES[stage])))
+    groups = [place.mesh._flatten("stage").get_group()] if given else []
+    optimizer = build(place(weights(STAGES[stage])), process_groups=groups)
     copies = [optimizer.parameters["embedding.weight"]] if stage else []
     norms = [
         take(optimizer, place(gradients(step, STAGES[stage])), group=dist.group.WORLD, holders=4, copies=copies) for step in range(STEPS)
     ]
     own = everything(optimizer, here)
+    if given:
+        assert any(bucket.collect.group is groups[0] for bucket in optimizer.muon._shared)
     return Outcome(own, {e: here(place({e: expected[e]})[e]) if e != "count" else expected[e] for e in own}, norms, 0, True)
 
 
-def test_pipeline_stages_are_clipped_together(ranks: RankPool) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["new groups", "given groups"])
+def test_pipeline_stages_are_clipped_together(given: bool, ranks: RankPool) -> None:
     expected, norms = alone(names=tuple(dict.fromkeys(STAGES[0] + STAGES[1])))
-    outcomes = ranks.run(_staged, 8, expected)
+    outcomes = ranks.run(_staged, 8, expected, given)
     for outcome in outcomes:
         np.testing.assert_allclose(outcome.norms, norms, rtol=TOLERANCE)
     for stage in (outcomes[:4], outcomes[4:]):

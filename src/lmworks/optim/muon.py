@@ -6,11 +6,12 @@ Shapes: N matrices of R rows and C columns, R <= C in a stack; a parameter is on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lmworks.optim.groups import Group
 from lmworks.optim.placement import local, local_grad
@@ -63,7 +64,8 @@ class Muon:
     process as well, so that nothing is lost. Momentum is elementwise and stays where it is.
     `stack_elements` bounds a stack, and with it the scratch memory of about 12 bytes per element. Left out, it is 1Mi on CPU, where a
     stack should stay in the cache and fresh large buffers cost page faults, and 128Mi elsewhere, where few large kernels are best.
-    Construction and `step` are collective where parameters are sharded (`whole.plan`).
+    Construction and `step` are collective where parameters are sharded; `process_groups` are those that may carry the exchange, others are
+    made (`whole.plan`).
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Muon:
         scale: Literal["rms", "spectral"] = "rms",
         dtype: torch.dtype | None = None,
         stack_elements: int | None = None,
+        process_groups: Iterable[ProcessGroup] = (),
     ) -> None:
         self.beta, self.nesterov, self.steps, self.scale = momentum, nesterov, steps, scale
         self._group_of = {name: group for group in groups for name in group.parameters}
@@ -84,7 +87,7 @@ class Muon:
         devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
         self.dtype = dtype or (torch.bfloat16 if all(map(has_bf16, devices)) else torch.float32)
-        buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27))
+        buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
         self._shared, self._alone = ([bucket for bucket in buckets if bucket.shared is shared] for shared in (True, False))
 
     @torch.no_grad()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lmworks.errors import UserError
@@ -25,14 +26,18 @@ class Named(Protocol):
 
 
 class Optimizer:
-    """Trains the parameters of `groups`. All state exists from the start, so a checkpoint can be loaded into it in place."""
+    """Trains the parameters of `groups`, sharded or not. All state exists from the start, so a checkpoint can be loaded in place.
 
-    def __init__(self, groups: list[Group], options: Options) -> None:
+    Where parameters are sharded, construction and `step` are collective, and `finite` must be the same on all ranks.
+    """
+
+    def __init__(self, groups: list[Group], options: Options, process_groups: Iterable[ProcessGroup] = ()) -> None:
         self.groups = groups
         self.parameters: dict[str, nn.Parameter] = {name: p for group in groups for name, p in group.parameters.items()}
         self.muon = Muon(
             [group for group in groups if group.kind == "muon"],
             momentum=options.momentum, nesterov=options.nesterov, steps=options.newton_schulz_steps, scale=options.update_scale,
+            process_groups=process_groups,
         )  # fmt: skip
         self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
         self.ema = Ema(self.parameters, options.ema) if options.ema else None
@@ -90,9 +95,12 @@ class Optimizer:
             local(tensor).copy_(local(given) if isinstance(given, DTensor) else part_of(given, tensor))
 
 
-def build_optimizer(model: Named, options: Options, layers: int | None = None) -> Optimizer:
+def build_optimizer(
+    model: Named, options: Options, layers: int | None = None, process_groups: Iterable[ProcessGroup] = ()
+) -> Optimizer:  # fmt: skip
     """The optimizer of a model whose parameters have lmworks' names. Shard it and move it to its device first: the state follows it.
 
-    Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_decay` counts from the top).
+    Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_decay` counts from the top). Sharded matrices travel
+    in those of `process_groups` that have just the right ranks, else in new ones, with torch's time-out.
     """
-    return Optimizer(group_parameters(model.named_parameters(), options, layers), options)
+    return Optimizer(group_parameters(model.named_parameters(), options, layers), options, process_groups)

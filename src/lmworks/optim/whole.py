@@ -152,35 +152,37 @@ class Bucket:
         return self.collect.group is not None
 
 
-def plan(parameters: Mapping[str, Tensor], limit: int) -> list[Bucket]:
+def plan(parameters: Mapping[str, Tensor], limit: int, process_groups: Iterable[dist.ProcessGroup] = ()) -> list[Bucket]:
     """Cut the matrices of all parameters into buckets, the same on all ranks that share a parameter.
 
     In a bucket no rank owns more than `limit` elements, unless one matrix alone has more, nor holds more, unless there is not one matrix
-    for each rank to own. Makes process groups: all ranks of a mesh must call it with the same parameters in the same order.
+    for each rank to own. Where none of `process_groups` has just the ranks of a mesh, a group is made: all ranks of a mesh must call this
+    with the same parameters in the same order.
     """
     by_ranks: dict[tuple[int, ...], list[Run]] = defaultdict(list)
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    groups = {tuple(dist.get_process_group_ranks(group)): group for group in process_groups}
     for name, parameter in parameters.items():
         found = holders(parameter)
         ranks = tuple(sorted(found.ranks_H.tolist()))
-        if ranks not in groups:
+        if len(ranks) > 1 and ranks not in groups:
             groups[ranks] = _group(parameter, ranks)
         by_ranks[ranks] += _runs(name, parameter, found, ranks, limit)
     buckets, alone = [], []
     for ranks, runs in by_ranks.items():
-        group = groups[ranks]
+        group = groups[ranks] if len(ranks) > 1 else None
         me = dist.get_rank(group) if group is not None else 0
         buckets += [_bucket(cut, group, me, len(ranks), limit) for cut in _cut(_shared_out(runs, len(ranks)), len(ranks), limit)]
         alone += [replace(run, members_H=np.zeros(1, dtype=int)) for run in runs if run.members_H.tolist() == [me]]
     return buckets + [_bucket(stack, None, 0, 1, limit) for stack in _stacks(alone, limit)]
 
 
-def _group(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a parameter's mesh, ordered by number."""
-    if not isinstance(parameter, DTensor) or len(ranks) == 1:
-        return None
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
+def _group(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of all ranks of a parameter's mesh, ordered by number."""
+    assert isinstance(parameter, DTensor)
+    assert dist.group.WORLD is not None
+    there = dist.group.WORLD if parameter.device_mesh.ndim > 1 else parameter.device_mesh.get_group()
+    if tuple(dist.get_process_group_ranks(there)) == ranks:
+        return there
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
