@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.recipe.model import Rope
-from lmworks.recipe.stages import runnable
+from lmworks.recipe.stages import pipelined_micro_batch, runnable
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 
@@ -122,10 +121,10 @@ class ParallelModel:
         return Sums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
 
     def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
-        """A schedule wants micro-batches of one shape, and some numbers of them: smaller ones where the rows do not divide, as in a ramp
-        of the batch, and blank ones at the end."""
+        """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the
+        batch, they are single rows, and blank ones at the end."""
         own, rest = divmod(rows, self.ranks.size("dp"))
-        micro_batch = 1 if rest else gcd(own, micro_batch)
+        micro_batch = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch) or 1
         count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch)
         pieces = list(micro_batches(batch, count, micro_batch, blank=micro_batch))
         found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)

@@ -187,14 +187,14 @@ class Pipeline:
         ]  # fmt: skip
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss, "scale_grads": False}
         match self.layout.schedule:
-            case "gpipe":
-                return ScheduleGPipe(stages[0], **options)
-            case "1f1b":
-                return Schedule1F1B(stages[0], **options)
             case "interleaved":
                 return ScheduleInterleaved1F1B(stages, **options)  # type: ignore[arg-type]
             case "zero-bubble":
                 return ScheduleInterleavedZeroBubble(stages, **options)  # type: ignore[arg-type]
+            case "1f1b" if count >= self.stages:
+                return Schedule1F1B(stages[0], **options)
+            case _:  # 1F1B of fewer micro-batches than stages begins no backward before the last forward: it is GPipe
+                return ScheduleGPipe(stages[0], **options)
 
     def _between(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The shape of what goes from stage to stage, for tokens (B, T)."""

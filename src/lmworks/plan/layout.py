@@ -11,6 +11,7 @@ from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.recipe.after import Cluster, Layout
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.stages import pipelined_micro_batch
 from lmworks.recipe.training import Phase
 
 Zero = Literal[0, 1, 2, 3]
@@ -36,7 +37,9 @@ def describe(layout: Layout) -> str:
     """Short text such as `TP8 x PP16 x DP64, EP32, ZeRO-1`."""
     axes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("HSDP", layout.dp_replicate), ("DP", layout.dp_shard)]
     text = " x ".join(f"{name}{size}" for name, size in axes if size > 1) or "one device"
-    return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + (f", ZeRO-{layout.zero}" if world(layout) > 1 else "")
+    chunks = f" {layout.stages_per_rank} stages a rank" if layout.stages_per_rank > 1 else ""
+    schedule = f", {layout.schedule}{chunks}" if layout.pp > 1 and layout.schedule != "1f1b" else ""
+    return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + schedule + (f", ZeRO-{layout.zero}" if world(layout) > 1 else "")
 
 
 def devices(cluster: Cluster) -> int:
@@ -60,8 +63,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
-    if layout.pp > model.layers:
-        yield f"pp {layout.pp} exceeds the {model.layers} layers"
+    yield from _pipeline_problems(recipe, layout)
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
@@ -78,6 +80,43 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
             yield f"the {sequences:,} sequences of a step of phase {phase.name} do not divide over {replicas:,} data ranks"
         if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
             yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
+        if layout.pp > 1 and not sequences % replicas:
+            yield from _micro_batch_problem(recipe, layout, phase, sequences // replicas)
+
+
+def _pipeline_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    model, stages, name = recipe.model, layout.pp * layout.stages_per_rank, layout.schedule
+    assert model.layers
+    if layout.pp == 1:
+        if layout.stages_per_rank > 1 or layout.layers_per_stage:
+            yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
+        return
+    if stages > model.layers:
+        of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
+        yield f"{of} exceeds the {model.layers} layers"
+    elif (given := layout.layers_per_stage) and (len(given) != stages or sum(given) != model.layers or min(given) < 1):
+        yield f"layers_per_stage must be {stages} numbers from 1 that add up to {model.layers}; left out, the stages are balanced"
+    if name in ("gpipe", "1f1b") and layout.stages_per_rank > 1:
+        yield f"schedule {name} has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"
+    if name == "interleaved" and layout.stages_per_rank == 1:
+        yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
+    if name == "zero-bubble" and recipe.train.compile:
+        yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
+
+
+def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, rows: int) -> Iterator[str]:
+    """Interleaved schedules go in equal rounds. (In a ramp of the batch blank micro-batches fill up.)"""
+    most = recipe.train.micro_batch or 1
+    if pipelined_micro_batch(layout, rows, most) is not None:
+        return
+    ways = []
+    if (larger := next((size for size in range(most, rows + 1) if pipelined_micro_batch(layout, rows, size)), None)) is not None:
+        ways.append(f"train.micro_batch={larger}")
+    ways.append("schedule=1f1b and stages_per_rank=1")
+    yield (
+        f"the {rows:,} sequences that a rank has of a step of phase {phase.name} do not make micro-batches that schedule "
+        f"{layout.schedule} can run over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
+    )
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -104,7 +143,7 @@ def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Pla
     per_rank = phase.batch // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
     best = None
     for micro in range(min(recipe.train.micro_batch or 1, per_rank), 0, -1):
-        if per_rank % micro == 0:
+        if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
             best = Placed(
                 layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
             )

@@ -5,7 +5,7 @@ fp32 (4); Muon keeps one fp32 momentum per matrix (4), AdamW two moments (8). Ze
 data ranks, ZeRO-2 also gradients, ZeRO-3 also the compute copy (then two layers are whole at a time).
 Experts are sharded over `ep` first, so only dp_shard * cp / ep ranks share one expert.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms
-split over `tp` too (sequence parallelism). 1F1B keeps min(pp - stage, micro-batches) forwards alive on a stage.
+split over `tp` too (sequence parallelism). A pipeline keeps several micro-batches' (`schedule.alive`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from lmworks.plan.schedule import alive
 from lmworks.recipe.after import Cluster, Layout
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
+from lmworks.recipe.stages import rank_layers
 
 GIB = 2**30
 _CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are kept on CPUs; see lmworks.model.attention
@@ -62,13 +64,6 @@ class _Local:
         split = 1 if latent or parameter.component in ("norms", "router", "mtp projection") else layout.tp
         group = self.experts if expert else self.shared
         group.add(parameter.size / split / (layout.ep if expert else 1), muon and parameter.is_matrix)
-
-
-def stage_layers(layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage: as even as possible, the first stages take the remainder."""
-    whole, rest = divmod(layers, pp)
-    start = stage * whole + min(stage, rest)
-    return range(start, start + whole + (stage < rest))
 
 
 def state_bytes(parameters: float, kind: str = "adamw") -> float:
@@ -152,7 +147,7 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
     """The parameters on a rank of `stage`, and those of its largest layer."""
     dense_layer, sparse_layer, dense = _layer_groups(model)
     assert model.layers
-    layers = stage_layers(model.layers, layout.pp, stage)
+    layers = rank_layers(model, layout, stage)
     local, largest = _Local(), _Local()
     for kind, number in ((dense_layer, sum(i < dense for i in layers)), (sparse_layer, sum(i >= dense for i in layers))):
         if not kind or not number:
@@ -187,7 +182,7 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
 
 def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int) -> Memory:
     """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch` sequences per step."""
-    stages = {0, layout.pp - 1, layout.pp // 2}
+    stages = set(range(layout.pp)) if layout.layers_per_stage else {0, layout.pp - 1, layout.pp // 2}
     return max(
         (_stage_memory(recipe, cluster, layout, length, micro_batch, micro_batches, stage) for stage in stages), key=lambda m: m.total
     )
@@ -218,8 +213,8 @@ def _stage_memory(
     on_cpu = "CPU" in cluster.device
     kept = length if on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     mode = recipe.train.activation_checkpointing
-    layers = stage_layers(model.layers, layout.pp, stage)
-    alive = min(layout.pp - stage, micro_batches) if layout.pp > 1 else 1
+    layers = rank_layers(model, layout, stage)
+    kept_alive = alive(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
         bytes_per_token = layer_activations(model, layer, layout, element, kept)
@@ -230,7 +225,7 @@ def _stage_memory(
             bytes_per_token = layer_activations(model, model.layers + depth, layout, element, kept)
             stored += bytes_per_token[mode] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
-    activations = tokens * (alive * stored + working)
+    activations = tokens * (kept_alive * stored + working)
     if stage == layout.pp - 1:
         chunk = min(recipe.train.head_chunk, tokens)
         passes = 1 + ahead  # each keeps the gradient that it gives the head until the backward adds them up

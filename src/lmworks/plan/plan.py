@@ -105,12 +105,13 @@ class Plan:
     def warnings(self) -> Iterator[str]:
         """What is legal and fits, and still unwise."""
         yield from self.unwise
-        idle: dict[tuple[float, int, int], list[str]] = {}
+        idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
             if self.mfu > 1 - phase.bubble:
-                idle.setdefault((phase.bubble, phase.placed.layout.pp, phase.placed.accumulation), []).append(phase.name)
-        for (share, stages, accumulation), names in idle.items():
-            enough = micro_batches_for(stages, 1 - self.mfu)
+                layout = phase.placed.layout
+                idle.setdefault((phase.bubble, layout.pp, phase.placed.accumulation), ([], layout))[0].append(phase.name)
+        for (share, stages, accumulation), (names, layout) in idle.items():
+            enough = micro_batches_for(stages, 1 - self.mfu, layout.schedule, layout.stages_per_rank)
             yield (
                 f"{', '.join(names)}: the pipeline stands idle {share:.0%} of each step, so {self.mfu:.0%} MFU is out of reach; "
                 f"take fewer devices, a batch of at least {enough} micro-batches per rank (now {accumulation}), or an interleaved schedule"
@@ -152,7 +153,7 @@ def make_plan(
                 flops_attention=cost.attention * tokens,
                 flops_mtp=cost.mtp * tokens,
                 placed=placed,
-                bubble=bubble(placed.layout.pp, placed.accumulation),
+                bubble=bubble(placed.layout.pp, placed.accumulation, placed.layout.schedule, placed.layout.stages_per_rank),
                 seconds=seconds(cost.total * tokens, total, cluster, mfu),
             )
         )

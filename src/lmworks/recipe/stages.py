@@ -71,9 +71,13 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 def runnable(layout: Layout, micro_batches: int) -> int:
     """The least number of micro-batches, from `micro_batches` on, that a step's schedule can run."""
-    if layout.schedule == "gpipe":
+    if layout.schedule in ("gpipe", "1f1b"):
         return micro_batches
-    if layout.schedule == "1f1b":
-        return max(micro_batches, layout.pp)
     # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
     return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)
+
+
+def pipelined_micro_batch(layout: Layout, rows: int, most: int) -> int | None:
+    """The largest micro-batch, of at most `most` rows, that cuts a rank's rows into as many as a step's schedule can run; None without."""
+    sizes = range(min(rows, most), 0, -1)
+    return next((size for size in sizes if rows % size == 0 and runnable(layout, rows // size) == rows // size), None)
