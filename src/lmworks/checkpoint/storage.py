@@ -83,12 +83,12 @@ def write_parts(
         found[name] = _write_file(directory / name, group[1])
 
     manifest.parallel(write, groups, threads)
-    lines = "".join(found[name][1] + "\n" for name in sorted(found))
-    return Written({name: entry for name, (entry, _) in found.items()}, gzip.compress(lines.encode(), mtime=0) if lines else b"")
+    lines = [found[name][1] for name in sorted(found)]
+    return Written({name: entry for name, (entry, _) in found.items()}, compressed(lines))
 
 
 def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]:
-    hasher, offset, rows = hashlib.sha256(), 0, []
+    hasher, offset = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as handle:
         for part in parts:
             data = raw_bytes(part.values())
@@ -98,7 +98,6 @@ def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]
                 hasher.update(block)
                 while block:
                     block = block[handle.write(block):]
-            rows.append((part.name, str(part.dtype).removeprefix("torch."), part.shape, part.offsets, part.sizes, offset))
             offset += data.nbytes
         os.fsync(handle.fileno())
         # Forget the cached pages, so that reading back asks the disk.
@@ -106,7 +105,21 @@ def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]
     entry = manifest.Entry(offset, hasher.hexdigest())
     if manifest.hash_file(path) != entry.sha256:
         raise OSError(f"{path} read back differs from what was written; the disk or its driver is faulty")
-    return entry, json.dumps({"file": path.name, "parts": rows}, separators=(",", ":"))
+    return entry, line_of(path.name, parts)
+
+
+def line_of(file: str, parts: Sequence[Part]) -> str:
+    """The line of the table for a file: its parts in their order, each with its byte offset."""
+    rows, offset = [], 0
+    for part in parts:
+        rows.append((part.name, str(part.dtype).removeprefix("torch."), part.shape, part.offsets, part.sizes, offset))
+        offset += part.bytes
+    return json.dumps({"file": file, "parts": rows}, separators=(",", ":"))
+
+
+def compressed(lines: Sequence[str]) -> bytes:
+    """Lines of the table as they are stored; such pieces may be strung together."""
+    return gzip.compress("".join(line + "\n" for line in lines).encode(), mtime=0) if lines else b""
 
 
 def _split(parts: Iterable[Part], limit: int) -> list[list[Part]]:
