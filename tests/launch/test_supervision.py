@@ -26,7 +26,7 @@ from lmworks.watch.heartbeat import read_beats
 from lmworks.watch.ledger import read_ledger
 from slurm_cluster import cluster, missing
 
-PATIENCE = 300.0
+PATIENCE = 180.0
 STEPS = 30
 TOY = Path(__file__).parent
 

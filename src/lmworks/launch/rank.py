@@ -19,9 +19,10 @@ from lmworks.interrupt import Preempted
 from lmworks.launch.folder import Folder
 
 _LOOK = 0.5  # seconds
-_PATIENCE = 60.0  # for a rank to end by itself once the run is over
 _STOPPED = (Preempted.EXIT_CODE, 130)
 _USERS_FAULT = 2
+_PATIENCE = {_USERS_FAULT: 10.0}  # seconds that a rank has to end by itself once the run is over
+_USUALLY = 60.0
 
 
 def live(folder: Folder, rank: int, work: Callable[[], None]) -> int:
@@ -99,9 +100,9 @@ def _messages(folder: Folder) -> Iterator[None]:
             if not asked and (by := folder.stop()) is not None:
                 asked = True
                 os.kill(os.getpid(), by)
-            if folder.outcome() is not None:
+            if (outcome := folder.outcome()) is not None:
                 over = over or time.monotonic()
-                if time.monotonic() - over > _PATIENCE:
+                if time.monotonic() - over > _PATIENCE.get(outcome["code"], _USUALLY):
                     os._exit(0)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):

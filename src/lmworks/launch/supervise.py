@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +66,8 @@ class Supervisor:
         """Until the run is over; returns its exit code. Raises `UserError` if too few hosts are left."""
         self._judged = len(self._restarts())
         self._require_enough()
-        before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python catches none elsewhere
+        before = {number: signal.signal(number, self._receive) for number in caught}
         try:
             for host in self.table.taking_part():
                 self._begin(host)
