@@ -2,14 +2,104 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from parallel.parity import compare, train
+import pytest
+import torch
+
+from lmworks.errors import UserError
+from lmworks.model.generate import GenerateOptions, stream
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallelize import build
+from lmworks.parallel.tensor import problems
+from lmworks.recipe.after import Layout
+from parallel.parity import batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
-KINDS = ["dense", "tied", "moe", "mla", "mtp"]
+FAST: list[tuple[dict[str, Any], str]] = [
+    ({"tp": 2}, "dense"), ({"tp": 2}, "tied"), ({"tp": 2}, "moe"), ({"tp": 2}, "mtp"), ({"tp": 4}, "mla"),
+    ({"tp": 2, "dp_shard": 2, "zero": 0}, "tied"), ({"tp": 2, "dp_shard": 2, "zero": 1}, "moe"),
+    ({"tp": 2, "dp_shard": 2, "zero": 2}, "mtp"), ({"tp": 2, "dp_shard": 2, "zero": 3}, "mla"),
+    ({"tp": 2, "dp_replicate": 2}, "dense"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_one_process(ranks: RankPool, kind: str) -> None:
-    compare(train({}, kind), ranks.run(train, 2, {"tp": 2}, kind))
+def _name(value: Any) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _world(layout: dict[str, Any]) -> int:
+    return layout.get("tp", 1) * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
+
+
+@pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    compare(train({}, kind), ranks.run(train, _world(layout), layout, kind))
+
+
+def test_also_when_recomputed(ranks: RankPool) -> None:
+    compare(train({}, "moe"), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "mla"])
+def test_also_when_compiled(ranks: RankPool, kind: str) -> None:
+    """Compiled code sums in another order and rounds elsewhere: 1e-4."""
+    compare(train({}, kind), ranks.run(_train, 2, {"tp": 2}, kind, {"compile": True}, seconds=600), 1e-4)
+
+
+def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
+    return train(layout, kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+def test_generates_what_one_process_generates(ranks: RankPool, kind: str) -> None:
+    """Prompts of odd lengths and steps of one token, which do not divide: the stream goes whole. fp32 sums in another order: 1e-5."""
+    expected = _generated({}, kind)
+    for tokens, logprobs in ranks.run(_generated, 2, {"tp": 2}, kind):
+        assert tokens == expected[0]
+        assert logprobs == pytest.approx(expected[1], abs=1e-5)
+
+
+def _generated(layout: dict[str, Any], kind: str) -> tuple[list[int], list[float]]:
+    ranks = Ranks(Layout(**layout))
+    (model,) = build(recipe_of(kind), ranks, torch.device("cpu"))
+    steps = stream(model, [[1, 2, 3], [4, 5, 6, 7, 8]], GenerateOptions(max_new_tokens=6))
+    found = [token for step in steps for token in step if token is not None]
+    return [token.id for token in found], [token.logprob for token in found]
+
+
+def test_callers_of_the_model_see_whole_tensors(ranks: RankPool) -> None:
+    expected = _seen({})
+    for found in ranks.run(_seen, 2, {"tp": 2}):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-5)
+
+
+def _seen(layout: dict[str, Any]) -> list[Any]:
+    (model,) = build(recipe_of("dense"), Ranks(Layout(**layout)), torch.device("cpu"))
+    batch = batch_of(0)
+    found = []
+    with torch.no_grad():
+        for length in (24, 23):
+            tokens = torch.from_numpy(batch.tokens[:2, :length].copy())
+            labels = torch.from_numpy(batch.labels[:2, :length].copy())
+            hidden, _ = model.hidden(tokens)
+            found += [hidden.numpy(), model.logits(hidden).numpy(), model.loss(tokens, labels).head.cross_entropy.numpy()]
+    return found
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks: RankPool) -> None:
+    heads = "layout: tp 4 does not divide model.kv_heads 2; the nearest that divides all is tp 2"
+    assert set(ranks.run(_refused, 4, {"tp": 4}, 24)) == {heads}
+    length = "sequences of 23 tokens cannot be shared by layout.tp 2: use a multiple of 2"
+    assert set(ranks.run(_refused, 2, {"tp": 2}, 23)) == {length}
+    assert problems(recipe_of("mla").model, 4) == [], "latent attention has no key heads of its own"
+
+
+def _refused(layout: dict[str, Any], length: int) -> str:
+    try:
+        train(layout, "dense", length=length)
+    except UserError as error:
+        return str(error)
+    return "accepted"

@@ -54,7 +54,7 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
     return logits
 
 
-@torch.inference_mode()  # as a decorator it holds while a step is made and not while the caller has the step
+@torch.no_grad()  # as a decorator it holds while a step is made and not while the caller has the step; FSDP2 has no inference mode
 def stream(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> Iterator[list[Token | None]]:
     """Yield one list per step with each prompt's next token, None for prompts that have ended.
 

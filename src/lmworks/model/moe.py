@@ -96,7 +96,7 @@ def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Ten
 
 def run_sorted_plain(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The same, one expert at a time."""
-    rows = rows_MD.tensor_split(ends_E[:-1].cpu())
+    rows = rows_MD.tensor_split(ends_E[:-1].long().cpu())
     pieces = zip(rows, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
     return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in pieces]) * weights_M[:, None]
 

@@ -1,0 +1,84 @@
+"""Experts on different ranks: equal to one process. Wide layouts are in `test_layouts.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.errors import UserError
+from lmworks.model.moe import run_sorted, run_sorted_plain
+from lmworks.model.router import Router
+from parallel.parity import compare, train
+from rank_pool import RankPool
+
+FAST: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"dp_shard": 2, "ep": 2}, "moe"), (2, {"dp_shard": 2, "ep": 2, "zero": 0}, "mla"), (4, {"dp_shard": 4, "ep": 4, "zero": 2}, "mtp"),
+    (4, {"dp_shard": 4, "ep": 2, "zero": 3}, "mla"), (4, {"dp_shard": 2, "ep": 2, "tp": 2}, "mtp"), (2, {"cp": 2, "ep": 2}, "moe"),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3}, "moe"),
+]  # fmt: skip
+
+
+def _name(value: Any) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize(("world", "layout", "kind"), FAST, ids=_name)
+def test_equals_one_process(ranks: RankPool, world: int, layout: dict[str, Any], kind: str) -> None:
+    compare(train({}, kind), ranks.run(train, world, layout, kind))
+
+
+def test_all_tokens_may_go_to_one_rank(ranks: RankPool) -> None:
+    """And none to the other: experts 0 to 3 are chosen always, and lie on rank 0."""
+    compare(_train_lopsided({}), ranks.run(_train_lopsided, 2, {"dp_shard": 2, "ep": 2}))
+
+
+def _train_lopsided(layout: dict[str, Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        select = Router._select
+        patch.setattr(Router, "_select", lambda *args: select(*args)[:, :1] % 2 + torch.tensor([0, 2]))
+        return train(layout, "moe")
+
+
+@pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}], ids=str)
+def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any]) -> None:
+    compare(train({}, "moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, options))
+
+
+@pytest.mark.slow
+def test_also_when_compiled(ranks: RankPool) -> None:
+    """Compiled code sums in another order and rounds elsewhere: 1e-4."""
+    compare(train({}, "moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, {"compile": True}, seconds=600), 1e-4)
+
+
+def _train(layout: dict[str, Any], options: dict[str, Any]) -> Any:
+    return train(layout, "moe", **options)
+
+
+def test_the_plain_twin_of_sorted_rows_agrees() -> None:
+    """Outputs and gradients; fp32 sums in another order: 1e-5."""
+    torch.manual_seed(0)
+    rows, weights, ends = torch.randn(9, 8), torch.rand(9), torch.tensor([4, 4, 9], dtype=torch.int32)
+    stacks = [torch.randn(3, 16, 8), torch.randn(3, 16, 8), torch.randn(3, 8, 16)]
+    found = []
+    for run in (run_sorted, run_sorted_plain):
+        inputs = [tensor.clone().requires_grad_() for tensor in (rows, weights, *stacks)]
+        out = run(inputs[0], inputs[1], ends, *inputs[2:])
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
+
+
+def test_experts_that_do_not_divide_are_refused(ranks: RankPool) -> None:
+    said = "layout.ep 3 does not divide the 8 experts; the nearest that does is ep 2"
+    assert set(ranks.run(_refused, 3, {"dp_shard": 3, "ep": 3}, "moe")) == {said}
+    said = "layout.ep 2 does not divide a dense model, which has no experts; the nearest that does is ep 1"
+    assert set(ranks.run(_refused, 2, {"dp_shard": 2, "ep": 2}, "dense")) == {said}
+
+
+def _refused(layout: dict[str, Any], kind: str) -> str:
+    try:
+        train(layout, kind)
+    except UserError as error:
+        return str(error)
+    return "accepted"

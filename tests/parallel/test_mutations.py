@@ -1,0 +1,17 @@
+"""The comparison with one process finds every planted mistake: so its tolerance is not too wide."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.mutations import MISTAKES, train_mistaken
+from parallel.parity import compare, train
+from rank_pool import RankPool
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_is_found(ranks: RankPool, name: str) -> None:
+    found = ranks.run(train_mistaken, 2, name)
+    with pytest.raises(AssertionError):
+        compare(train({}, MISTAKES[name].kind), found)
