@@ -7,7 +7,9 @@ launcher that fills machine by machine keeps them on one machine. Expert ranks a
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,10 +61,12 @@ class Ranks:
         self._sizes = dict(zip(_DIGITS, sizes, strict=True))
         self.world = prod(sizes)
         self._mesh: DeviceMesh | None = None
+        self._patient: dist.ProcessGroup | None = None  # for waits that may take days
         self._flat: dict[str, DeviceMesh] = {}
         if dist.is_available() and dist.is_initialized():
             if (started := dist.get_world_size()) != self.world:
                 raise UserError(f"the layout has {self.world} ranks, but {started} were started; set layout or start {self.world}")
+            self._patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
             self._mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_DIGITS)
             self._flat = {name: self._mesh[digits]._flatten(name) for name, digits in _FLAT.items()}
         elif self.world != 1:
@@ -111,6 +115,17 @@ class Ranks:
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None alone."""
         return dist.group.WORLD if self._mesh is not None else None
+
+    def tell(self, value: Any) -> None:
+        """From the first rank to the others, which `hear` it, now or after days of waiting."""
+        if self._patient is not None:
+            dist.broadcast_object_list([value], 0, group=self._patient)
+
+    def hear(self) -> Any:
+        """What the first rank tells."""
+        said: list[Any] = [None]
+        dist.broadcast_object_list(said, 0, group=self._patient)
+        return said[0]
 
     def barrier(self) -> None:
         if self._mesh is not None:

@@ -10,24 +10,30 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 
+if TYPE_CHECKING:
+    from lmworks.parallel.mesh import Ranks
+    from lmworks.watch.heartbeat import Heartbeat
+
 
 @dataclass(frozen=True)
 class Context:
     """What a stage is given: the resolved recipe, where everything lies, the command that goes on after an interruption, whether
-    a started run may go on with other token files, and the folder of the recipe."""
+    a started run may go on with other token files, the folder of the recipe, and the ranks, if this process is one of several."""
 
     recipe: Recipe
     run_dir: Path
     resume_command: str
     other_data: bool = False
     folder: Path = Path()
+    ranks: Ranks | None = None
+    heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Stage:
     filled. One that `keeps` goes on in any folder: corpus and shards compare what each part was made from, and before pretraining
     changed recipes are refused, so that no checkpoint is cleared behind the user's back.
     `makes` are patterns of the files in the folder that later stages read: their stamps hold what is in them, not only how it was made.
+    What is done by `all_ranks` is so where there are several; the others wait for the first to do the rest.
     `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
     """
 
@@ -51,6 +58,7 @@ class Stage:
     makes: tuple[str, ...] = ()
     files: bool = False
     check: Callable[[Recipe], None] | None = None
+    all_ranks: bool = False
 
 
 def _corpus(context: Context) -> RenderableType | None:
@@ -93,7 +101,10 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 def _pretrain(context: Context) -> RenderableType | None:
     from lmworks.train.pretrain import pretrain
 
-    pretrain(context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.other_data)
+    pretrain(
+        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.other_data,
+        context.ranks, context.heartbeat,
+    )  # fmt: skip
     return None
 
 
@@ -102,7 +113,9 @@ def _tune(context: Context) -> RenderableType | None:
     from lmworks.train.tune import tune
 
     asked = list(questions(context.recipe.evaluate.tasks, context.recipe.evaluate.task_items))
-    tune(context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, asked)
+    tune(
+        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, asked, context.ranks, context.heartbeat
+    )
     return None
 
 
@@ -141,15 +154,15 @@ def _check_export(recipe: Recipe) -> None:
 
 # No more of the phases than it must: the budgets weigh its sample too, but a run whose budget is extended keeps its tokenizer.
 _TOKENIZER = ("seed", "tokenizer", "model.max_length", "train.phases.*.mixture.*")
-_TRAINING = ("seed", "threads", "model", "optimizer", "train", "layout")
+_TRAINING = ("seed", "threads", "model", "optimizer", "train")
 _TUNING = ("seed", "tune", "optimizer", "train.precision", "train.micro_batch", "train.compile", "evaluate.tasks", "evaluate.task_items")
 
 STAGES = (
     Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, keeps=True, makes=("manifest.json",), files=True),
     Stage("tokenizer", "tokenizer", _TOKENIZER, ("corpus",), _tokenizer, makes=("tokenizer.json", "chat_template.jinja")),
     Stage("shards", "shards", ("seed", "shards"), ("corpus", "tokenizer"), _shards, keeps=True, makes=("manifest.json",)),
-    Stage("pretrain", "checkpoints", _TRAINING, ("shards",), _pretrain, keeps=True),
-    Stage("tune", "tune", _TUNING, ("corpus", "pretrain"), _tune, resumes=True),
+    Stage("pretrain", "checkpoints", _TRAINING, ("shards",), _pretrain, keeps=True, all_ranks=True),
+    Stage("tune", "tune", _TUNING, ("corpus", "pretrain"), _tune, resumes=True, all_ranks=True),
     Stage("evaluate", "evaluate", ("evaluate",), ("pretrain", "tune"), _evaluate, check=_check_evaluate),
     Stage("export", "export", ("export",), ("pretrain", "tune", "evaluate"), _export, check=_check_export),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -53,21 +55,57 @@ def walk(
     run_dir = Path(recipe.run_dir)
     stages = stages_for(recipe, last)
     other_data = any(name.split(".")[0] in _DATA for name in allow)
-    context = Context(recipe, run_dir, resume_command, other_data, resolved.path.parent)
-    with RunLock(run_dir):
-        files = _look_at_sources(run_dir, recipe, allow, tell)
-        stamps = stamps_of(recipe, run_dir, files)
-        trains = any(stage.name == "pretrain" for stage in stages)  # data alone is made without a word about the model
-        if trains and not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
-            for stage in stages_for(recipe):
-                if stage.check:
-                    stage.check(recipe)
-        resolved.save(run_dir)
-        if files != _seen(run_dir):
-            write_json(run_dir / SOURCES, files)
-        for stage in stages:
-            _bring(context, stage, stamps_of(recipe, run_dir, files)[stage.name], tell)
+    with _joined(Context(recipe, run_dir, resume_command, other_data, resolved.path.parent)) as context:
+        if context.ranks is not None and not context.ranks.is_first:
+            _follow(context)
+        else:
+            _lead(context, stages, resolved, allow, tell)
     return run_dir
+
+
+@contextmanager
+def _joined(context: Context) -> Iterator[Context]:
+    """This process as one of the ranks, if it was launched as one. (What makes data alone does not wait for torch.)"""
+    if "RANK" not in os.environ:
+        yield context
+        return
+    from lmworks.launch.world import world
+
+    with world(context.recipe, context.run_dir) as (ranks, heartbeat):
+        yield replace(context, ranks=ranks, heartbeat=heartbeat)
+
+
+def _follow(context: Context) -> None:
+    """Take part in what the first rank calls the others to."""
+    assert context.ranks is not None
+    stages = {stage.name: stage for stage in STAGES}
+    while (name := context.ranks.hear()) is not None:
+        stages[name].work(context)
+
+
+def _lead(context: Context, stages: Sequence[Stage], resolved: Resolved, allow: Sequence[str], tell: Callable[[Told], None]) -> None:
+    """Do what the recipe asks, and call the other ranks to what all do."""
+    recipe, run_dir = context.recipe, context.run_dir
+    together = False
+    try:
+        with RunLock(run_dir):
+            files = _look_at_sources(run_dir, recipe, allow, tell)
+            stamps = stamps_of(recipe, run_dir, files)
+            trains = any(stage.name == "pretrain" for stage in stages)  # data alone is made without a word about the model
+            if trains and not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
+                for stage in stages_for(recipe):
+                    if stage.check:
+                        stage.check(recipe)
+            resolved.save(run_dir)
+            if files != _seen(run_dir):
+                write_json(run_dir / SOURCES, files)
+            for stage in stages:
+                together = stage.all_ranks
+                _bring(context, stage, stamps_of(recipe, run_dir, files)[stage.name], tell)
+                together = False
+    finally:
+        if context.ranks is not None and not together:  # what goes wrong while all are at work, all meet
+            context.ranks.tell(None)
 
 
 def stamps_of(recipe: Recipe, run_dir: Path, files: Listing) -> dict[str, str]:
@@ -133,6 +171,8 @@ def _bring(context: Context, stage: Stage, expected: str, tell: Callable[[Told],
     record = {"stage": stage.name, "stamp": expected, "version": __version__}
     write_json(folder / STAMP, record | {"done": False})
     began = time.monotonic()
+    if stage.all_ranks and context.ranks is not None:
+        context.ranks.tell(stage.name)
     try:
         result = stage.work(context)
     except Interrupted:
