@@ -37,7 +37,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.share(part, ranks)
-        checkpoint_activations(part, recipe.train.activation_checkpointing)
+        checkpoint_activations(part, recipe.train.activation_checkpointing, recipe.train.compile)
         if recipe.train.compile:
             compile_layers(part)
         if ranks.size("weights") > 1:
