@@ -154,3 +154,21 @@ def test_counts_and_first_weights(name: str) -> None:
         std = standard_deviation(key, config.init_std, 2)
         assert std == (0.02 if "projection" in key else 0.01)
         assert abs(float(state[key].detach().std()) / std - 1) < 0.1
+
+
+@pytest.mark.slow  # a minute of compiling
+def test_compiled_training_equals_eager() -> None:
+    """Latent attention, experts and the layer that looks ahead. 1e-4: fusion changes the order of sums; a lost term is more than half."""
+    config = CONFIGS["latent"].model_copy(update={"layers": 1, "moe": _QUIET.model_copy(update={"dense_layers": 0, "top_k": 8})})
+    model, batch = build(config), sample()
+    expected = model.loss(*batch)
+    expected.total.backward()
+    eager = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.compile(dynamic=False, fullgraph=True)
+    found = model.loss(*batch)
+    found.total.backward()
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.mtp, expected.mtp, rtol=1e-5, atol=0)
+    for key, parameter in model.named_parameters():
+        assert float((parameter.grad - eager[key]).norm() / eager[key].norm()) < 1e-4, key
