@@ -214,6 +214,10 @@ def test_a_real_sshd(tmp_path: Path) -> None:
         server.wait()
 
 
+def told(number: str) -> str:
+    return subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True, check=False).stdout
+
+
 @pytest.mark.slow
 def test_a_slurm_job_that_is_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := missing():
@@ -230,6 +234,9 @@ def test_a_slurm_job_that_is_pre_empted_saves_and_is_queued_again(tmp_path: Path
         wait_for(lambda: len(events(run_dir, "step")) > 3)
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
         wait_for(lambda: events(run_dir, "requeue"))
+        # Slurm lets a job that is queued again wait for two minutes.
+        asked = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
+        wait_for(lambda: "PENDING" in told(number) and subprocess.run(asked, check=False).returncode == 0)
         wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
         wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
     (requeue,) = events(run_dir, "requeue")
