@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,9 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
+from lmworks.train.pretrain import Pretraining
 from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.starvation import Starvation
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -221,3 +224,44 @@ def test_a_disk_that_stays_full_ends_the_run_and_leaves_what_was_saved(tiny_copy
         tiny_copy.pretrain("stability.max_failed_saves=3", "checkpoints.asynchronous=false")
     assert [line["step"] for line in events(tiny_copy, "save_failed")] == [8, 10, 11]
     assert checkpoint(tiny_copy.run_dir, 4)
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """One bit of the loss differs the second time that a micro-batch is run, in step 9, the first time that it is trained."""
+    undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
+    recheck = ("stability.recheck_every=5 steps", f"stability.on_corruption={action}")
+    undisturbed.pretrain(*recheck)
+    honest, now, planted = Transformer.loss, {"step": -1, "calls": 0}, []
+
+    def flipping(self: Transformer, *inputs: torch.Tensor) -> Any:
+        loss = honest(self, *inputs)
+        now["calls"] += torch.is_grad_enabled()
+        if now["step"] == 9 and now["calls"] == 4 and not planted:  # two micro-batches are trained, then one is run twice
+            planted.append(True)
+            return replace(loss, head=loss.head._replace(cross_entropy=torch.nextafter(loss.head.cross_entropy, torch.tensor(9e9))))
+        return loss
+
+    before_each_step(monkeypatch, lambda step: now.update(step=step, calls=0))
+    monkeypatch.setattr(Transformer, "loss", flipping)
+    if action == "stop":
+        said = "stopped at step 9: silent corruption on rank 0: the loss was another one when the same micro-batch was run again"
+        with pytest.raises(UserError, match=said):
+            tiny_copy.pretrain(*recheck)
+    else:
+        tiny_copy.pretrain(*recheck)
+        (line,) = events(tiny_copy, "rollback")
+        assert (line["to_step"], line["skip"]) == (8, None)
+        assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
+        assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+    assert planted
+    assert events(tiny_copy, "corruption")[0]["ranks"] == [0]
+
+
+def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.train.guard.Starvation", lambda share: Starvation(share, 10))
+    honest = Pretraining.batch
+    monkeypatch.setattr(Pretraining, "batch", lambda self, *given: (time.sleep(0.2), honest(self, *given))[1])
+    tiny_copy.pretrain("stability.starved_share=0.05")
+    (line,) = events(tiny_copy, "data_starved")
+    assert line["share"] > 0.05

@@ -61,6 +61,7 @@ _TABLE = (
     ("perf/data_wait", "s", "time that the step waited for its batch"),
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
     ("perf/validation_seconds", "s", "time that training stood still for validation"),
+    ("perf/slowest_rank", "", "number of the rank that holds up the others most"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU"),
     ("system/power", "W", "power drawn by the GPU"),
     ("validation/loss", "nats/token", "mean over all validation tokens"),

@@ -16,7 +16,11 @@ from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
+from lmworks.optim.optimizer import Optimizer
+from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.stability import Stability
+from lmworks.shards.batch import Batch
+from lmworks.train import corruption
 from lmworks.watch import skips
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.ledger import Ledger
@@ -84,14 +88,24 @@ class Guard:
                 raise self.policy.give_up(step, back, self.history)
             self.policy.accept(step)
             return False
-        made = Rollback(step, found, self.policy.window(step, found), back.reason)
+        skip = self.policy.window(step, found) if back.skip else None
+        made = Rollback(step, found, skip, back.reason)
         self._report(skips.EVENT, **asdict(made))
         self.history.append(made)
-        self._warn(
-            f"step {step:,}: {back.reason}; going back to step {found:,} and on with step {self.skips.next(made.skip[1]):,}, "  # type: ignore[index]
-            f"without the data of {made.skip[1] - made.skip[0]:,} steps"  # type: ignore[index]
-        )
+        without = f", without the data of steps {skip[0]:,} to {skip[1] - 1:,}" if skip else ""
+        self._warn(f"step {step:,}: {back.reason}; going back to step {found:,}{without}")
         return True
+
+    def look(self, step: int, model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int) -> GoBack | None:
+        """Look for silent corruption; names the rank and says what follows."""
+        found = corruption.look(model, optimizer, batch, micro_batch, self._team)
+        if found is None:
+            return None
+        self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)
+        stop = f"silent corruption on {found}; take its machine out and run the same command again; it goes on from the last checkpoint"
+        if self.options.on_corruption == "stop":
+            raise UserError(f"stopped at step {step}: {stop}")
+        return GoBack(step, f"silent corruption on {found}", stop, skip=False)
 
     def _target(self, at_most: int) -> int | None:
         """The newest good checkpoint of a step at most this; or, if the last rollback led there and did not help, the one before it."""

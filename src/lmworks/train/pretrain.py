@@ -149,7 +149,7 @@ def pretrain(
     ranks = ranks or alone()
     first_rank = ranks.is_first
     model = build_model(recipe, ranks)
-    optimizer: Optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer: Optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
@@ -171,6 +171,7 @@ def pretrain(
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
             sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer),
             flops_per_token=flops_per_token, resume_command=resume_command,
+            heartbeat=heartbeat or Heartbeat(None),
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data},
         )  # fmt: skip
         first = trainer.resume()

@@ -33,10 +33,13 @@ from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, train_step
 from lmworks.watch.finite import BadSteps
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.policy import GoBack
 from lmworks.watch.signals import Stop, graceful_stop
 from lmworks.watch.spike import Limits
+
+_COMPARE_EVERY = 20  # steps between comparisons of the ranks' own times
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Clock:
     """Where the wall time since the last metrics line went, in seconds, and what was done in it."""
 
     step: float = 0.0
+    own: float = 0.0  # of this rank alone, before it meets the others
     data_wait: float = 0.0
     save: float = 0.0
     steps: int = 0
@@ -80,6 +84,7 @@ class Trainer:
     validate: Callable[[], dict[str, float]]
     sampler: Sampler
     flops_per_token: Callable[[int], float]
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     label: str = "pretrain"
     resume_command: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +103,8 @@ class Trainer:
         self._validate_steps = self._every(train.validate_every)
         self._sample_steps = self._every(train.sample_every)
         self._log_steps = self._every(train.log_every)
+        every = self.recipe.stability.recheck_every
+        self._recheck_steps = None if every is None else self._every(every)
         self.began_with: dict[str, Any] = {}  # the meta of the checkpoint that was resumed from
         self._measured: dict[int, float] = {}  # the newest validation, by the step after which it was made
         self._rate = 0.0  # of the last step
@@ -193,8 +200,10 @@ class Trainer:
         while self.step < end:
             began = time.monotonic()
             self._enter(self.course.stage(self.step))
+            self.heartbeat.beat(self.step, "data")
             batch = next(batches)
             late = train.seconds_between_saves is not None and time.monotonic() - self._saved_at > train.seconds_between_saves
+            own = time.monotonic() - began
             agreed = self._agree(batch.valid_tokens, stop, late)
             if agreed.failed:
                 self._settle()
@@ -204,14 +213,16 @@ class Trainer:
             torch.manual_seed(seed_of(self.recipe.seed, self.step, self.model.ranks.number))
             set_temperature(self.model.routers(), self.model.config.moe, self.step)
             limits = self.guard.policy.limits(self.step, self.course.steady_since(self.step))
+            self.heartbeat.beat(self.step, "update")
             result = self._update(batch, agreed.valid, limits)
             loss = float(result.loss)
-            back = self._observe(result, batch, limits)
+            back = self._observe(result, batch, limits) or self._recheck(batch)
             if back is not None and self._go_back(back, bar):
                 return
             tokens = self._move(self.step + 1, bar)
             seconds = time.monotonic() - began
             self._clock.step += seconds
+            self._clock.own += own
             self._clock.data_wait += batches.waited
             self._clock.steps += 1
             self._clock.tokens += tokens
@@ -221,7 +232,7 @@ class Trainer:
             if done or self.step % self._validate_steps == 0:
                 values |= self._validation()
             if done or self.step % self._log_steps == 0:
-                values |= self._step_metrics(result, batch, self._clock)
+                values |= self._step_metrics(result, batch, self._clock) | self._slowest()
                 self._clock = Clock()
             if values:
                 self.metrics.write(self.step, values)
@@ -230,6 +241,12 @@ class Trainer:
                 self.sampler.write(self.model.whole, self.step)
             if done or self.step % self._save_steps == 0:
                 self._save(wait=done)
+
+    def _recheck(self, batch: Batch) -> GoBack | None:
+        """Look for silent corruption, where the recipe asks for it after this step."""
+        if self._recheck_steps is None or (self.step + 1) % self._recheck_steps:
+            return None
+        return self.guard.look(self.step, self.model, self.optimizer, batch, self._micro_batch(batch))
 
     def _move(self, step: int, bar: progress.Bar) -> int:
         """Make this the step to train next; the tokens between."""
@@ -263,7 +280,7 @@ class Trainer:
         return True
 
     def _enter(self, stage: Stage) -> None:
-        """Make a phase boundary real: positions, balancing rate and the weight of what lies ahead; the weights and the optimizer go on as they are."""
+        """Make a phase boundary real: positions, balancing rate, the weight of what lies ahead; weights and optimizer go on as they are."""
         if self._stage == stage:
             return
         if stage.rope is not None:
@@ -291,14 +308,19 @@ class Trainer:
         return Agreed(valid // copies, *map(bool, flags))
 
     def _update(self, batch: Batch, valid: int, limits: Limits) -> StepResult:
-        assert self._stage is not None and self.recipe.train.micro_batch
+        assert self._stage is not None
         self._rate = self.course.rate(self.step) * self.guard.policy.rate(self.step)
-        tokens_at_once = self.recipe.train.micro_batch * max(int(phase.sequence_length) for phase in self.recipe.train.phases)
         return train_step(
             self.model, self.optimizer, batch, rows=self.course.rows(self.step), valid=valid, limits=limits,
-            micro_batch=max(1, tokens_at_once // batch.tokens.shape[1]), rate=self._rate,
+            micro_batch=self._micro_batch(batch), rate=self._rate,
             clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
         )  # fmt: skip
+
+    def _micro_batch(self, batch: Batch) -> int:
+        """Sequences at a time: of all lengths as many tokens."""
+        assert self.recipe.train.micro_batch
+        tokens_at_once = self.recipe.train.micro_batch * max(int(phase.sequence_length) for phase in self.recipe.train.phases)
+        return max(1, tokens_at_once // batch.tokens.shape[1])
 
     def _observe(self, result: StepResult, batch: Batch, limits: Limits) -> GoBack | None:
         loss, norm = float(result.loss), float(result.grad_norm)
@@ -318,6 +340,7 @@ class Trainer:
         return {"tokens": batch.tokens, "labels": batch.labels, "cu_seqlens": batch.cu_seqlens}
 
     def _validation(self) -> dict[str, float]:
+        self.heartbeat.beat(self.step, "validation")
         began = time.monotonic()
         values = self.validate()
         metric = values.get("validation/bits_per_byte", values.get("validation/loss"))
@@ -356,6 +379,14 @@ class Trainer:
         if self.scaler is not None:
             values["optim/loss_scale"] = self.scaler.scale.item()
         return values | self._expert_metrics(result.counts_LE) | system.gpu_metrics()
+
+    def _slowest(self) -> dict[str, float]:
+        """Now and then, who holds up the others."""
+        clock = self._clock
+        if self.step // _COMPARE_EVERY == (self.step - clock.steps) // _COMPARE_EVERY:
+            return {}
+        rank = self.guard.compare_ranks(self.step, clock.own / clock.steps, clock.step / clock.steps, self.model.device)
+        return {} if rank is None else {"perf/slowest_rank": rank}
 
     def _trained(self) -> int:
         """Tokens that were trained on before `step`: all that come before it but those left out."""

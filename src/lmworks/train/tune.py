@@ -86,7 +86,7 @@ def tune(
     model = build_model(recipe, ranks)
     base = newest_base(run_dir)
     saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True)
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
     held_out = _held_out(recipe, folder / "data")
     with (
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
@@ -102,6 +102,7 @@ def tune(
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
             sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer),
             flops_per_token=flops_per_token, resume_command=resume_command,
+            heartbeat=heartbeat or Heartbeat(None),
             label="tune", meta={"recipe": fingerprint(recipe), "base": base.name},
         )  # fmt: skip
         first = trainer.resume()

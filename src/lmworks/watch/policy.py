@@ -19,11 +19,12 @@ from lmworks.watch.spike import Limits, Spikes
 @dataclass(frozen=True)
 class GoBack:
     """To the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, `stop` is the error to end with, or
-    None where the run may go on as it is."""
+    None where the run may go on as it is. `skip`: leave out the data that led here."""
 
     step: int
     reason: str
     stop: str | None
+    skip: bool = True
 
 
 class Policy:

@@ -1,0 +1,71 @@
+"""Looking for silent corruption (SPEC STB5): arithmetic that does not repeat, and copies that differ. Every rank calls alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmworks.checkpoint.team import Team
+from lmworks.optim.optimizer import Optimizer
+from lmworks.parallel.model import ParallelModel
+from lmworks.shards.batch import Batch
+from lmworks.train.copies import compare
+from lmworks.watch.recheck import twice
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What was found, and which ranks are to blame: `certain` ones, or else all that it may have been."""
+
+    ranks: list[int]
+    certain: bool
+    what: str
+
+    def __str__(self) -> str:
+        who = ", ".join(map(str, self.ranks))
+        said = f"rank {who}" if len(self.ranks) == 1 else f"ranks {who}" if self.certain else f"one of the ranks {who}"
+        return f"{said}: {self.what}"
+
+
+def look(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
+    """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
+    return _copies(model, optimizer) or _arithmetic(model, optimizer, batch.rows(0, min(micro_batch, len(batch.tokens))), micro_batch, team)
+
+
+def _copies(model: ParallelModel, optimizer: Optimizer) -> Corruption | None:
+    state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    found = compare(state, model.ranks.everyone)
+    if not found:
+        return None
+    certain = found[0].certain
+    blamed = [one for one in found if one.certain is certain]
+    names = sorted({one.tensor for one in blamed})
+    what = f"its copy of {names[0]} differs from the others'" + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+    return Corruption(sorted({one.rank for one in blamed}), certain, what)
+
+
+def _arithmetic(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
+    rows = micro_batch * model.ranks.size("dp")
+
+    def run() -> Tensor:
+        return model.forward_backward(batch, rows, micro_batch, 1.0).cross_entropy
+
+    optimizer.zero_grad()
+    torch.manual_seed(batch.step)
+    blocks = {f"layer {name}": block for part in model.parts for name, block in part.layers.named_children()}
+    by_rank = team.all(twice(run, blocks, dict(model.named_parameters())))
+    # Gradients of weights are sums over ranks, so that what one has done wrong shows on others too; the rest is a rank's own.
+    own = {rank: [what for what in found if not _summed(what)] for rank, found in enumerate(by_rank)}
+    certain = [rank for rank, found in own.items() if found]
+    suspects = certain or [rank for rank, found in enumerate(by_rank) if found]
+    if not suspects:
+        return None
+    what = (own[suspects[0]] or by_rank[suspects[0]])[0]
+    return Corruption(suspects, bool(certain) or len(suspects) == 1, f"the {what} was another one when the same micro-batch was run again")
+
+
+def _summed(what: str) -> bool:
+    return what.startswith("gradient of ") and not what.startswith("gradient of layer ")
