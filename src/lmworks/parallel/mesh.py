@@ -111,6 +111,10 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group(axis))
         return tensor
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All that have more than one rank."""
+        return [group for group in (self.everyone, *map(self.group, AXES)) if group is not None and group.size() > 1]
+
     @property
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all ranks; None alone."""
