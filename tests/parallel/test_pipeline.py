@@ -1,30 +1,200 @@
-"""Stages on ranks: equal to one process, under every schedule.
+"""Stages on ranks: equal to one process, under every schedule, and idle for as long as the plan says.
 
 Losses, all gradients and all updated weights are compared with one process (`parity.compare`, with its tolerances).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
 
-from parallel.parity import compare, train
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.plan.schedule import alive, bubble
+from lmworks.recipe.after import Layout
+from parallel.parity import Trained, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"pp": 2, "schedule": "gpipe"}, {"pp": 4}, {"pp": 2, "layers_per_stage": [3, 1]},
-    {"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, {"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2},
-    {"pp": 2, "schedule": "zero-bubble"},
-    {"pp": 2, "dp_shard": 2, "zero": 0}, {"pp": 2, "dp_shard": 2, "zero": 1}, {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1},
-]  # fmt: skip
+KINDS = ("dense", "tied", "moe", "mla", "mtp")
+FAST: list[tuple[dict[str, Any], str]] = [
+    ({"pp": 2, "schedule": "gpipe"}, "tied"),
+    ({"pp": 4}, "mtp"),
+    ({"pp": 2, "layers_per_stage": [3, 1]}, "dense"),
+    ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, "moe"),
+    ({"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2}, "mtp"),
+    ({"pp": 2, "schedule": "zero-bubble"}, "tied"),
+    ({"pp": 2, "dp_shard": 2, "zero": 0}, "tied"),
+    ({"pp": 2, "dp_shard": 2, "zero": 1}, "mla"),
+    ({"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1}, "mtp"),
+]
+MORE: list[dict[str, Any]] = [
+    {"pp": 4, "schedule": "zero-bubble"},
+    {"pp": 2, "dp_shard": 2, "schedule": "interleaved", "stages_per_rank": 2},
+    {"pp": 2, "dp_shard": 2, "schedule": "zero-bubble"},
+]
+SLOW = [(layout, kind) for layout in [*(layout for layout, _ in FAST), *MORE] for kind in KINDS if (layout, kind) not in FAST]
 
 
-def world(layout: dict[str, Any]) -> int:
+def _name(value: Any) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _world(layout: dict[str, Any]) -> int:
     return layout["pp"] * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mla", "mtp"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_equals_one_process(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
-    compare(train({}, kind), ranks.run(train, world(layout), layout, kind))
+@cache
+def _one_process(kind: str, micro_batch: int = 1, rows: int = 8) -> Trained:
+    return train({}, kind, micro_batch, rows)
+
+
+@pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    compare(_one_process(kind), ranks.run(train, _world(layout), layout, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "kind"), SLOW, ids=_name)
+def test_every_model_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    compare(_one_process(kind), ranks.run(train, _world(layout), layout, kind))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "micro_batch"),
+    [
+        ({"pp": 2, "dp_shard": 2}, 7, 2),  # one rank has a row less: single rows, and a blank one
+        ({"pp": 4}, 3, 1),  # fewer micro-batches than stages
+        ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 7, 3),  # 7 rows make no equal rounds in pieces of 2 or 3
+    ],
+    ids=_name,
+)
+def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, micro_batch: int) -> None:
+    """Blank micro-batches that fill a round count nowhere: not in gradients, losses, nor tokens per expert."""
+    compare(_one_process("mtp", micro_batch, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch, rows))
+
+
+@pytest.mark.parametrize(("options", "tolerance"), [({"activation_checkpointing": "full"}, 1e-5)], ids=["recomputed"])
+def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any], tolerance: float) -> None:
+    """Tokens per expert are of the first pass: recomputation counts nothing twice."""
+    compare(_one_process("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", options), tolerance)
+
+
+@pytest.mark.slow
+def test_also_when_compiled(ranks: RankPool) -> None:
+    """Compiled code sums in another order and rounds elsewhere: 1e-4."""
+    compare(_one_process("tied"), ranks.run(_train, 2, {"pp": 2}, "tied", {"compile": True}, seconds=600), 1e-4)
+
+
+def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Trained:
+    return train(layout, kind, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [({"pp": 2, "dp_shard": 2}, 7), ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 3)], ids=_name
+)
+def test_evaluates_what_one_process_evaluates(ranks: RankPool, layout: dict[str, Any], rows: int) -> None:
+    """fp32 sums in another order: 1e-6."""
+    expected = _evaluated({}, rows)
+    assert ranks.run(_evaluated, _world(layout), layout, rows) == pytest.approx([expected] * _world(layout), rel=1e-6)
+
+
+def _evaluated(layout: dict[str, Any], rows: int) -> float:
+    model = _model(layout, "mtp")
+    model.eval()
+    return model.nats(batch_of(0, rows))
+
+
+def test_a_rank_holds_its_stages_and_no_more(ranks: RankPool) -> None:
+    """Names are those of one process; only the embedding that the last stage needs for a tied head is there twice."""
+    whole = _held({}, "tied")
+    first, last = ranks.run(_held, 2, {"pp": 2, "layers_per_stage": [3, 1]}, "tied")
+    assert first | last == whole
+    assert first & last == {"embedding.weight"}
+    assert {name.split(".")[1] for name in last if name.startswith("layers.")} == {"3"}
+
+
+def _held(layout: dict[str, Any], kind: str) -> set[str]:
+    return set(_model(layout, kind).state_dict())
+
+
+def _model(layout: dict[str, Any], kind: str) -> ParallelModel:
+    ranks = Ranks(Layout.model_validate(layout))
+    return ParallelModel(build(recipe_of(kind), ranks, torch.device("cpu")), ranks)
+
+
+Action = tuple[str, int, int]  # F, B, or I and W for the halves of B; stage; micro-batch
+SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        ({"pp": 4, "schedule": "gpipe"}, 6),
+        ({"pp": 4}, 6),
+        ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 6),
+        ({"pp": 4, "schedule": "zero-bubble"}, 8),
+        ({"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2}, 4),
+    ],
+    ids=_name,
+)
+def test_is_idle_and_keeps_activations_as_planned(ranks: RankPool, layout: dict[str, Any], count: int) -> None:
+    """What each rank ran, in its order, played on a clock: a forward takes one second, a backward two, half of it for the weights."""
+    orders = ranks.run(_executed, layout["pp"], layout, count)
+    wanted = Layout.model_validate(layout)
+    share, most = _play(orders, wanted.pp * wanted.stages_per_rank)
+    assert share == pytest.approx(bubble(wanted.pp, count, wanted.schedule, wanted.stages_per_rank))
+    assert most == [alive(wanted, rank, count) * wanted.stages_per_rank for rank in range(wanted.pp)]
+
+
+def _executed(layout: dict[str, Any], count: int) -> list[Action]:
+    """What this rank's stages do in a step of `count` micro-batches."""
+    done: list[Action] = []
+    forward, backward, weight = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk, PipelineStage.backward_weight_one_chunk
+
+    def record(kind: Any, original: Any) -> Any:
+        def run(stage: PipelineStage, index: int, *args: Any, **kwargs: Any) -> Any:
+            done.append((kind(kwargs), stage.stage_index, index))
+            return original(stage, index, *args, **kwargs)
+
+        return run
+
+    PipelineStage.forward_one_chunk = record(lambda _: "F", forward)  # type: ignore[method-assign]
+    PipelineStage.backward_one_chunk = record(lambda said: "B" if said.get("full_backward", True) else "I", backward)  # type: ignore[method-assign]
+    PipelineStage.backward_weight_one_chunk = record(lambda _: "W", weight)  # type: ignore[method-assign]
+    try:
+        _model(layout, "dense").forward_backward(batch_of(0, count), count, 1, 1.0)
+    finally:
+        PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk = forward, backward  # type: ignore[method-assign]
+        PipelineStage.backward_weight_one_chunk = weight  # type: ignore[method-assign]
+    return done
+
+
+def _play(orders: list[list[Action]], stages: int) -> tuple[float, list[int]]:
+    """The share of time that ranks stand idle, and how many forwards each keeps at most until their weights have their gradient."""
+    ended: dict[Action, int] = {}
+    clocks, places, kept, most = (np.zeros(len(orders), dtype=int) for _ in range(4))
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        moved = False
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                kind, stage, index = order[places[rank]]
+                needs = [("F", stage - 1, index)] if kind == "F" and stage else []
+                if kind in "BI":
+                    needs = [("F", stage, index), *([("B", stage + 1, index)] if stage < stages - 1 else [])]
+                if any(need not in ended for need in needs):
+                    break
+                clocks[rank] = max([clocks[rank], *(ended[need] for need in needs)]) + SECONDS[kind]
+                ended["B" if kind == "I" else kind, stage, index] = clocks[rank]
+                kept[rank] += (kind == "F") - (kind in "BW")
+                most[rank] = max(most[rank], kept[rank])
+                places[rank] += 1
+                moved = True
+        assert moved, "the orders of the ranks wait for each other"
+    work = sum(SECONDS[kind] for order in orders for kind, *_ in order)
+    return 1 - work / (len(orders) * clocks.max()), most.tolist()
