@@ -10,7 +10,7 @@ import torch
 from lmworks.errors import UserError
 from lmworks.model.moe import run_sorted, run_sorted_plain
 from lmworks.model.router import Router
-from parallel.parity import compare, train
+from parallel.parity import MODELS, compare, train
 from rank_pool import RankPool
 
 FAST: list[tuple[int, dict[str, Any], str]] = [
@@ -38,6 +38,18 @@ def _train_lopsided(layout: dict[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         select = Router._select
         patch.setattr(Router, "_select", lambda *args: select(*args)[:, :1] % 2 + torch.tensor([0, 2]))
+        return train(layout, "moe")
+
+
+def test_fewer_experts_than_ranks_are_cut_along_the_hidden_states(ranks: RankPool) -> None:
+    """One of two experts here, on two ranks: each has half of its columns."""
+    compare(_train_few({}), ranks.run(_train_few, 4, {"dp_shard": 4, "ep": 2, "zero": 2}))
+
+
+def _train_few(layout: dict[str, Any]) -> Any:
+    moe = MODELS["moe"]["moe"] | {"experts": 2, "top_k": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "moe", MODELS["moe"] | {"moe": moe})
         return train(layout, "moe")
 
 

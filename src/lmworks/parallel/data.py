@@ -11,13 +11,18 @@ Gradients are summed over the ranks, not averaged: the loss has been divided by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
 from lmworks.model import Transformer
 from lmworks.model.moe import MoE
 from lmworks.model.transformer import Block
+from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 
 
@@ -28,13 +33,16 @@ def shard(model: Transformer, ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh, expert_mesh = _meshes(ranks)
+    cut = _cuts(model, 1 if zero == 0 else ranks.size("efsdp" if ranks.size("ep") > 1 else "fsdp"))
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         if isinstance(block.ffn, MoE):
             if narrow is not None:  # a rounded router weight picks another expert
                 fully_shard(block.ffn.router, mesh=mesh, mp_policy=exact, reshard_after_forward=zero == 3)
             if ranks.size("ep") > 1:
-                fully_shard(block.ffn.experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=zero == 3)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3)
+                fully_shard(
+                    block.ffn.experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=cut
+                )
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=cut)
     # Embedding, last norm and head stay gathered from the forward to the backward: the head is used after `hidden` has returned.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for method in ("hidden", "loss"):
@@ -43,6 +51,23 @@ def shard(model: Transformer, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Along which dimension a parameter is sharded: the first, but where experts do not divide that of the hidden states, if that does.
+
+    Ten experts on 128 ranks would lie on ten of them.
+    """
+    moe, hidden = model.config.moe, model.config.hidden_size
+    assert hidden
+    dims: dict[int, Shard] = {}
+    if moe and hidden % shards == 0:
+        for ffn in model.routers():
+            for name, parameter in ffn.experts._parameters.items():
+                assert parameter is not None
+                if local(parameter).shape[0] % shards:
+                    dims[id(parameter)] = Shard(1 if name == "down" else 2)
+    return lambda parameter: dims.get(id(parameter))
 
 
 def hold(model: Transformer, zero: int, last: bool) -> None:

@@ -1,0 +1,52 @@
+"""The table of layouts: each axis alone, pairs, and eight ranks with three and four axes, on dense, sparse and latent models.
+
+Three steps with Muon, accumulation, document masks and balancing; losses, every gradient and every updated weight are compared with one
+process (`parity.compare`, with its tolerances). The rooms' own tests have the most telling of these; here is the whole table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lmworks.parallel.mesh import world_size
+from lmworks.recipe.after import Layout
+from parallel.parity import Trained, compare, train
+from rank_pool import RankPool
+
+LAYOUTS: list[dict[str, Any]] = [
+    # one axis
+    {"dp_shard": 2, "zero": 0}, {"dp_shard": 3, "zero": 1}, {"dp_shard": 4, "zero": 2}, {"dp_shard": 8, "zero": 3}, {"dp_replicate": 2},
+    {"tp": 2}, {"cp": 2}, {"cp": 4}, {"pp": 2}, {"pp": 4, "schedule": "zero-bubble"},
+    # two
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 3}, {"dp_shard": 2, "tp": 2, "zero": 0}, {"dp_shard": 2, "tp": 2, "zero": 1},
+    {"dp_shard": 2, "tp": 2, "zero": 2}, {"dp_shard": 3, "tp": 2, "zero": 3}, {"dp_replicate": 2, "tp": 2}, {"cp": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2, "zero": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "dp_shard": 2},
+    # with experts on different ranks
+    {"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4, "zero": 0}, {"dp_shard": 4, "ep": 2, "zero": 3}, {"cp": 2, "ep": 2},
+    {"dp_shard": 2, "ep": 2, "tp": 2, "zero": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 2, "cp": 2, "ep": 4},
+    # eight ranks
+    {"dp_replicate": 2, "dp_shard": 4, "ep": 2, "zero": 3}, {"dp_shard": 4, "ep": 2, "tp": 2, "zero": 0},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "tp": 2, "zero": 2}, {"dp_shard": 2, "cp": 2, "ep": 4, "tp": 2, "zero": 3},
+    {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "cp": 2, "ep": 2}, {"pp": 2, "cp": 2, "tp": 2, "ep": 2},
+]  # fmt: skip
+
+
+def _name(layout: dict[str, Any]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+
+
+@cache
+def _alone(kind: str) -> Trained:
+    return train({}, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    if kind == "dense" and "ep" in layout:
+        pytest.skip("no experts")
+    compare(_alone(kind), ranks.run(train, world_size(Layout(**layout)), layout, kind))
