@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lmworks.model import chunked, documents
-from lmworks.model.attention import attend_plain
+from lmworks.model.attention import attend_fast, attend_plain
 from lmworks.model.cache import Cache
 from lmworks.model.documents import Visible, from_cu_seqlens, visible
 from lmworks.model.flex import block_mask
@@ -87,6 +87,14 @@ def test_chunks_equal_plain(heads: tuple[int, int], kind: str, value_dim: int, a
         results.append([out, *torch.autograd.grad(out, given, upstream)])
     for found, expected in zip(*results, strict=True):
         assert relative(found, expected) < 1e-5
+
+
+def test_long_rows_whose_values_are_narrow_take_linear_memory_too() -> None:
+    """Latent attention of one document a row: no mask, and no fused kernel for values narrower than keys."""
+    query, key, value = (x[:1, :, :2100] for x in inputs((2, 2), 2100, 2100, 12))
+    kept = saved_bytes(lambda: attend_fast(query, key, value, None, 0.0))
+    assert kept < 16 * query.untyped_storage().nbytes()
+    assert relative(attend_fast(query, key, value, None, 0.0), attend_plain(query, key, value, None, 0.0)) < 1e-5
 
 
 def test_blocks_of_keys_that_nobody_sees_are_never_touched(all_long: None) -> None:

@@ -25,7 +25,7 @@ from lmworks.train.pretrain import stages
 from tiny_run import Tiny, know_the_peak
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
-TOKENS = ("768Ki", "192Ki", "192Ki", "128Ki", "96Ki", "128Ki")
+TOKENS = ("640Ki", "192Ki", "192Ki", "128Ki", "96Ki", "128Ki")
 
 RECIPE = """
 name: long
@@ -86,6 +86,7 @@ def losses(model: ParallelModel, rows: list[Batch]) -> dict[tuple[int, int], flo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each extension the loss of the new positions falls, and comes nearer to that of the first 256."""

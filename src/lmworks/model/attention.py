@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.model.cache import LayerCache
-from lmworks.model.documents import Visible
+from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate
 from lmworks.recipe.model import Model
@@ -63,6 +63,9 @@ def slides(config: Model, layer: int) -> bool:
 
 def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
     """softmax(q k^T / sqrt(C)) v, causal where no mask is given, by the fastest way this device has."""
+    if mask is None and _makes_all_scores(query_BHTC, value_BKSC) and not dropout:
+        places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
+        mask = visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
     if mask is not None and mask.kept_B1TS is None and not dropout:
         return mask.attend(query_BHTC, key_BKSC, value_BKSC)
     seen = None if mask is None else mask.dense()
@@ -73,6 +76,11 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
         query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,
         enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],
     )  # fmt: skip
+
+
+def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:
+    """Whether the fused kernel would not be used though the row is long: on CPUs it wants values as wide as keys, which MLA's are not."""
+    return query_BHTC.device.type == "cpu" and query_BHTC.shape[2] > _LONGEST_BLOCKED and query_BHTC.shape[3] != value_BKSC.shape[3]
 
 
 _BLOCK = 128  # queries at a time, at least: their scores stay in the cache
