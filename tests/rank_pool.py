@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import queue
@@ -33,6 +34,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # a group's threads end with the last object that knows it, and models are cycles
 
 
 class RankPool:
