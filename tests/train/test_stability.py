@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.cli import data_commands
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.model import Transformer
@@ -107,6 +108,7 @@ def test_a_rollback_leaves_the_window_out(rolled_back: Tiny) -> None:
     assert (line["step"], line["to_step"], line["skip"]) == (HIGH, 12, [12, 15])
     assert line["reason"] == "1 spike in a row (stability.spike)"
     assert steps_of(rolled_back) == left_out(12, 15)
+    assert [step for step in range(STEPS) if data_commands.left_out(str(rolled_back.run_dir), step)] == [12, 13, 14]
     whole = sum(line["train/batch_tokens"] for line in curve(rolled_back.run_dir))
     assert curve(rolled_back.run_dir)[-1]["train/tokens"] == whole, "what is counted is what was trained on"
 

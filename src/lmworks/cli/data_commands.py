@@ -43,6 +43,7 @@ def batch(
         print(json.dumps([asdict(row) | {"tokens": tokens.tolist()} for row, tokens in zip(rows, found.tokens, strict=True)]))
         return
     title = f"step {step}: {len(rows)} sequences of {found.tokens.shape[1]} tokens, {found.valid_tokens:,} labels"
+    title += " (left out by a rollback)" if left_out(run, step) else ""
     table = Table(title=title, title_justify="left")
     for heading in ("sequence", "source", "epoch", "documents", "begins with"):
         table.add_column(heading, overflow="fold")
@@ -136,6 +137,14 @@ def import_(
     for text in made.begins:
         console().print(Text("  " + text.replace("\n", "\\n")))
     console().print(f"in the recipe: shards: {{imported: {{{name}: {place.resolve()}}}}}, and the tokenizer's folder as tokenizer.path")
+
+
+def left_out(run: str, step: int) -> bool:
+    """Whether a rollback of pretraining has left the data of this step out."""
+    from lmworks.watch.ledger import read_ledger
+    from lmworks.watch.skips import Skips, rollbacks
+
+    return step in Skips(rollbacks(read_ledger(Path(run) / "ledger.jsonl"), "pretrain"))
 
 
 def batches_of(run: str, *more: Change) -> Batches:
