@@ -7,10 +7,12 @@ from pathlib import Path
 
 from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.checkpoint.team import new_team
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.fingerprint import fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Phase
@@ -84,8 +86,7 @@ def tune(
     ranks.barrier()
     course = Tuning(recipe, folder / "data")
     model = build_model(recipe, ranks)
-    base = newest_base(run_dir)
-    saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True)
+    base = _load_base(recipe, run_dir, model)
     optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
     held_out = _held_out(recipe, folder / "data")
     with (
@@ -108,6 +109,16 @@ def tune(
         first = trainer.resume()
         with MetricLog(folder, recipe.metrics, resume_step=first + 1) if ranks.is_first else NoMetrics() as metrics:
             trainer.run(metrics)
+
+
+def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
+    """The weights that tuning begins with, on all ranks; the first looks for the newest good ones."""
+    team = new_team()
+    found: list[Path] = []
+    team.together(lambda: found.append(newest_base(run_dir)) if team.is_first else None)
+    base = team.agree(found[0] if found else Path())
+    saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team)
+    return base
 
 
 def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
