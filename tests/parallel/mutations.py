@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 
 from lmworks.model.layers import Linear
 from lmworks.optim import clip
-from lmworks.parallel import collectives, experts, parallelize, tensor
+from lmworks.parallel import collectives, experts, parallelize, pipeline, tensor
 from lmworks.parallel.model import ParallelModel
 from parallel.parity import Trained, train
 
@@ -155,7 +155,35 @@ def _experts_are_on_the_next_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parallelize, "here", shifted)
 
 
-TP, EP, DP = {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2}
+def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipeline._Beside, "apply", lambda x, loss: x.clone())
+
+
+def _copies_of_the_embedding_are_not_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipeline.Pipeline, "_sum_copies", lambda self: None)
+
+
+def _norm_counts_the_embedding_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ParallelModel, "copies", ())
+
+
+def _first_stage_has_the_documents_of_other_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    forward_backward = pipeline.Pipeline.forward_backward
+
+    def planted(self: pipeline.Pipeline, inputs: Any, *args: Any) -> Any:
+        if self.ranks.rank("pp") == 0:
+            inputs = [(tokens, labels, other) for (tokens, labels, _), (*_, other) in zip(inputs, reversed(inputs), strict=True)]
+        return forward_backward(self, inputs, *args)
+
+    patch.setattr(pipeline.Pipeline, "forward_backward", planted)
+
+
+def _gradients_are_divided_by_the_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    schedule = pipeline.Schedule1F1B
+    patch.setattr(pipeline, "Schedule1F1B", lambda stage, **options: schedule(stage, **options | {"scale_grads": True}))
+
+
+TP, EP, DP, PP = {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2}, {"pp": 2}
 MISTAKES: dict[str, Mistake] = {
     "gathered gradients are not summed": Mistake(_gathered_gradients_are_not_summed, TP),
     "the shared key of latent attention is not summed": Mistake(_shared_key_of_latent_attention_is_not_summed, TP, "mla"),
@@ -175,4 +203,11 @@ MISTAKES: dict[str, Mistake] = {
     "rows are computed as they come": Mistake(_rows_are_computed_as_they_come, EP, "moe"),
     "rows come without gradients": Mistake(_rows_come_without_gradients, EP, "moe"),
     "experts are on the next rank": Mistake(_experts_are_on_the_next_rank, EP, "moe"),
+    "the auxiliary loss of the first stage has no gradient": Mistake(_auxiliary_loss_of_the_first_stage_has_no_gradient, PP, "moe"),
+    "copies of a tied embedding are not summed": Mistake(_copies_of_the_embedding_are_not_summed, PP, "tied"),
+    "copies of the embedding are not summed for multi-token prediction": Mistake(_copies_of_the_embedding_are_not_summed, PP, "mtp"),
+    "the norm counts the embedding twice": Mistake(_norm_counts_the_embedding_twice, PP, "tied"),
+    "the first stage has the documents of other micro-batches": Mistake(_first_stage_has_the_documents_of_other_micro_batches, PP),
+    "gradients are divided by the micro-batches": Mistake(_gradients_are_divided_by_the_micro_batches, PP),
+    "gradients are averaged over the ranks of a stage": Mistake(_gradients_are_averaged, PP | DP),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lmworks.parallel.mesh import world_size
+from lmworks.recipe.after import Layout
 from parallel.mutations import MISTAKES, train_mistaken
 from parallel.parity import compare, train
 from rank_pool import RankPool
@@ -12,6 +14,6 @@ from rank_pool import RankPool
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_is_found(ranks: RankPool, name: str) -> None:
-    found = ranks.run(train_mistaken, 2, name)
+    found = ranks.run(train_mistaken, world_size(Layout.model_validate(MISTAKES[name].layout)), name)
     with pytest.raises(AssertionError):
         compare(train({}, MISTAKES[name].kind), found)
