@@ -230,17 +230,17 @@ def test_a_slurm_job_that_is_pre_empted_saves_and_is_queued_again(tmp_path: Path
     monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank"))
     with cluster(tmp_path / "slurm") as conf:
         monkeypatch.setenv("SLURM_CONF", str(conf))
-        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), "400"]).submit()
+        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), "100"]).submit()
         wait_for(lambda: len(events(run_dir, "step")) > 3)
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
         wait_for(lambda: events(run_dir, "requeue"))
-        # Slurm lets a job that is queued again wait for two minutes.
-        asked = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
+        # Slurm lets a job that is queued again wait for two minutes, and does not take it back within the same second.
+        asked = ["scontrol", "update", f"JobId={number}", "StartTime=now+10"]
         wait_for(lambda: "PENDING" in told(number) and subprocess.run(asked, check=False).returncode == 0)
         wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
         wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
     (requeue,) = events(run_dir, "requeue")
     assert not requeue["crashed"] and "pre-empted" in requeue["reason"]
-    require_every_step(run_dir, 400)
+    require_every_step(run_dir, 100)
     assert len({event["step"] for event in events(run_dir, "step")}) == len(events(run_dir, "step")), "it went on where it had saved"
     assert sys.executable in (run_dir / "launch" / "job.sh").read_text()
