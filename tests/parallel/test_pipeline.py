@@ -6,6 +6,7 @@ Losses, all gradients and all updated weights are compared with one process (`pa
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.checkpoint.storage import missing, read_table
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.plan.schedule import alive, bubble
 from lmworks.recipe.after import Layout
-from parallel.parity import Trained, batch_of, compare, recipe_of, train
+from lmworks.recipe.training import Checkpoints as Options
+from parallel.parity import Trained, batch_of, compare, recipe_of, train, whole
 from rank_pool import RankPool
 
 KINDS = ("dense", "tied", "moe", "mla", "mtp")
@@ -126,6 +130,31 @@ def _held(layout: dict[str, Any], kind: str) -> set[str]:
 def _model(layout: dict[str, Any], kind: str) -> ParallelModel:
     ranks = Ranks(Layout.model_validate(layout))
     return ParallelModel(build(recipe_of(kind), ranks, torch.device("cpu")), ranks)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "dp_shard": 2}], ids=_name)
+def test_a_checkpoint_holds_the_embedding_once(ranks: RankPool, layout: dict[str, Any], tmp_path: Path) -> None:
+    """And is that of one process: which loads it, and the ranks load what one process has saved."""
+    expected = _round_trip({}, tmp_path / "one", tmp_path / "one")
+    found = ranks.run(_round_trip, _world(layout), layout, tmp_path / "ranks", tmp_path / "one")
+    assert not missing(read_table(tmp_path / "ranks" / "step-00000001"))
+    for held in found:
+        assert held.items() <= expected.items()
+    assert _round_trip({}, tmp_path / "again", tmp_path / "ranks") == expected
+
+
+def _round_trip(layout: dict[str, Any], into: Path, other: Path) -> dict[str, float]:
+    """Save this rank's part of a model at its start, forget it, and load the checkpoint at `other`; the sum of each tensor."""
+    model = _model(layout, "tied")
+    state = {"model": model.state_dict()}
+    with Checkpoints(into, Options(asynchronous=False), {}) as checkpoints:
+        checkpoints.save(1, model.written(state), {})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with Checkpoints(other, Options(asynchronous=False), {}) as checkpoints:
+        assert checkpoints.load_latest(state) is not None
+    return {name: float(whole(value).sum()) for name, value in state["model"].items()}
 
 
 Action = tuple[str, int, int]  # F, B, or I and W for the halves of B; stage; micro-batch

@@ -56,6 +56,12 @@ class ParallelModel:
         """Parameters of this rank that another pipeline stage has too, and counts."""
         return self.pipeline.copies if self.pipeline else []
 
+    def written(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A training state, tensors by kind and name, without the copies that another pipeline stage writes into a checkpoint."""
+        held = {id(copy) for copy in self.copies}
+        names = tuple(name for name, parameter in self.named_parameters() if id(parameter) in held)
+        return {kind: {name: value for name, value in found.items() if not name.endswith(names)} for kind, found in state.items()}
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.parts:
             yield from part.named_parameters()

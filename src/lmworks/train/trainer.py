@@ -181,6 +181,8 @@ class Trainer:
         if self.step == 0:
             self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)
         self.sampler.begin(self.saved + 1)
+        if self.model.whole is None:
+            progress.console.print("[dim]no samples are written during the run: its layers lie on several pipeline stages[/dim]")
         self._saved_at = time.monotonic()
         patience = float(self.recipe.stability.data_timeout)
         with graceful_stop() as stop, progress.bar(self.label, self.course.tokens, self.course.tokens_before(self.step)) as bar:
@@ -319,6 +321,8 @@ class Trainer:
     def _micro_batch(self, batch: Batch) -> int:
         """Sequences at a time: of all lengths as many tokens."""
         assert self.recipe.train.micro_batch
+        if self.model.pipeline:  # many small ones keep it busy, and as many as the plan counts
+            return self.recipe.train.micro_batch
         tokens_at_once = self.recipe.train.micro_batch * max(int(phase.sequence_length) for phase in self.recipe.train.phases)
         return max(1, tokens_at_once // batch.tokens.shape[1])
 
@@ -423,7 +427,7 @@ class Trainer:
         self.metrics.flush()
         try:
             # Only what was measured on these very weights may make them the best.
-            self.checkpoints.save(self.step, self.state(), meta, metric=self._measured.get(self.step), wait=wait)
+            self.checkpoints.save(self.step, self.model.written(self.state()), meta, metric=self._measured.get(self.step), wait=wait)
         except UserError as error:
             if wait:
                 raise
