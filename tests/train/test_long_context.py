@@ -25,7 +25,7 @@ from lmworks.train.pretrain import stages
 from tiny_run import Tiny, know_the_peak
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
-TOKENS = ("640Ki", "192Ki", "192Ki", "128Ki", "96Ki", "128Ki")
+TOKENS = ("384Ki", "128Ki", "128Ki", "96Ki", "72Ki", "96Ki")
 
 RECIPE = """
 name: long
