@@ -85,7 +85,7 @@ def from_cu_seqlens(shape: tuple[int, int], cu_seqlens: Tensor | None, window: i
     rows, length = shape
     places = torch.arange(length, device=device).expand(rows, length)
     slides = window is not None and window < length
-    # For short rows on CPUs a mask costs next to nothing; compiling the layers anew, for a batch that by chance has no borders, half a minute.
+    # For short rows on CPUs a mask costs next to nothing, compiling the layers anew for a batch that by chance has no borders a lot.
     cheap = device.type == "cpu" and length * length <= _KEPT
     if cu_seqlens is None or (cu_seqlens.numel() == rows + 1 and not cheap):
         return Documents(places, None, visible(places, length, window) if slides else None)
