@@ -96,7 +96,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: Any) -> Tensor:
         ctx.name = name
-        return x.view_as(x)
+        return x.clone()  # no view: FSDP2 warns of views that a module returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

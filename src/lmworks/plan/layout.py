@@ -11,7 +11,7 @@ from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.recipe.after import Cluster, Layout
 from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.stages import pipelined_micro_batch
+from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
 from lmworks.recipe.training import Phase
 
 Zero = Literal[0, 1, 2, 3]
@@ -57,13 +57,15 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         yield f"{product} is {world(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
         yield f"tp {layout.tp} must lie within a node of {cluster.devices_per_node}: between nodes its traffic is too slow"
-    sizes = [("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size)]
+    sizes = [("heads", model.heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size)]
+    if not model.mla:
+        sizes.insert(1, ("kv_heads", model.kv_heads))
     if model.moe:
         sizes.append(("moe.expert_size", model.moe.expert_size))
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
-    yield from _pipeline_problems(recipe, layout)
+    yield from stage_problems(recipe.model, layout, recipe.train.compile)
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
@@ -80,28 +82,10 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
             yield f"the {sequences:,} sequences of a step of phase {phase.name} do not divide over {replicas:,} data ranks"
         if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
             yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
+        elif phase.sequence_length // layout.cp % layout.tp:
+            yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence that a rank of cp has"
         if layout.pp > 1 and not sequences % replicas:
             yield from _micro_batch_problem(recipe, layout, phase, sequences // replicas)
-
-
-def _pipeline_problems(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    model, stages, name = recipe.model, layout.pp * layout.stages_per_rank, layout.schedule
-    assert model.layers
-    if layout.pp == 1:
-        if layout.stages_per_rank > 1 or layout.layers_per_stage:
-            yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
-        return
-    if stages > model.layers:
-        of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
-        yield f"{of} exceeds the {model.layers} layers"
-    elif (given := layout.layers_per_stage) and (len(given) != stages or sum(given) != model.layers or min(given) < 1):
-        yield f"layers_per_stage must be {stages} numbers from 1 that add up to {model.layers}; left out, the stages are balanced"
-    if name in ("gpipe", "1f1b") and layout.stages_per_rank > 1:
-        yield f"schedule {name} has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"
-    if name == "interleaved" and layout.stages_per_rank == 1:
-        yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
-    if name == "zero-bubble" and recipe.train.compile:
-        yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
 
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, rows: int) -> Iterator[str]:
