@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.storage import missing, read_table
+from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
@@ -121,6 +122,11 @@ def test_a_rank_holds_its_stages_and_no_more(ranks: RankPool) -> None:
     assert first | last == whole
     assert first & last == {"embedding.weight"}
     assert {name.split(".")[1] for name in last if name.startswith("layers.")} == {"3"}
+
+
+def test_a_layout_that_cannot_be_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(UserError, match="layout: stages_per_rank and layers_per_stage say how a pipeline is cut"):
+        build(recipe_of("dense"), Ranks(Layout(stages_per_rank=2)), torch.device("cpu"))
 
 
 def _held(layout: dict[str, Any], kind: str) -> set[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.parallel import context, data, experts, tensor
@@ -17,6 +18,7 @@ from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.precision import dtype_for
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.stages import stage_problems
 
 _SHAPES = 1024  # more shapes of a layer's input than this are a mistake, not a recipe
 
@@ -26,6 +28,8 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
 
     Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
     """
+    for problem in stage_problems(recipe.model, ranks.layout, recipe.train.compile):
+        raise UserError(f"layout: {problem}")
     with torch.device("meta"):
         parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]
     for part in parts:

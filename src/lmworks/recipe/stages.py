@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 
@@ -20,6 +21,27 @@ def stage_layers(model: Model, layout: Layout) -> list[range]:
     counts = layout.layers_per_stage or _balanced(_costs(model), layout.pp * layout.stages_per_rank)
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def stage_problems(model: Model, layout: Layout, compiled: bool) -> Iterator[str]:
+    """Why a model cannot be cut and run as the layout says; nothing if it can."""
+    stages, name = layout.pp * layout.stages_per_rank, layout.schedule
+    assert model.layers
+    if layout.pp == 1:
+        if layout.stages_per_rank > 1 or layout.layers_per_stage:
+            yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
+        return
+    if stages > model.layers:
+        of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
+        yield f"{of} exceeds the {model.layers} layers"
+    elif (given := layout.layers_per_stage) and (len(given) != stages or sum(given) != model.layers or min(given) < 1):
+        yield f"layers_per_stage must be {stages} numbers from 1 that add up to {model.layers}; left out, the stages are balanced"
+    if name in ("gpipe", "1f1b") and layout.stages_per_rank > 1:
+        yield f"schedule {name} has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"
+    if name == "interleaved" and layout.stages_per_rank == 1:
+        yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
+    if name == "zero-bubble" and compiled:
+        yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
 
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:

@@ -1,0 +1,34 @@
+"""Training on pipeline stages, from the recipe to the checkpoint, is training in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny_run
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.after import Layout
+from lmworks.train.pretrain import pretrain
+from rank_pool import RankPool
+from tiny_run import Tiny, curve
+
+
+def trained(tiny: Tiny, overrides: list[str]) -> None:
+    tiny_run.know_the_peak()
+    recipe = tiny.resolve(*overrides).recipe
+    layout = Layout.model_validate(recipe.layout.model_dump())
+    pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+
+
+def test_losses_and_validation_are_those_of_one_process(ranks: RankPool, tiny: Tiny, tmp_path) -> None:
+    """fp32 sums in another order, and the steps after them: 1e-4 of each figure."""
+    one, two = tiny.copy(tmp_path / "one"), tiny.copy(tmp_path / "two")
+    trained(one, [])
+    ranks.run(trained, 2, two, ["layout.pp=2"], seconds=300)
+    expected, found = curve(one.run_dir), curve(two.run_dir)
+    assert [line["step"] for line in found] == [line["step"] for line in expected] == list(range(1, tiny_run.STEPS + 1))
+    for here, there in zip(found, expected, strict=True):
+        for name in ("train/loss", "optim/grad_norm", "train/valid_tokens", "validation/loss", "validation/bits_per_byte"):
+            assert here.get(name) == (pytest.approx(there[name], rel=1e-4) if name in there else None), (name, here["step"])
+    # the checkpoint of two stages is that of one process: it has nothing left to do there
+    trained(two, [])
+    assert len(curve(two.run_dir)) == tiny_run.STEPS
