@@ -20,6 +20,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
 
     torch.set_num_threads(1)
     while (job := jobs.get()) is not None:
@@ -34,6 +35,8 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _redistribute.clear_redistribute_planner_cache()  # plans of one world name its groups, and meshes of the next are equal
+            _redistribute._gen_transform_infos.cache_clear()
             gc.collect()  # a group's threads end with the last object that knows it, and models are cycles
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+# As long as a module is of the class: members may know process groups, which should end with their models.
+_SUBCLASSES: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 
 
 def derive(module: nn.Module, members: Mapping[str, Any]) -> None:
@@ -16,12 +20,11 @@ def derive(module: nn.Module, members: Mapping[str, Any]) -> None:
     Members may be methods, which find the original by the class they came from, and properties. Modules of one class that are given the
     same members get the same subclass, so that the compiler takes layers that are alike for what they are and compiles one.
     """
-    module.__class__ = _subclass(type(module), tuple(sorted(members.items())))  # type: ignore[arg-type]  # classes are hashable
-
-
-@lru_cache(maxsize=1024)
-def _subclass(cls: Any, members: tuple[tuple[str, Any], ...]) -> Any:
-    return type(cls.__name__, (cls,), {**dict(members), "__module__": cls.__module__})
+    cls = type(module)
+    key = (cls, *sorted(members.items()))
+    if (made := _SUBCLASSES.get(key)) is None:
+        made = _SUBCLASSES[key] = type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    module.__class__ = made
 
 
 def see_parts(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
