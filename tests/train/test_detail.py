@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lmworks.errors import UserError
+from lmworks.metrics.log import read
 from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
+from lmworks.model.transformer import Block
 from lmworks.recipe.model import Model
 from lmworks.train.detail import largest_score, watching
+from lmworks.watch.ledger import read_ledger
+from tiny_run import Tiny
 
 
 def model() -> Transformer:
@@ -88,3 +95,45 @@ def test_nothing_is_left_behind():
         raise RuntimeError("stop")
     assert (attention.attend_fast, attention.attend_plain) == honest
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in found.modules())
+
+
+def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> None:
+    """Every fifth step, without changing a bit of what is trained."""
+    plain, asked = tiny.copy(tmp_path / "plain"), tiny.copy(tmp_path / "asked")
+    plain.pretrain()
+    asked.pretrain("metrics.detail_every=5 steps")
+    expected, found = read(plain.run_dir), read(asked.run_dir)
+    assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]
+    lines = [line for line in found if "layers/0/grad_norm" in line]
+    assert [line["step"] for line in lines] == [line["step"] for line in found if line["step"] % 5 == 0]
+    layers = asked.resolve().recipe.model.layers
+    assert layers
+    for line in lines:
+        norms = [line[f"layers/{layer}/grad_norm"] for layer in range(layers)]
+        assert 0 < sum(norm**2 for norm in norms) <= line["optim/grad_norm"] ** 2 * 1.0001  # the two ends of the model have the rest
+        for name in ("activation_rms", "attention_logit_max", "update_ratio"):
+            assert all(0 < line[f"layers/{layer}/{name}"] < 100 for layer in range(layers))
+
+
+def test_the_ledger_says_where_a_bad_step_began(tiny_copy: Tiny) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        honest = Block.forward
+
+        def broken(self: Block, *given: object) -> object:
+            out = honest(self, *given)
+            return (out[0] * float("nan"), *out[1:]) if self is blocks[-1] else out
+
+        blocks: list[Block] = []
+        built = Transformer.__init__
+
+        def remember(self: Transformer, *given: object) -> None:
+            built(self, *given)
+            blocks[:] = list(self.layers)
+
+        patch.setattr(Transformer, "__init__", remember)
+        patch.setattr(Block, "forward", broken)
+        with pytest.raises(UserError, match="not finite"):
+            tiny_copy.pretrain("stability.max_bad_steps=2", "stability.max_rollbacks=0")
+        last = len(blocks) - 1
+    told = [event for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "not_finite"]
+    assert [event["first"] for event in told] == [f"output of {last}"]

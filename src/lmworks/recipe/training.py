@@ -168,3 +168,6 @@ class Metrics(Node):
     tensorboard: bool = Field(False, description="also write TensorBoard events")
     wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
     prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
+    detail_every: Duration | None = Field(
+        None, description="distance between signals of each layer (activations, attention logits, gradients, updates); never when left out"
+    )

@@ -12,7 +12,69 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmworks.model.transformer import Block
+from lmworks.optim.placement import local, local_grad, shards
+from lmworks.parallel.model import ParallelModel
+from lmworks.shards.batch import Batch
 from lmworks.watch.recheck import tensors_in
+
+_SIGNALS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
+
+
+class LayerSignals:
+    """One step under the magnifying glass: made before its update, asked after it. Holds a copy of the weights meanwhile.
+
+    All ranks take part; activations and scores are those of the first rank's rows, gradients and updates those of all.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._blocks = {
+            int(name.split(".")[1]): block
+            for part in model.parts for name, block in part.named_modules() if isinstance(block, Block) and name.startswith("layers.")
+        }  # fmt: skip
+        self._before = {
+            layer: [local(weight).detach().clone() for weight in block.parameters()] for layer, block in self._blocks.items()
+        }
+
+    @torch.no_grad()
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """`layers/...` of this step; the layers see some rows of `batch`, this rank's share of it, in evaluation."""
+        model, layers = self._model, self._model.config.layers
+        assert layers
+        seen = passing(model, batch)
+        found = torch.zeros(layers, len(_SIGNALS) + 1, dtype=torch.float64)  # the last column: squares of the weights
+        activations, logits = seen.activations(), seen.logits()
+        for layer, block in self._blocks.items():
+            if model.ranks.rank("weights") == 0:
+                squares, count = activations.get(str(layer), (0.0, 1))
+                found[layer, 0], found[layer, 1] = squares / count, logits.get(str(layer), 0.0)
+            for weight, before in zip(block.parameters(), self._before[layer], strict=True):
+                share = shards(weight) / model.ranks.size("weights")  # each rank with the same part counts for some of it
+                grad = local_grad(weight)
+                if grad is not None:
+                    found[layer, 2] += share * grad.double().square().sum().cpu()
+                found[layer, 3] += share * (local(weight) - before).double().square().sum().cpu()
+                found[layer, 4] += share * before.double().square().sum().cpu()
+        found = model.ranks.sum(model.ranks.sum(found.to(model.device), "weights"), "pp").cpu()
+        columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
+        named = list(zip(_SIGNALS, columns, strict=True))
+        return {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
+
+
+def passing(model: ParallelModel, batch: Batch, rows: int = 4) -> Seen:
+    """What is seen while `rows` rows of a rank's share of a batch go through the model in evaluation."""
+    blocks = {
+        name.removeprefix("layers."): block for part in model.parts for name, block in part.named_modules() if isinstance(block, Block)
+    }
+    training = model.training
+    model.eval()
+    try:
+        with watching(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
+            model.nats(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
+    finally:
+        model.train(training)
+    return seen
 
 
 class Seen:

@@ -28,6 +28,7 @@ from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 from lmworks.shards.prefetch import Prefetch
 from lmworks.train.course import Course, Stage
+from lmworks.train.detail import LayerSignals, passing
 from lmworks.train.guard import Guard
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
@@ -105,6 +106,8 @@ class Trainer:
         self._log_steps = self._every(train.log_every)
         every = self.recipe.stability.recheck_every
         self._recheck_steps = None if every is None else self._every(every)
+        detail = self.recipe.metrics.detail_every
+        self._detail_steps = None if detail is None else self._every(detail)
         self.began_with: dict[str, Any] = {}  # the meta of the checkpoint that was resumed from
         self._measured: dict[int, float] = {}  # the newest validation, by the step after which it was made
         self._rate = 0.0  # of the last step
@@ -216,6 +219,7 @@ class Trainer:
             set_temperature(self.model.routers(), self.model.config.moe, self.step)
             limits = self.guard.policy.limits(self.step, self.course.steady_since(self.step))
             self.heartbeat.beat(self.step, "update")
+            signals = LayerSignals(self.model) if self._detail_steps and (self.step + 1) % self._detail_steps == 0 else None
             result = self._update(batch, agreed.valid, limits)
             loss = float(result.loss)
             back = self._observe(result, batch, limits) or self._recheck(batch)
@@ -230,7 +234,7 @@ class Trainer:
             self._clock.tokens += tokens
             self.guard.waited(self.step, batches.waited, seconds)
             done = self.step == self.course.steps
-            values: dict[str, float] = {}
+            values: dict[str, float] = {} if signals is None else signals.metrics(batch)
             if done or self.step % self._validate_steps == 0:
                 values |= self._validation()
             if done or self.step % self._log_steps == 0:
@@ -335,6 +339,9 @@ class Trainer:
         # An overflow that a smaller scale mends is how fp16 finds its scale, and no reason to stop.
         if not good and math.isfinite(loss) and self.scaler is not None and self.scaler.scale.item() > 1:
             return None
+        if not good and self.bad_steps.in_a_row == 0:
+            where = passing(self.model, batch, len(batch.tokens)).first_bad() or "the backward pass, or another rank's rows"
+            self.ledger.write("not_finite", step=self.step, first=where)
         return self.guard.policy.observe(self.step, loss, norm, limits, partial(self._arrays, batch))
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
