@@ -26,8 +26,8 @@ from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
-from lmworks.plan.flops import per_token
 from lmworks.parallel.model import ParallelModel
+from lmworks.plan.flops import per_token
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.model import Model, Moe, Rope
 from lmworks.recipe.training import Optimizer

@@ -10,8 +10,8 @@ from lmworks.model import Transformer
 from lmworks.model.balance import load_error, set_temperature, statistics, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import sinkhorn
-from lmworks.recipe.model import Balance, Model, Moe
 from lmworks.parallel.rematerialize import checkpoint_activations
+from lmworks.recipe.model import Balance, Model, Moe
 
 
 def skewed(balance: Balance) -> Transformer:
