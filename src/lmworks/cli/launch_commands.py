@@ -18,7 +18,7 @@ from lmworks.launch.folder import COMMAND
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
 ]
-StageOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Go up to this stage only, such as pretrain.")]
+StageOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Up to this stage only, such as pretrain; or preflight.")]
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")]
 
 
@@ -47,7 +47,8 @@ class _Asked:
         self.recipe = load_recipe(recipe, overrides, size).recipe
         assert self.recipe.run_dir
         self.run_dir = Path(self.recipe.run_dir)
-        stages_for(self.recipe, to)
+        if to != "preflight":
+            stages_for(self.recipe, to)
         command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
         options = [("--set", one) for one in overrides] + [("--allow", one) for one in allow] + ([("--size", size)] if size else [])
         self.work = [*command.get(to, [str(to)]), recipe, *(word for option in options for word in option)]

@@ -1,0 +1,74 @@
+"""`lmworks preflight`: what a run will lean on, checked before it is paid for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
+from lmworks.cli.output import console, print_json
+
+_MARKS = {"ok": "[green]ok[/green]  ", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]", "skip": "[dim]skip[/dim]"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("preflight")(preflight)
+
+
+def preflight(
+    recipe: RecipeArgument,
+    overrides: SetOption,
+    size: SizeOption = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, and its layout; this machine when left out.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check machines, disks, data, first batches, layout, checkpoints, export; changes nothing, and ends with 1 if one fails."""
+    from lmworks.doctor.preflight import checks
+    from lmworks.doctor.preflight.finding import Context
+    from lmworks.parallel.start import finish, launched, start
+    from lmworks.recipe.load import load_cluster, load_recipe
+
+    resolved = load_recipe(recipe, overrides, size)
+    where = load_cluster(cluster, resolved.path.parent) if cluster else None
+    if where and where.layout:
+        resolved = load_recipe(recipe, [*overrides, *(f"layout.{axis}={value}" for axis, value in where.layout if value is not None)], size)
+    here = resolved.recipe
+    ranks = start(here.layout, float(here.launch.timeout), here.threads) if launched() else None
+    if ranks is not None:
+        here = here.model_copy(update={"layout": ranks.layout})
+    context = Context(here, resolved.fingerprint, where, recipe, ranks)
+    if ranks is not None and not ranks.is_first:
+        checks.follow(context)
+        finish()
+        return
+    out = console()
+
+    def begin(number: int, check: checks.Check) -> None:
+        if not as_json and out.is_terminal:
+            out.print(f"[dim]{number:2} {check.title} ...[/dim]", end="\r")
+
+    def end(answer: checks.Answer) -> None:
+        if as_json:
+            return
+        found = answer.finding
+        mark = _MARKS[found.result]
+        out.print(f"{answer.number:2} {mark} {answer.seconds:5.1f} s  [bold]{answer.check.title}[/bold]: {escape(found.text)}")
+        if found.advice:
+            out.print(f"{'':15}[bold]do:[/bold] {escape(found.advice)}")
+
+    answers = checks.preflight(context, begin, end)
+    failed = [answer for answer in answers if answer.finding.result == "fail"]
+    if as_json:
+        print_json([answer.plain() for answer in answers])
+    else:
+        took = sum(answer.seconds for answer in answers)
+        out.print(f"{len(answers)} checks in {took:.0f} s: " + (f"{len(failed)} failed" if failed else "none failed"))
+    if ranks is not None:
+        finish()
+    if failed:
+        raise typer.Exit(1)

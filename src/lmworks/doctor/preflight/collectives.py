@@ -1,0 +1,84 @@
+"""What the ranks' network gives, against what the plan and the cluster say."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.parallel.mesh import Ranks, world_size
+from lmworks.plan.render import size
+
+_LARGE = 4 << 20  # fp32 numbers
+_SMALL_TIMES, _LARGE_TIMES = 20, 4
+_SHARE_OF_NETWORK = 0.5  # of what the cluster states; less is a wrong route or a bad cable
+_SHARE_OF_STEP = 0.5  # that gradients may travel; less is hidden behind the backward
+
+
+def measured(context: Context) -> Finding:
+    """Latency and bus bandwidth of an all-reduce along every axis that has ranks; all ranks together.
+
+    Bus bandwidth is 2 (n - 1) / n bytes over time, which a ring sends through each link, so it compares with the link whatever n is.
+    """
+    ranks = context.ranks
+    if ranks is None:
+        wanted = world_size(context.layout)
+        if wanted == 1:
+            return Finding("skip", "one rank talks to nobody")
+        launch = f"lmworks launch local {context.name} --to preflight"
+        return Finding("skip", f"this is one process, and the layout has {wanted:,} ranks", launch)
+    figures: dict[str, float] = {}
+    texts = []
+    slowest = float("inf")
+    for axis in ("tp", "cp", "pp", "fsdp", "dp_replicate", "ep"):
+        if ranks.size(axis) == 1:
+            continue
+        latency, bandwidth = _measure(ranks, axis)
+        figures |= {f"{axis}/latency_seconds": latency, f"{axis}/bytes_per_second": bandwidth}
+        texts.append(f"{axis} of {ranks.size(axis)}: {1e6 * latency:,.0f} us, {size(bandwidth)}/s")
+        if axis in ("fsdp", "dp_replicate"):
+            slowest = min(slowest, bandwidth)
+    if not texts:
+        return Finding("skip", "one rank talks to nobody")
+    text = "; ".join(texts)
+    link = context.machine.network_gbps / 8 * 1e9
+    if link and slowest < _SHARE_OF_NETWORK * link:
+        advice = "look for a wrong interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA), a slow node or a bad cable"
+        return Finding("warn", f"{text}; the cluster states {size(link)}/s", advice, figures)
+    if slowest < float("inf"):
+        plan = context.plan
+        travel = 2 * plan.counts.total / ranks.size("tp") / ranks.size("pp") * 4 / slowest  # fp32 gradients out, weights back
+        step = plan.seconds / plan.steps
+        figures |= {"gradient_seconds": travel, "step_seconds": step}
+        text += f"; gradients travel {travel:.2g} s of a step of {step:.2g} s"
+        if travel > _SHARE_OF_STEP * step:
+            return Finding("warn", text, "a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
+    return Finding("ok", text, figures=figures)
+
+
+def _measure(ranks: Ranks, axis: str) -> tuple[float, float]:
+    """Seconds of the smallest all-reduce, and bytes per second through a link in a large one; the slowest rank's figures, on all."""
+    device = torch.device(ranks.mesh(axis).device_type)
+    n = ranks.size(axis)
+
+    def seconds(count: int, times: int) -> float:
+        tensor = torch.ones(count, device=device)
+        dist.all_reduce(tensor, group=ranks.group(axis))
+        _finish(tensor)
+        began = time.perf_counter()
+        for _ in range(times):
+            dist.all_reduce(tensor, group=ranks.group(axis))
+        _finish(tensor)
+        slowest = torch.tensor((time.perf_counter() - began) / times, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    latency, large = seconds(1, _SMALL_TIMES), seconds(_LARGE, _LARGE_TIMES)
+    return latency, 2 * (n - 1) / n * 4 * _LARGE / large
+
+
+def _finish(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()

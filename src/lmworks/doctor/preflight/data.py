@@ -1,0 +1,82 @@
+"""Token files are what was written, lead back to their documents, and speak of the model's tokens."""
+
+from __future__ import annotations
+
+import random
+
+from lmworks.checkpoint import listing
+from lmworks.doctor.preflight.finding import Context, Finding, NotYet
+from lmworks.files import sha256_file
+from lmworks.plan.render import size
+from lmworks.shards.indexed import with_ending
+from lmworks.shards.lineage import ENDING, open_lineage
+from lmworks.shards.manifest import Manifest, Shard, check_vocabulary, verify
+from lmworks.tokenizer import load as load_tokenizer
+
+_HASHED = 4 << 30  # bytes; of more, a sample of the shards is hashed
+_PROBE = "Hello, world! 123 + 456 = 579.\n\tnaïve café 你好 👩‍👧"
+
+
+def hashes(context: Context) -> Finding:
+    """Every file against its hash (of much data a sample), one row of lineage per document, and the run's own data where it has begun."""
+    context.need_shards()
+    manifest = Manifest.load(context.shards_dir)
+    shards = list(manifest.shards())
+    random.Random(context.recipe.seed).shuffle(shards)
+    chosen: list[Shard] = []
+    total = 0
+    for shard in shards:
+        if chosen and total + sum(shard.size.values()) > _HASHED:
+            break
+        chosen.append(shard)
+        total += sum(shard.size.values())
+    kept = {shard.prefix for shard in chosen}
+    verify(context.shards_dir, _only(manifest, kept))
+    for shard in chosen:
+        path = with_ending(context.shards_dir / shard.prefix, ENDING)
+        if path.exists() and (rows := open_lineage(path).metadata.num_rows) != shard.documents:
+            return Finding("fail", f"{path} knows {rows:,} documents where the shard has {shard.documents:,}",
+                           f"delete {path.parent} and run: lmworks shards build {context.name}")  # fmt: skip
+    if (saved := listing.directories(context.run_dir / "checkpoints")) != []:
+        before = listing.read_meta(saved[-1])["meta"].get("shards", {})
+        digests = manifest.digests()
+        changed = sorted(name for name, digest in before.items() if digests.get(name) != digest)
+        if changed:
+            return Finding("fail", f"the run began with other token files of {', '.join(changed)}",
+                           "put the old text and tokenizer back, choose another run_dir, or go on with --allow shards")  # fmt: skip
+    sampled = "" if len(chosen) == len(shards) else f" (a sample of {len(shards)})"
+    text = f"{len(chosen)} shards, {size(total)}{sampled}: all hashes and lineage as written"
+    return Finding("ok", text, figures={"bytes": float(total)})
+
+
+def _only(manifest: Manifest, prefixes: set[str]) -> Manifest:
+    """The manifest with some of its shards."""
+    sources = []
+    for source in manifest.sources:
+        splits = {
+            name: split.model_copy(update={"shards": tuple(shard for shard in split.shards if shard.prefix in prefixes)})
+            for name, split in (("train", source.train), ("validation", source.validation))
+            if split is not None
+        }
+        sources.append(source.model_copy(update=splits))
+    return manifest.model_copy(update={"sources": tuple(sources)})
+
+
+def vocabulary(context: Context) -> Finding:
+    """Text survives the tokenizer; its entries, the shards' and the model's rows are the same tokens."""
+    file = context.run_dir / "tokenizer" / "tokenizer.json"
+    if not file.exists():
+        raise NotYet("there is no tokenizer yet", f"lmworks tokenizer train {context.name}, then this again")
+    tokenizer = load_tokenizer(file.parent)
+    rows = context.recipe.model.vocab_size
+    assert rows
+    if tokenizer.vocab_size > rows:
+        return Finding("fail", f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {rows:,} rows",
+                       f"--set model.vocab_size={tokenizer.vocab_size}")  # fmt: skip
+    if (back := tokenizer.decode(tokenizer.encode(_PROBE))) != _PROBE:
+        return Finding("fail", f"the tokenizer turns {_PROBE!r} into {back!r}", f"delete {file.parent} and train it again")
+    text = f"{tokenizer.vocab_size:,} entries, {rows:,} rows"
+    if not (context.shards_dir / "manifest.json").exists():
+        return Finding("ok", f"{text}; no token files to compare yet")
+    check_vocabulary(Manifest.load(context.shards_dir), rows, sha256_file(file))
+    return Finding("ok", f"{text}, and the token files were made with this tokenizer")

@@ -1,0 +1,167 @@
+"""Disks: room, bandwidth, and the longest time that one write or read took.
+
+Token files that a full or shared file system moves away in the background are the classic reason for a throughput that vanishes hours
+after the start (the SmolLM3 report): means look well, single reads take seconds. So stalls are looked for, with the page cache emptied.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmworks.doctor.preflight.finding import Context, Finding, Result
+from lmworks.plan.render import size
+
+_BLOCK = 4 << 20
+_WRITES = 8
+_READ = 1 << 20
+_READS = 48
+_STALL = 1.0  # seconds for one block; a healthy disk takes hundredths
+_RATHER = 10  # a stall is also so many times longer than the median
+_SHARED = ("nfs", "lustre", "wekafs", "ceph", "beegfs", "gpfs", "cifs", "smb", "9p", "fuse.", "afs", "glusterfs")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the run writes, and how many more bytes it will need there."""
+
+    name: str
+    path: Path
+    needed: float
+
+
+def places(context: Context) -> Iterator[Place]:
+    """Every directory that the run writes much to."""
+    disk, options = context.plan.disk, context.recipe.checkpoints
+    copies = disk.checkpoints_kept + 1  # the newest is written before the oldest goes
+    checkpoints = context.run_dir / "checkpoints"
+    yield Place("checkpoints", checkpoints, max(0.0, copies * disk.checkpoint - _bytes(checkpoints)))
+    yield Place("token files", context.shards_dir, max(0.0, disk.data - _bytes(context.shards_dir)))
+    if options.local:
+        yield Place("checkpoints.local", Path(options.local), (options.keep_last + 1) * disk.checkpoint)
+    if options.copy_to and "://" not in options.copy_to:
+        yield Place("checkpoints.copy_to", Path(options.copy_to), copies * disk.checkpoint)
+    if (cache := context.recipe.shards.cache) is not None:
+        yield Place("shards.cache", Path(cache.dir), max(0.0, float(cache.bytes) - _bytes(Path(cache.dir))))
+
+
+def written(context: Context) -> Finding:
+    """Room for all that is planned, and what writing a few tens of megabytes with fsync takes, on every disk."""
+    plan, worst, texts, advice = context.plan, 0, [], []
+    figures: dict[str, float] = {}
+    disks: dict[int, list[Place]] = {}
+    for place in places(context):
+        disks.setdefault(os.stat(nearest(place.path)).st_dev, []).append(place)
+    share = context.recipe.train.save_every.steps(step_tokens=max(1, plan.tokens // plan.steps), phase_tokens=plan.tokens) / plan.steps
+    for here in disks.values():
+        names, path = ", ".join(place.name for place in here), nearest(here[0].path)
+        asked, free = sum(place.needed for place in here), float(shutil.disk_usage(path).free)
+        times = write_times(path)
+        rate = _BLOCK * len(times) / sum(times)
+        figures |= {f"{here[0].name}/free_bytes": free, f"{here[0].name}/needed_bytes": asked,
+                    f"{here[0].name}/write_bytes_per_second": rate, f"{here[0].name}/worst_write_seconds": max(times)}  # fmt: skip
+        texts.append(f"{names}: {size(asked)} to write, {size(free)} free, {size(rate)}/s, worst of {len(times)} blocks {max(times):.2f} s")
+        if asked > free:
+            worst = 2
+            advice.append(f"free {size(asked - free)} for {names}, keep fewer (checkpoints.keep_last), or choose another disk")
+        elif plan.disk.checkpoint / rate > share * plan.seconds and here[0].name.startswith("checkpoints"):
+            worst = max(worst, 1)
+            advice.append(f"a save takes {plan.disk.checkpoint / rate:,.0f} s, longer than the time between two: raise train.save_every")
+        elif stalled(times):
+            worst = max(worst, 1)
+            advice.append(f"writes to {path} stall: look for a full or shared disk; checkpoints.local keeps saves on a disk of the machine")
+    if "://" in (context.recipe.checkpoints.copy_to or ""):
+        texts.append("checkpoints.copy_to is far away and not measured")
+    results: tuple[Result, ...] = ("ok", "warn", "fail")
+    return Finding(results[worst], "; ".join(texts), "; ".join(advice), figures)
+
+
+def read(context: Context) -> Finding:
+    """What reading token files at random places takes, against what training will read, and the longest that one read took."""
+    context.need_shards()
+    files = sorted(context.shards_dir.rglob("*.bin"))
+    times, count = read_times(files, random.Random(context.recipe.seed))
+    if not count:
+        return Finding("fail", "the token files are empty", f"delete {context.shards_dir} and run: lmworks shards build {context.name}")
+    rate, worst = count / sum(times), max(times)
+    width = 2 if (context.recipe.model.vocab_size or 0) < 65_500 else 4
+    wanted = context.plan.tokens_per_second * width
+    kind = file_system(context.shards_dir)
+    figures = {"read_bytes_per_second": rate, "needed_bytes_per_second": wanted, "worst_read_seconds": worst}
+    text = f"{size(rate)}/s at random places on {kind}, {size(wanted)}/s needed, worst of {len(times)} reads {worst:.3f} s"
+    remedy = "put the token files on a disk of the machine: --set shards.cache.dir=DIR, with shards.cache.bytes as large as they are"
+    if rate < wanted:
+        return Finding("fail", f"{text}: training would wait for its data", remedy, figures)
+    if stalled(times):
+        return Finding("warn", f"{text}: single reads stall, as where a file system moves files away", remedy, figures)
+    if kind.startswith(_SHARED) and context.recipe.shards.cache is None:
+        return Finding("warn", f"{text}; a shared file system may slow down or move files away under the run", remedy, figures)
+    return Finding("ok", text, figures=figures)
+
+
+def stalled(times: Sequence[float]) -> bool:
+    """Whether one of these times is of another kind than the others."""
+    return max(times) > _STALL and max(times) > _RATHER * statistics.median(times)
+
+
+def write_times(folder: Path) -> list[float]:
+    """Seconds that each of some blocks took to be on the disk; nothing stays."""
+    data, times = os.urandom(_BLOCK), []
+    with tempfile.TemporaryFile(dir=folder) as handle:
+        for _ in range(_WRITES):
+            began = time.perf_counter()
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+            times.append(time.perf_counter() - began)
+    return times
+
+
+def read_times(files: Sequence[Path], draw: random.Random) -> tuple[list[float], int]:
+    """Seconds of each of some reads at random places, and the bytes that they gave."""
+    files = [path for path in files if path.stat().st_size]
+    times, count = [], 0
+    for _ in range(_READS if files else 0):
+        path = draw.choice(files)
+        start = draw.randrange(max(1, path.stat().st_size - _READ))
+        began = time.perf_counter()
+        count += read_block(path, start)
+        times.append(time.perf_counter() - began)
+    return times, count
+
+
+def read_block(path: Path, start: int) -> int:
+    """Read a block from the disk, not from memory; returns its bytes."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, start, _READ, os.POSIX_FADV_DONTNEED)
+        return len(os.pread(fd, _READ, start))
+    finally:
+        os.close(fd)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that holds a path, such as ext4 or nfs4."""
+    import psutil
+
+    where = nearest(path).resolve()
+    mounts = [one for one in psutil.disk_partitions(all=True) if where.is_relative_to(one.mountpoint)]
+    return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "an unknown file system"
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the first directory above it that exists."""
+    path = Path(path).absolute()
+    return path if path.is_dir() else nearest(path.parent)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0

@@ -1,0 +1,79 @@
+"""What is installed, and whether the plan holds."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+
+from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.recipe.recipe import Recipe
+
+_OLDEST_TORCH = (2, 11)
+_FILES = 1024  # that one process may have open
+
+
+def needed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """(module, extra, what of the recipe needs it)."""
+    tasks = bool(recipe.evaluate.tasks) or any(data.kind == "tasks" for data in (recipe.tune.data if recipe.tune else ()))
+    cache = recipe.shards.cache
+    for module, extra, why, asked in (
+        ("transformers", "export", "export.huggingface", recipe.export.huggingface),
+        ("gguf", "export", "export.gguf", recipe.export.gguf),
+        ("reasoning_gym", "eval", "the reasoning tasks", tasks),
+        ("tensorboard", "tensorboard", "metrics.tensorboard", recipe.metrics.tensorboard),
+        ("wandb", "wandb", "metrics.wandb_project", recipe.metrics.wandb_project is not None),
+        ("prometheus_client", "prometheus", "metrics.prometheus_port", recipe.metrics.prometheus_port is not None),
+        ("fsspec", "data", "checkpoints.copy_to", "://" in (recipe.checkpoints.copy_to or "")),
+        ("fsspec", "data", "shards.cache.remote", "://" in ((cache and cache.remote) or "")),
+    ):
+        if asked:
+            yield module, extra, why
+
+
+def versions(context: Context) -> Finding:
+    """Python, torch, the extras that the recipe needs, open files, and whether the hardware has the precision."""
+    import resource
+
+    import torch
+
+    from lmworks.precision import has_bf16
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda" if gpus else "cpu")
+    where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
+    text = f"Python {platform.python_version()}, torch {torch.__version__}, lmworks {metadata.version('lmworks')}, {where}"
+    absent = [(module, extra, why) for module, extra, why in needed(context.recipe) if find_spec(module) is None]
+    if absent:
+        extras = ",".join(sorted({extra for _, extra, _ in absent}))
+        return Finding("fail", f"{text}; missing: " + ", ".join(f"{m} (for {w})" for m, _, w in absent), f"pip install 'lmworks[{extras}]'")
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        return Finding("fail", f"{text}; torch is too old", "pip install 'torch>=2.11'")
+    per_node = context.cluster.devices_per_node if context.cluster else gpus
+    if gpus and gpus != per_node:
+        return Finding("warn", f"{text}; the cluster says {per_node} devices in a machine", "correct the cluster, or find the lost ones")
+    if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _FILES:
+        return Finding("warn", f"{text}; a process may open only {limit} files", "ulimit -n 65536")
+    if context.recipe.train.precision == "bf16" and not has_bf16(device):
+        return Finding("warn", f"{text}; no bf16 in this hardware, so it is slow", "--set train.precision=auto")
+    return Finding("ok", text)
+
+
+def planned(context: Context) -> Finding:
+    """Whether the layout is legal and fits, and what is unwise about it."""
+    from lmworks.plan.layout import describe
+    from lmworks.plan.memory import GIB
+    from lmworks.plan.plan import days
+
+    plan = context.plan
+    fullest = max(plan.phases, key=lambda phase: phase.placed.memory.total)
+    text = (
+        f"{describe(fullest.placed.layout)} on {plan.devices:,} x {plan.cluster.device}: {fullest.placed.memory.total / GIB:.1f} of "
+        f"{plan.cluster.memory_gib:g} GiB, {plan.steps:,} steps in {days(plan.seconds)} at {plan.mfu:.0%} MFU"
+    )
+    figures = {"memory_bytes": fullest.placed.memory.total, "seconds": plan.seconds}
+    unwise = list(plan.warnings())
+    if unwise:
+        return Finding("warn", f"{text}; {unwise[0]}", f"lmworks plan {context.name} shows all {len(unwise)} warnings", figures)
+    return Finding("ok", text, figures=figures)

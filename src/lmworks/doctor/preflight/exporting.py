@@ -1,0 +1,55 @@
+"""A small model of the same kind goes out in every format that the recipe asks for, and is compared."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.small import small_recipe
+from lmworks.export import gguf
+from lmworks.export.config import class_for
+from lmworks.export.export import DTYPES, check
+from lmworks.export.huggingface import compare, require_parity, write_model
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.tokenizer import load as load_tokenizer
+
+_HIDDEN, _HEAD = 128, 64
+_ROWS, _LENGTH = 2, 32
+
+
+@torch.no_grad()
+def round_trip(context: Context) -> Finding:
+    """What transformers and a GGUF reader make of it, against what it is."""
+    options = context.recipe.export
+    if not options.huggingface and not options.gguf:
+        return Finding("skip", "the recipe exports nothing")
+    check(context.recipe)
+    absent = [name for name, asked in (("transformers", options.huggingface), ("gguf", options.gguf)) if asked and find_spec(name) is None]
+    if absent:
+        return Finding("skip", f"{', '.join(absent)} cannot be imported", "pip install 'lmworks[export]'")
+    dtype, directory = DTYPES[options.dtype], context.run_dir / "tokenizer"
+    rows = context.recipe.model.vocab_size
+    assert rows
+    small = small_recipe(context.recipe, rows, _HIDDEN, _HEAD)
+    model = initialize(Transformer(small.model), small.seed).eval()
+    texts = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.huggingface:
+            write_model(model, folder, {"eos_token_id": [0], "pad_token_id": 0}, dtype)
+            tokens_BT = torch.randint(rows, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(small.seed))
+            parity = compare(model, folder, tokens_BT, dtype)
+            require_parity(parity, folder)
+            texts.append(f"{class_for(model.config)}: logits off by {parity.relative:.0e} of the largest")
+        if options.gguf and (directory / "tokenizer.json").exists():
+            path = folder / "model.gguf"
+            gguf.write_gguf(model, load_tokenizer(directory), path, dtype, small.name)
+            texts.append(f"GGUF {gguf.architecture_for(model.config)}: {gguf.check_gguf(model, path, dtype)} tensors equal")
+        elif options.gguf:
+            texts.append("GGUF not tried: it holds the tokenizer, and there is none yet")
+    return Finding("ok", "; ".join(texts))

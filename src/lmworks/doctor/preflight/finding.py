@@ -1,0 +1,104 @@
+"""What a check is given, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lmworks.errors import UserError
+from lmworks.parallel.mesh import world_size
+from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lmworks.parallel.mesh import Ranks
+    from lmworks.plan.plan import Plan
+    from lmworks.shards.batch import Batches
+
+Result = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`text` is what was found, in one line; `advice` what to do about it. `figures` hold what was measured, by name and unit."""
+
+    result: Result
+    text: str
+    advice: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class NotYet(Exception):
+    """A check cannot look at what is not there yet; `advice` says what makes it."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
+
+
+@dataclass(frozen=True)
+class Context:
+    """The recipe with the layout it will run on, the cluster if one was named, how the recipe is called on the command line, and the
+    ranks, if this process is one of several."""
+
+    recipe: Recipe
+    fingerprint: str = ""
+    cluster: Cluster | None = None
+    name: str = "RECIPE"
+    ranks: Ranks | None = None
+    memory: dict[str, Any] = field(default_factory=dict)  # what several checks use and is measured once
+
+    @property
+    def run_dir(self) -> Path:
+        assert self.recipe.run_dir
+        return Path(self.recipe.run_dir)
+
+    @cached_property
+    def machine(self) -> Cluster:
+        """The cluster that was named, or this machine with as many devices as the layout has ranks, where they are CPUs."""
+        if self.cluster is not None:
+            return self.cluster
+        from lmworks.plan.machine import this_machine
+
+        found, ranks = this_machine(self.recipe.threads), world_size(self.recipe.layout)
+        if "CPU" not in found.device or ranks == 1:
+            return found
+        return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Raises `UserError` where the layout is not legal or does not fit."""
+        from lmworks.plan.plan import make_plan
+
+        return make_plan(self.recipe, self.fingerprint, self.machine)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The ranks that are there, else what the recipe asks for, else what the plan chose for the cluster."""
+        if self.ranks is not None:
+            return self.ranks.layout
+        if world_size(self.recipe.layout) > 1 or self.cluster is None:
+            return self.recipe.layout
+        try:
+            return self.plan.phases[0].placed.layout
+        except UserError:  # another check says so
+            return self.recipe.layout
+
+    @property
+    def shards_dir(self) -> Path:
+        return self.run_dir / "shards"
+
+    def need_shards(self) -> None:
+        """Raise `NotYet` unless there are token files."""
+        if not (self.shards_dir / "manifest.json").exists():
+            raise NotYet("there are no token files yet", f"lmworks shards build {self.name}, then this again")
+
+    @cached_property
+    def batches(self) -> Batches:
+        """All batches of the run; `NotYet` before there are token files."""
+        from lmworks.shards.batch import Batches
+
+        self.need_shards()
+        return Batches(self.recipe, self.shards_dir)

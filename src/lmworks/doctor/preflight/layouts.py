@@ -1,0 +1,144 @@
+"""Whether a layout changes what is computed: the first weights, and the first steps.
+
+Tensor ranks that draw their parts from the same seed have the same rows in every part; the loss falls all the same, only less (a 3B model
+trained on a trillion tokens before it was found, in the SmolLM3 report). So the whole tensors are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmworks.doctor.preflight import world
+from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.small import RATE, Trained, small_layouts, small_recipe, train
+from lmworks.model.init import normal, normal_part
+from lmworks.parallel.mesh import world_size
+from lmworks.plan.layout import describe
+from lmworks.recipe.after import Layout
+from lmworks.recipe.shapes import parameters
+
+_BOX = 48  # rows and columns
+_ALIKE = 0.1  # correlation of two boxes, beyond chance
+_TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
+_OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
+_ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
+
+
+def same_start(context: Context) -> Finding:
+    """First weights of the real shapes, part by part, are those of the whole; and so are all weights on the layout scaled down."""
+    tp = max(2, context.layout.tp)
+    boxes = 0
+    for name, shape in _kinds(context).items():
+        parts = [_box(context.recipe.seed, name, shape, rank, tp) for rank in range(2)]
+        for rank, part in enumerate(parts):
+            if not torch.equal(part, _plainly(context.recipe.seed, name, shape, rank, tp, tuple(part.shape))):
+                return Finding("fail", f"{name}: the part of tensor rank {rank} is not that part of the whole tensor", _ADVICE)
+        count = parts[0].numel()
+        if count >= _BOX and _correlation(parts[0], parts[1]) > _ALIKE + 5 / count**0.5:
+            return Finding("fail", f"{name}: tensor ranks 0 and 1 begin with the same weights", _ADVICE)
+        boxes += len(parts)
+    tensors = 0
+    for layout, one, many in worlds(context):
+        for found in many:
+            for name, value in found.start.items():
+                tensors += 1
+                if not np.array_equal(value, one.start[name]):
+                    text = f"{name} begins with other weights on {describe(layout)} than in one process"
+                    return Finding("fail", f"{text} ({_repeats(value)})", _ADVICE)
+    scaled = f", {tensors} whole tensors on the layout scaled down" if tensors else ""
+    return Finding("ok", f"{boxes} parts of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
+
+
+def same_steps(context: Context) -> Finding:
+    """Losses, gradient norms, gradients and updated weights of a small model of the same kind, on the layout scaled down."""
+    if world_size(context.layout) == 1:
+        return Finding("skip", "one rank has nobody to differ from")
+    texts: list[str] = []
+    figures: dict[str, float] = {}
+    for layout, one, many in worlds(context):
+        of_loss = of_grad = of_weight = 0.0
+        seen: set[str] = set()
+        for found in many:
+            pairs = zip([*found.losses, *found.norms], [*one.losses, *one.norms], strict=True)
+            of_loss = max(of_loss, *(abs(a - b) / abs(b) for a, b in pairs))
+            for name, grad in found.grads.items():
+                off = float(np.abs(grad - one.grads[name]).max() / max(np.abs(one.grads[name]).max(), 1e-30))
+                of_grad = max(of_grad, off)
+                if off > _TOLERANCE:
+                    return _differs(f"the gradient of {name}", layout, off)
+            for name, weight in found.weights.items():
+                seen.add(name)
+                of_weight = max(of_weight, float(np.abs(weight - one.weights[name]).max()) / RATE)
+        figures |= {f"{describe(layout)}/{kind}": off for kind, off in (("loss", of_loss), ("gradient", of_grad), ("weight", of_weight))}
+        if of_loss > _TOLERANCE:
+            return _differs("the loss or the gradient norm", layout, of_loss)
+        if of_weight > _OF_UPDATE:
+            return _differs("an updated weight", layout, of_weight)
+        if missing := sorted(set(one.weights) - seen):
+            return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
+        texts.append(f"{describe(layout)}: loss off by {of_loss:.0e}, gradients by {of_grad:.0e}, weights by {of_weight:.0e} of a step")
+    return Finding("ok", "; ".join(texts), figures=figures)
+
+
+def worlds(context: Context) -> list[tuple[Layout, Trained, list[Trained]]]:
+    """Each layout scaled down, with what one process and what its ranks computed; made once for all checks."""
+    if "worlds" not in context.memory:
+        recipe = small_recipe(context.recipe)
+        made: list[tuple[Layout, Trained, list[Trained]]] = []
+        if layouts := small_layouts(context.layout):
+            (one,) = world.run(train, 1, recipe, Layout())
+            made = [(layout, one, world.run(train, world_size(layout), recipe, layout)) for layout in layouts]
+        context.memory["worlds"] = made
+    found: list[tuple[Layout, Trained, list[Trained]]] = context.memory["worlds"]
+    return found
+
+
+def _differs(what: str, layout: Layout, off: float) -> Finding:
+    return Finding(
+        "fail", f"{what} on {describe(layout)} is off by {off:.1e} from one process",
+        "the layout changes what is learnt: take another, and report this one with resolved.json",
+    )  # fmt: skip
+
+
+def _kinds(context: Context) -> dict[str, tuple[int, ...]]:
+    """One matrix of each component of the real model: name and shape."""
+    found: dict[Any, tuple[str, tuple[int, ...]]] = {}
+    for parameter in parameters(context.recipe.model):
+        if len(parameter.shape) > 1:
+            found.setdefault(parameter.component, (parameter.name, tuple(parameter.shape)))
+    return dict(found.values())
+
+
+def _place(shape: tuple[int, ...], rank: int, tp: int) -> tuple[int, ...]:
+    """Where the part of a tensor rank begins, split along the next to last dim."""
+    return (*(0 for _ in shape[:-2]), rank * (shape[-2] // tp), 0)
+
+
+def _box(seed: int, name: str, shape: tuple[int, ...], rank: int, tp: int) -> torch.Tensor:
+    sizes = (*(1 for _ in shape[:-2]), min(_BOX, max(1, shape[-2] // tp)), min(_BOX, shape[-1]))
+    return normal_part(seed, name, shape, _place(shape, rank, tp), sizes)
+
+
+def _plainly(seed: int, name: str, shape: tuple[int, ...], rank: int, tp: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The same box row by row, out of the stream of the whole tensor."""
+    first = _place(shape, rank, tp)[-2]
+    rows = [normal(seed, name, (first + row) * shape[-1], sizes[-1]) for row in range(sizes[-2])]
+    return torch.stack(rows).view(sizes)
+
+
+def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return abs(float(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]))
+
+
+def _repeats(value: np.ndarray) -> str:
+    """Whether the halves of a tensor are the same, along any dim: the mark of ranks with one seed."""
+    for dim in range(value.ndim):
+        if value.shape[dim] % 2:
+            continue
+        first, second = np.split(value, 2, axis=dim)
+        if np.array_equal(first, second):
+            return f"its halves along dim {dim} are equal, as of ranks that draw from the same seed"
+    return "its parts are not those of the whole"

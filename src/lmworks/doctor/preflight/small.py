@@ -1,0 +1,115 @@
+"""The recipe's model and layout, made so small that a few processes on CPUs go through it in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from lmworks.optim.optimizer import build_optimizer
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.recipe.after import Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.units import Tokens
+from lmworks.shards.batch import Batch
+from lmworks.shards.packing import IGNORE
+from lmworks.train.step import train_step
+
+_AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
+_AT_ONCE = 3  # axes in one world: 8 ranks
+ROWS, LENGTH, STEPS = 8, 24, 2
+RATE = 0.02
+
+
+def small_recipe(recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, head_dim: int = 16) -> Recipe:
+    """The same kind of model (attention, positions, experts, latents, layers ahead, tied or not) and optimizer, in fp32."""
+    model = recipe.model
+    heads = 4
+    changes: dict[str, object] = {
+        "vocab_size": vocab_size, "hidden_size": hidden_size, "layers": 4, "heads": heads, "ffn_size": 48,
+        "kv_heads": heads if model.kv_heads == model.heads else 2, "head_dim": head_dim, "init_std": 0.1,
+        "dropout": 0.0, "attention_dropout": 0.0,
+        "nope_every": min(model.nope_every, 2), "global_every": min(model.global_every, 2),
+        "sliding_window": Tokens(8) if model.sliding_window else None,
+    }  # fmt: skip
+    if model.moe is not None:
+        groups = {"groups": 4, "top_groups": 2} if model.moe.groups > 1 else {}
+        sizes = {"experts": 8, "top_k": 2, "expert_size": 16, "dense_layers": min(model.moe.dense_layers, 1)}
+        changes["moe"] = model.moe.model_copy(update=sizes | groups)
+    if model.mla is not None:
+        sizes = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+        changes["mla"] = model.mla.model_copy(update=sizes | ({"q_rank": 16} if model.mla.q_rank else {}))
+        changes |= {"head_dim": 12, "kv_heads": heads}
+    if model.mtp is not None:
+        changes["mtp"] = model.mtp.model_copy(update={"layers": 1})
+    train = recipe.train.model_copy(update={"precision": "fp32", "compile": False, "micro_batch": 1})
+    rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema": 0.0}
+    optimizer = recipe.optimizer.model_copy(update=rates)
+    return recipe.model_copy(update={"model": model.model_copy(update=changes), "train": train, "optimizer": optimizer})
+
+
+def small_layouts(layout: Layout) -> list[Layout]:
+    """Worlds of at most 8 ranks that together have every axis of a layout, two ranks along each; none for one rank."""
+    active = [axis for axis in _AXES if getattr(layout, axis) > 1]
+    found = []
+    for start in range(0, len(active), _AT_ONCE):
+        sizes = {axis: 2 if axis in active[start : start + _AT_ONCE] else 1 for axis in _AXES}
+        experts = {"ep": 2 if layout.ep > 1 and sizes["cp"] * sizes["dp_shard"] > 1 else 1}
+        piped = sizes["pp"] > 1
+        stages = {"stages_per_rank": min(layout.stages_per_rank, 2) if piped else 1, "schedule": layout.schedule if piped else "1f1b"}
+        found.append(layout.model_copy(update=sizes | experts | stages | {"layers_per_stage": None}))
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out, by name, whole: first weights; losses and gradient norms of the steps; gradients of the first; last weights."""
+
+    start: dict[str, np.ndarray]
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def train(recipe: Recipe, layout: Layout) -> Trained:
+    """A few steps on this rank of a layout, or alone; every rank returns the whole tensors of its pipeline stages."""
+    ranks = Ranks(layout)
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    start = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
+    model.train()
+    losses, norms = [], []
+    grads: dict[str, np.ndarray] = {}
+    for step in range(STEPS):
+        batch = random_batch(step)
+        result = train_step(
+            model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch=1,
+            rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
+        )  # fmt: skip
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+        grads = grads or {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return Trained(start, losses, norms, grads, {name: whole(value) for name, value in model.state_dict().items()})
+
+
+def random_batch(step: int) -> Batch:
+    """Random tokens in random documents, the last label of each ignored."""
+    draw = np.random.default_rng(step)
+    tokens = draw.integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
+    labels, begins = tokens[:, 1:].copy(), []
+    for row in range(ROWS):
+        cuts = np.sort(draw.choice(np.arange(1, LENGTH), size=int(draw.integers(0, 4)), replace=False))
+        labels[row, cuts - 1] = IGNORE
+        begins += [row * LENGTH, *(row * LENGTH + cuts)]
+    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, ROWS * LENGTH], np.int32), 0, step)
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    """All of a tensor, gathered where it is sharded, in memory of its own."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return np.array(found.detach().numpy())

@@ -1,0 +1,165 @@
+"""The first batch of every phase goes through the model, forward and backward, at its own length."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.metrics import system
+from lmworks.optim.placement import local
+from lmworks.parallel.mesh import alone
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.plan.flops import per_token
+from lmworks.plan.memory import GIB, memory
+from lmworks.plan.plan import days
+from lmworks.plan.render import size
+from lmworks.recipe.after import Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.train.pretrain import device_for, stages
+
+_WATCH = 0.005  # seconds between looks at the memory of a process
+_PATIENCE = 120.0  # seconds; more than this is not for a check
+_NATS = 0.5  # that the first loss may lie off ln(vocab), on top of what the logits' own spread gives
+_MORE, _MORE_BYTES = 1.5, 1 << 28  # memory beyond the plan that is worth a word
+
+
+@dataclass
+class Peak:
+    """Bytes above what was held before."""
+
+    bytes: float = 0.0
+
+
+def first_batches(context: Context) -> Finding:
+    """Finite loss near ln(vocab), finite gradients, and the peak of memory against the plan; eager, so that nothing is compiled for it.
+
+    On the ranks of a launch with the real layout; else in one process, where that has room and time for it.
+    """
+    context.need_shards()
+    recipe = context.recipe.model_copy(update={"train": context.recipe.train.model_copy(update={"compile": False})})
+    if context.ranks is None and (refused := _too_much(context)):
+        return refused
+    ranks, device = context.ranks or alone(), device_for(recipe)
+    texts, advice = [], []
+    figures: dict[str, float] = {}
+    result = 0
+    low, high = expected_loss(recipe)
+    with peak(device) as built:
+        model = ParallelModel(build(recipe, ranks, device), ranks)
+    model.train()
+    order = context.batches.order
+    for stage in stages(recipe, context.batches):
+        rows = order.sequences(stage.first_step)[1]
+        micro = min(micro_batch(recipe, stage.sequence_length, bool(model.pipeline)), rows)
+        taken = min(rows, micro * ranks.size("dp") * (ranks.size("pp") * ranks.layout.stages_per_rank if model.pipeline else 1))
+        whole = context.batches.batch(stage.first_step, 0, taken)
+        if stage.rope is not None:
+            model.set_rope(stage.rope)
+        valid = max(1, whole.valid_tokens)
+        with peak(device) as worked:
+            sums = model.total(model.forward_backward(whole.rows(*model.rows(taken)), taken, micro, 1 / valid))
+        loss = float(sums.cross_entropy) / valid
+        grads = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        broken = sum(not bool(torch.isfinite(grad).all()) for grad in grads)
+        for parameter in model.parameters():
+            parameter.grad = None
+        used, planned = built.bytes + worked.bytes, _planned(context, recipe, stage.index, micro)
+        name = stage.name
+        figures |= {f"{name}/loss": loss, f"{name}/peak_bytes": used, f"{name}/planned_bytes": planned}
+        texts.append(f"{name}: {micro} x {stage.sequence_length:,} tokens, loss {loss:.2f}, {size(used)} used, {size(planned)} planned")
+        if not math.isfinite(loss) or broken:
+            result = 2
+            advice.append(f"{name}: loss {loss}, {broken} gradients are not finite; try train.precision=fp32, and look at model.init_std")
+        elif not low <= loss <= high:
+            result = 2
+            advice.append(f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at init_std")
+        elif used > _MORE * planned + _MORE_BYTES:
+            result = max(result, 1)
+            advice.append(f"{name}: more memory than planned; lower train.micro_batch or set train.activation_checkpointing")
+    return Finding(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
+
+
+def expected_loss(recipe: Recipe) -> tuple[float, float]:
+    """Between what the first loss must lie: ln(vocab), and what the spread of the logits adds (half their variance).
+
+    Normed states times a head of init_std give logits of variance hidden_size * init_std^2. A tied head sees its own embedding in the
+    state, which can add as much as hidden_size * init_std."""
+    model = recipe.model
+    assert model.vocab_size and model.hidden_size
+    spread = model.hidden_size * model.init_std**2 + (model.hidden_size * model.init_std if model.tie_embeddings else 0.0)
+    return math.log(model.vocab_size) - _NATS, math.log(model.vocab_size) + _NATS + spread
+
+
+def micro_batch(recipe: Recipe, length: int, pipelined: bool) -> int:
+    """Sequences at a time, as the trainer takes them."""
+    micro = recipe.train.micro_batch or 1
+    return micro if pipelined else max(1, micro * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
+
+
+def _planned(context: Context, recipe: Recipe, index: int, micro: int) -> float:
+    """Bytes of weights, gradients and activations that the plan counts for a phase; optimizer and runtime are not in the measurement."""
+    if context.ranks is not None:
+        parts = context.plan.phases[index].placed.memory.components
+    else:
+        parts = memory(recipe, context.machine, Layout(), int(recipe.train.phases[index].sequence_length), micro, 1).components
+    return sum(value for name, value in parts.items() if name not in ("optimizer state", "runtime", "fp32 master"))
+
+
+def _too_much(context: Context) -> Finding | None:
+    """Where the whole model does not belong into this process."""
+    import psutil
+
+    recipe = context.recipe
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    need = seconds = 0.0
+    for phase in recipe.train.phases:
+        length = int(phase.sequence_length)
+        micro = micro_batch(recipe, length, False)
+        need = max(need, memory(recipe, context.machine, Layout(), length, micro, 1).total)
+        seconds += per_token(recipe.model, length).total * micro * length / (0.1 * system.measure_peak())
+    launch = f"on the machines of the run: lmworks launch local {context.name} --to preflight"
+    if need > free:
+        return Finding("skip", f"one process would need {need / GIB:,.0f} GiB, and {free / GIB:,.0f} are free here", launch)
+    if seconds > _PATIENCE:
+        return Finding("skip", f"it would take some {days(seconds)} here", launch)
+    return None
+
+
+@contextmanager
+def peak(device: torch.device) -> Iterator[Peak]:
+    """How much more memory than before the block was held at a time within it."""
+    found = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        system.reset_memory_peak()
+        yield found
+        torch.cuda.synchronize()
+        found.bytes = torch.cuda.max_memory_allocated() - before
+        return
+    import psutil
+
+    process, done = psutil.Process(os.getpid()), threading.Event()
+    before = highest = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(_WATCH):
+            highest = max(highest, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch, daemon=True, name="memory")
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+        found.bytes = max(highest, process.memory_info().rss) - before
