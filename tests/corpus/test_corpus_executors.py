@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import cluster, missing
 
 from lmworks.corpus import prepare
 from lmworks.corpus.engine import batch, slurm
@@ -23,6 +22,7 @@ from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Corpus, Source
 from lmworks.recipe.recipe import Recipe
+from slurm_cluster import cluster, missing
 
 
 @pytest.fixture(scope="module")
