@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
 from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
 
 _MARKS = {"ok": "[green]ok[/green]  ", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]", "skip": "[dim]skip[/dim]"}
 
@@ -70,5 +71,7 @@ def preflight(
         out.print(f"{len(answers)} checks in {took:.0f} s: " + (f"{len(failed)} failed" if failed else "none failed"))
     if ranks is not None:
         finish()
+        if failed:  # any other code would have the launcher start the ranks again
+            raise UserError(f"{len(failed)} of {len(answers)} checks failed; see what to do above")
     if failed:
         raise typer.Exit(1)

@@ -1,0 +1,349 @@
+"""Preflight: silent on a sound run, and loud about each of the four mysteries of a published 3B run, planted here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.cli.main import main
+from lmworks.doctor.preflight import batches, checks, collectives, data, disks, environment, exporting, layouts, saving, steps, world
+from lmworks.doctor.preflight.finding import Context, Finding, NotYet
+from lmworks.doctor.preflight.small import small_layouts, small_recipe, train
+from lmworks.errors import UserError
+from lmworks.metrics import system
+from lmworks.parallel.mesh import Ranks, world_size
+from lmworks.recipe.after import Layout
+from lmworks.recipe.load import load_recipe
+from lmworks.shards import order as ordering
+from lmworks.shards import reading
+from rank_pool import RankPool
+from tiny_run import Tiny, know_the_peak
+
+
+@pytest.fixture(autouse=True)
+def _spare_a_second() -> Iterator[None]:
+    before = dict(system._peaks)
+    know_the_peak()
+    system._peaks["cpu", torch.get_num_threads()] = 1e11
+    yield
+    system._peaks.clear()
+    system._peaks.update(before)
+
+
+def context_of(tiny: Tiny, *overrides: str) -> Context:
+    resolved = tiny.resolve(*overrides)
+    return Context(resolved.recipe, resolved.fingerprint, name=str(tiny.recipe))
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and time: what must not change."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+# The command
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lmworks", "preflight", *words])
+    try:
+        main()
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(checks, "CHECKS", tuple(check for check in checks.CHECKS if check.name in names))
+
+
+def test_a_sound_run_passes_and_is_left_as_it_was(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    quick = [check.name for check in checks.CHECKS if check.name not in ("saving", "disks", "reading")]
+    only(monkeypatch, *quick)
+    before = everything(tiny.run_dir)
+    assert command(monkeypatch, str(tiny.recipe), "--set", f"run_dir={tiny.run_dir}", "--json") == 0
+    answers = json.loads(capfd.readouterr().out)
+    assert [answer["name"] for answer in answers] == quick
+    results = {answer["name"]: answer["result"] for answer in answers}
+    assert {name for name, result in results.items() if result != "ok"} == {"collectives", "parallel", "export"}, answers
+    assert all(answer["text"] and (answer["advice"] or answer["result"] in ("ok", "skip")) for answer in answers)
+    assert everything(tiny.run_dir) == before
+
+
+def test_a_failed_check_gives_exit_code_1_and_says_what_to_do(
+    tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, "hashes", "vocabulary")
+    shard = next(tiny_copy.run_dir.glob("shards/**/*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    assert command(monkeypatch, str(tiny_copy.recipe), "--set", f"run_dir={tiny_copy.run_dir}") == 1
+    out = capfd.readouterr().out
+    assert " 1 fail" in out and "its hash differs" in out and "do:" in out and " 2 ok" in out and "1 failed" in out
+
+
+def test_before_anything_is_prepared_it_says_what_to_run_first(tiny: Tiny, tmp_path: Path) -> None:
+    resolved = tiny.resolve(f"run_dir={tmp_path}/none")
+    context = Context(resolved.recipe, resolved.fingerprint, name="tiny.yaml")
+    found = {check.name: checks.ask(check, context) for check in checks.CHECKS if check.name != "saving"}
+    assert not [name for name, finding in found.items() if finding.result == "fail"], found
+    for name in ("reading", "hashes", "first-batches", "shuffled", "budget"):
+        assert found[name].result == "skip" and "lmworks shards build tiny.yaml" in found[name].advice
+    assert "lmworks tokenizer train" in found["vocabulary"].advice
+    assert not (tmp_path / "none").exists()
+
+
+def test_whatever_goes_wrong_in_a_check_is_a_finding() -> None:
+    def raising(error: Exception) -> Callable[[Context], Finding]:
+        def work(context: Context) -> Finding:
+            raise error
+
+        return work
+
+    for error, result, advice in (
+        (UserError("it is broken; mend it"), "fail", "mend it"),
+        (NotYet("not there", "make it"), "skip", "make it"),
+        (KeyError("x"), "fail", "mend the cause"),
+    ):
+        found = checks.ask(checks.Check("one", "one", raising(error)), None)  # type: ignore[arg-type]
+        assert found.result == result and found.advice.startswith(advice)
+
+
+# Mystery 1: storage that stalls
+
+
+def test_mystery_1_reads_that_stall_while_the_mean_looks_well(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    now = [0.0]
+
+    def read_block(path: Path, start: int) -> int:
+        now[0] += 2.5 if next(clock) == 20 else 0.0001  # one shard was moved away, and is fetched
+        return 1 << 20
+
+    monkeypatch.setattr(disks.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(disks, "read_block", read_block)
+    context = context_of(tiny)
+    _ = context.plan
+    found = disks.read(context)
+    assert found.result == "warn" and "stall" in found.text and "shards.cache" in found.advice
+    assert found.figures["worst_read_seconds"] == pytest.approx(2.5)
+
+
+def test_a_disk_of_even_speed_is_not_accused() -> None:
+    assert not disks.stalled([0.01, 0.012, 0.5])
+    assert not disks.stalled([2.0, 2.1, 2.2])  # slow, but even
+    assert disks.stalled([0.01, 0.012, 1.5])
+
+
+def test_a_disk_without_room_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "write_times", lambda folder: [0.01] * 4)
+    assert disks.written(context_of(tiny)).result == "ok"
+    usage = disks.shutil.disk_usage(tiny.run_dir)
+    monkeypatch.setattr(disks.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    found = disks.written(context_of(tiny))
+    assert found.result == "fail" and "keep_last" in found.advice
+
+
+# Mystery 2: an index that grows with the planned steps
+
+
+def test_mystery_2_an_index_of_all_planned_sequences(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batches.independent_of_budget(context_of(tiny)).result == "ok"
+    honest = ordering.Order.__init__
+
+    def with_index(self: ordering.Order, *args: Any, **options: Any) -> None:
+        honest(self, *args, **options)
+        self.index = [np.arange(phase.sequences) for phase in self.timeline.phases]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ordering.Order, "__init__", with_index)
+    found = batches.independent_of_budget(context_of(tiny))
+    assert found.result == "fail" and "1,000 times larger" in found.text and "long runs" in found.advice
+
+
+# Mystery 3: documents are shuffled, sequences are not
+
+
+def test_mystery_3_sequences_read_one_after_another(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert batches.shuffled(context_of(tiny)).result == "ok"
+    monkeypatch.setattr(reading, "permute", lambda position, count, key: position)
+    found = batches.shuffled(context_of(tiny))
+    assert found.result == "fail" and "100%" in found.text and "by sequence" in found.advice
+
+
+def test_a_sequence_that_comes_twice_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = reading.permute
+    monkeypatch.setattr(reading, "permute", lambda position, count, key: honest(position // 2, count, key))
+    found = batches.shuffled(context_of(tiny))
+    assert found.result == "fail" and "twice" in found.text
+
+
+# Mystery 4: tensor ranks with one seed
+
+
+def one_seed(function: Callable[..., Any], *args: Any) -> Any:
+    """A rank on which every part of a tensor is drawn as if it were the first."""
+    from lmworks.parallel import parallelize
+
+    honest = parallelize.here
+
+    def first_part(parameter: torch.Tensor) -> Any:
+        part, begins = honest(parameter)
+        return part, tuple(0 for _ in begins)
+
+    parallelize.here = first_part
+    try:
+        return function(*args)
+    finally:
+        parallelize.here = honest
+
+
+def unsummed(function: Callable[..., Any], *args: Any) -> Any:
+    """A rank that leaves its loss out of the sum."""
+    from lmworks.parallel.mesh import Ranks
+
+    honest = Ranks.sum
+    Ranks.sum = lambda self, tensor, axis: tensor  # type: ignore[method-assign]
+    try:
+        return function(*args)
+    finally:
+        Ranks.sum = honest  # type: ignore[method-assign]
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+@pytest.fixture
+def played_by(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Have the ranks of a check played by the pool of the tests, with something planted on each."""
+
+    def by(plant: Callable[..., Any]) -> None:
+        def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+            return [function(*args)] if size == 1 else ranks.run(plant, size, function, *args)
+
+        monkeypatch.setattr(world, "run", run)
+
+    return by
+
+
+def test_mystery_4_tensor_ranks_with_one_seed(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
+    overrides = ("layout.tp=2", "model.kv_heads=2")
+    played_by(alone)
+    sound = context_of(tiny, *overrides)
+    assert layouts.same_start(sound).result == layouts.same_steps(sound).result == "ok"
+    played_by(one_seed)
+    found = layouts.same_start(context_of(tiny, *overrides))
+    assert found.result == "fail" and "its halves along dim" in found.text and "same seed" in found.text
+
+
+def test_ranks_that_compute_something_else_are_found(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
+    played_by(unsummed)
+    found = layouts.same_steps(context_of(tiny, "layout.dp_shard=2"))
+    assert found.result == "fail" and "the layout changes what is learnt" in found.advice
+
+
+def test_parts_that_do_not_know_their_place_are_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = layouts.normal_part
+    monkeypatch.setattr(layouts, "normal_part", lambda seed, name, shape, begins, sizes: honest(seed, name, shape, [0] * len(shape), sizes))
+    assert layouts.same_start(context_of(tiny)).result == "fail"
+
+
+# The other checks
+
+
+def test_small_layouts_have_every_axis_of_the_real_one() -> None:
+    real = Layout(pp=16, dp_replicate=4, dp_shard=64, cp=2, tp=8, ep=32)
+    found = small_layouts(real)
+    assert all(world_size(layout) <= 8 for layout in found)
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        assert any(getattr(layout, axis) == 2 for layout in found), axis
+    assert small_layouts(Layout()) == []
+
+
+@pytest.mark.parametrize("name", ["quickstart", "dense-125m", "smollm3-3b", "glm46-355b-a32b"])
+def test_small_models_are_of_the_same_kind(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    small = small_recipe(recipe)
+    assert {key: bool(value) for key, value in small.model} | {"dropout": 0, "attention_dropout": 0} == {
+        key: bool(value) for key, value in recipe.model
+    } | {"dropout": 0, "attention_dropout": 0}
+    assert np.isfinite(train(small, Layout()).losses).all()
+
+
+def test_a_broken_first_batch_is_found(tiny: Tiny) -> None:
+    sound = steps.first_batches(context_of(tiny))
+    assert sound.result == "ok" and sound.figures["general/loss"] == pytest.approx(np.log(512), abs=0.2)
+    wild = steps.first_batches(context_of(tiny, "model.init_std=4.0", "model.tie_embeddings=true"))
+    tight = steps.first_batches(context_of(tiny, "model.logit_softcap=30.0"))
+    assert tight.result == "ok" and wild.figures["general/loss"] > sound.figures["general/loss"] + 1
+
+
+def test_a_loss_far_from_the_vocabulary_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "expected_loss", lambda recipe: (9.0, 10.0))
+    found = steps.first_batches(context_of(tiny))
+    assert found.result == "fail" and "ln of the vocabulary" in found.advice
+
+
+def test_another_tokenizer_is_found(tiny_copy: Tiny) -> None:
+    file = tiny_copy.run_dir / "tokenizer" / "tokenizer.json"
+    assert data.vocabulary(context_of(tiny_copy)).result == "ok"
+    file.write_text(file.read_text() + " ")
+    check = next(check for check in checks.CHECKS if check.name == "vocabulary")
+    found = checks.ask(check, context_of(tiny_copy))
+    assert found.result == "fail" and "another tokenizer" in found.text
+
+
+def test_a_missing_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    found = environment.versions(context_of(tiny, "export.huggingface=true"))
+    assert found.result == "fail" and "transformers" in found.text and "lmworks[" in found.advice
+
+
+def measured_on(layout: dict[str, Any], recipe: str, run_dir: str) -> tuple[str, str, dict[str, float]]:
+    ranks = Ranks(Layout(**layout))
+    resolved = load_recipe(recipe, [f"run_dir={run_dir}", *(f"layout.{axis}={size}" for axis, size in layout.items())])
+    context = Context(resolved.recipe, resolved.fingerprint, ranks=ranks)
+    first = steps.first_batches(context)
+    found = collectives.measured(context)
+    return found.result, first.result, found.figures | first.figures
+
+
+def test_ranks_measure_their_collectives_and_take_a_first_step(tiny: Tiny, ranks: RankPool) -> None:
+    alone_here = steps.first_batches(context_of(tiny)).figures
+    for network, first, figures in ranks.run(measured_on, 2, {"dp_shard": 2}, str(tiny.recipe), str(tiny.run_dir)):
+        assert network in ("ok", "warn") and first in ("ok", "warn")
+        assert figures["fsdp/latency_seconds"] > 0 and figures["fsdp/bytes_per_second"] > 0
+        assert figures["general/loss"] == pytest.approx(alone_here["general/loss"], abs=0.05)  # of other rows: twice as many
+
+
+def test_export_of_a_small_model_of_the_same_kind(tiny: Tiny) -> None:
+    found = exporting.round_trip(context_of(tiny, "export.huggingface=true", "export.gguf=true"))
+    assert found.result == "ok" and "Glm4MoeForCausalLM" in found.text and "tensors equal" in found.text
+
+
+@pytest.mark.slow
+def test_saving_survives_a_kill_on_sound_storage_and_tells_of_bad(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = everything(tiny_copy.run_dir)
+    assert saving.survives(context_of(tiny_copy)).result == "ok"
+    honest = saving.listing.newest_good
+
+    def flipped(folder: Path) -> Any:
+        newest = saving.listing.directories(folder)[-1]
+        victim = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+        return honest(folder)
+
+    monkeypatch.setattr(saving.listing, "newest_good", flipped)
+    found = saving.survives(context_of(tiny_copy))
+    assert found.result == "fail" and "another disk" in found.advice
+    assert everything(tiny_copy.run_dir) == before
