@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
 }  # fmt: skip
-STAGES = ("launch local", "run", "corpus prepare", "tokenizer train", "shards build", "pretrain", "tune", "evaluate", "export")
+STAGES = ("launch local", "preflight", "run", "corpus prepare", "tokenizer train", "shards build", "pretrain", "tune", "evaluate", "export")
 
 # Not run, and why. What can be known of them without running is checked by the test named after the table.
 LISTED = {

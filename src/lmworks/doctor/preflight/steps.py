@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import os
 import threading
@@ -28,7 +30,7 @@ from lmworks.train.pretrain import device_for, stages
 _WATCH = 0.005  # seconds between looks at the memory of a process
 _PATIENCE = 120.0  # seconds; more than this is not for a check
 _NATS = 0.5  # that the first loss may lie off ln(vocab), on top of what the logits' own spread gives
-_MORE, _MORE_BYTES = 1.5, 1 << 28  # memory beyond the plan that is worth a word
+_MORE, _EAGER, _MORE_BYTES = 1.5, 2.5, 1 << 28  # memory beyond the plan that is worth a word; eager code keeps what compiled code does not
 
 
 @dataclass
@@ -81,7 +83,7 @@ def first_batches(context: Context) -> Finding:
         elif not low <= loss <= high:
             result = 2
             advice.append(f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at init_std")
-        elif used > _MORE * planned + _MORE_BYTES:
+        elif used > (_EAGER if context.recipe.train.compile else _MORE) * planned + _MORE_BYTES:
             result = max(result, 1)
             advice.append(f"{name}: more memory than planned; lower train.micro_batch or set train.activation_checkpointing")
     return Finding(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
@@ -147,6 +149,10 @@ def peak(device: torch.device) -> Iterator[Peak]:
         return
     import psutil
 
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what glibc has kept of freed memory would hide what is used anew
+    if trim is not None:
+        trim(0)
     process, done = psutil.Process(os.getpid()), threading.Event()
     before = highest = process.memory_info().rss
 
