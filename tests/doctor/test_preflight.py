@@ -301,6 +301,14 @@ def test_another_tokenizer_is_found(tiny_copy: Tiny) -> None:
     assert found.result == "fail" and "another tokenizer" in found.text
 
 
+def test_token_files_that_are_not_those_the_run_began_with_are_found(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_copy.pretrain()
+    assert data.hashes(context_of(tiny_copy)).result == "ok"
+    monkeypatch.setattr(data.Manifest, "digests", lambda self: {"docs": "0" * 16})
+    found = data.hashes(context_of(tiny_copy))
+    assert found.result == "fail" and "other token files of code, docs" in found.text
+
+
 def test_a_missing_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "find_spec", lambda name: None)
     found = environment.versions(context_of(tiny, "export.huggingface=true"))
