@@ -70,7 +70,8 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
         return mask.attend(query_BHTC, key_BKSC, value_BKSC)
     seen = None if mask is None else mask.dense()
     T, S = query_BHTC.shape[2], key_BKSC.shape[2]
-    if query_BHTC.device.type == "cpu" and _BLOCK <= T == S <= _LONGEST_BLOCKED and T % _BLOCK == 0 and not dropout:
+    blocked = _BLOCK <= T == S <= _LONGEST_BLOCKED and T % _BLOCK == 0 and torch.is_grad_enabled()  # the fused kernel's forward is fast
+    if query_BHTC.device.type == "cpu" and blocked and not dropout:
         return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen)
     return F.scaled_dot_product_attention(
         query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,

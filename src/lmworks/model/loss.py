@@ -32,6 +32,8 @@ def head_loss(
 
     `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form.
     """
+    if not torch.is_grad_enabled():  # a parameter asks for its gradient also where none will be taken
+        hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
     total, cross_entropy, z = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
     return total, HeadLoss(cross_entropy, z)
 
