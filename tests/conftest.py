@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from rank_pool import RankPool
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, and every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip

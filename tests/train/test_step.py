@@ -166,13 +166,13 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(tiny: Tiny, batch:
     scaler = LossScaler(initial=2.0**40)
     before, state = weights(model), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
     result = step(model, optimizer, batch, 4, scaler=scaler)
-    assert torch.isfinite(result.loss) and not result.finite
+    assert torch.isfinite(result.loss) and not result.applied
     assert same_bits(weights(model), before) == [] and same_bits(optimizer.state_dict(), state) == []
     assert float(scaler.scale) == 2.0**39
 
     scaler = LossScaler(initial=2.0**10)
     result = step(model, optimizer, batch, 4, scaler=scaler)
-    assert result.finite and float(scaler.scale) == 2.0**10 and int(scaler.good_steps) == 1
+    assert result.applied and float(scaler.scale) == 2.0**10 and int(scaler.good_steps) == 1
     exact, _ = make(tiny)
     assert farthest(weights(model), weights(exact)) > 1e-2
     reference, other = make(tiny)
@@ -204,6 +204,6 @@ def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str
 
         monkeypatch.setattr(optimizer, "step", select)
     result = step(model, optimizer, batch, 4)
-    assert torch.isfinite(result.loss) and not torch.isfinite(result.grad_norm) and not result.finite
+    assert torch.isfinite(result.loss) and not torch.isfinite(result.grad_norm) and not result.applied
     assert same_bits(weights(model), before) == []
     assert same_bits(optimizer.state_dict(), state) == []
