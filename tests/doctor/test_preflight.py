@@ -19,8 +19,8 @@ from lmworks.doctor.preflight.finding import Context, Finding, NotYet
 from lmworks.doctor.preflight.small import small_layouts, small_recipe, train
 from lmworks.errors import UserError
 from lmworks.metrics import system
-from lmworks.parallel.mesh import Ranks, world_size
-from lmworks.recipe.after import Layout
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.after import Layout, world_size
 from lmworks.recipe.load import load_recipe
 from lmworks.shards import order as ordering
 from lmworks.shards import reading

@@ -16,10 +16,10 @@ from lmworks.model import Transformer
 from lmworks.optim.groups import group_parameters
 from lmworks.optim.placement import local
 from lmworks.parallel import parallelize
-from lmworks.parallel.mesh import Ranks, world_size
+from lmworks.parallel.mesh import Ranks
 from lmworks.plan.layout import choose
 from lmworks.plan.memory import _stage_memory
-from lmworks.recipe.after import Layout
+from lmworks.recipe.after import Layout, world_size
 from lmworks.recipe.load import load_cluster, load_recipe
 
 PIPELINED = Layout(pp=16, tp=8, dp_shard=64, ep=32)

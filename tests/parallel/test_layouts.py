@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.parallel.mesh import world_size
-from lmworks.recipe.after import Layout
+from lmworks.recipe.after import Layout, world_size
 from parallel.parity import Trained, compare, train
 from rank_pool import RankPool
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.parallel.mesh import world_size
-from lmworks.recipe.after import Layout
+from lmworks.recipe.after import Layout, world_size
 from parallel.mutations import MISTAKES, train_mistaken
 from parallel.parity import compare, train
 from rank_pool import RankPool

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
-from lmworks.parallel.mesh import world_size
 from lmworks.parallel.start import layout_for, start
-from lmworks.recipe.after import Layout
+from lmworks.recipe.after import Layout, world_size
 
 
 @pytest.mark.parametrize(

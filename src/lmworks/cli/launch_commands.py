@@ -69,7 +69,7 @@ def local(
     """Run on ranks of this machine; ranks that die or hang are started again."""
     from lmworks.launch import places
     from lmworks.launch.torchrun import Sizes
-    from lmworks.parallel.mesh import world_size
+    from lmworks.recipe.after import world_size
 
     asked = _Asked(recipe, overrides, allow, size, cluster, to)
     usual = asked.cluster.devices_per_node if asked.cluster and not asked.cluster.layout else world_size(asked.recipe.layout)

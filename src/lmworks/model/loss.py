@@ -97,11 +97,19 @@ def chunk_loss(
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None
-    grad = (capped - lse_M[:, None]).exp_()
+    hit = torch.full_like(target, -1, dtype=capped.dtype)
+    return ce, z, logits_gradient(capped, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
+
+
+def logits_gradient(
+    capped_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, valid_M: Tensor, softcap: float, z_weight: float
+) -> Tensor:
+    """d(ce + z_weight * z)/d(logits) from the capped logits; `hit` is -1 where the target is among these logits, else 0."""
+    grad = (capped_MV - lse_M[:, None]).exp_()
     if z_weight:
         grad *= (1 + 2 * z_weight * lse_M)[:, None]
-    grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=grad.dtype))
+    grad.scatter_add_(1, target_M1, hit_M1)
     if softcap:
-        grad *= 1 - (capped / softcap).square()
-    grad *= valid[:, None]
-    return ce, z, grad.to(logits_MV.dtype)
+        grad *= 1 - (capped_MV / softcap).square()
+    grad *= valid_M[:, None]
+    return grad

@@ -36,11 +36,6 @@ _FLAT = {
 AXES = ("pp", "dp_replicate", "tp", *_FLAT)
 
 
-def world_size(layout: Layout) -> int:
-    """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
-    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
-
-
 class Ranks:
     """The mesh of `layout` over the initialised process group; alone, without one, everything has size 1.
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
-from lmworks.parallel.mesh import AXES, Ranks, backend_for, world_size
-from lmworks.recipe.after import Layout
+from lmworks.parallel.mesh import AXES, Ranks, backend_for
+from lmworks.recipe.after import Layout, world_size
 
 _JOINING = 600.0  # seconds that the slowest rank may take to start
 _RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang

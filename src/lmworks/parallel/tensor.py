@@ -38,7 +38,7 @@ from lmworks.model import Transformer
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
-from lmworks.model.loss import IGNORE, soft_cap
+from lmworks.model.loss import IGNORE, logits_gradient, soft_cap
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import MtpLayer
@@ -257,11 +257,5 @@ def chunk_loss(
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None
-    grad = (capped - lse_M[:, None]).exp_()
-    if z_weight:
-        grad *= (1 + 2 * z_weight * lse_M)[:, None]
-    grad.scatter_add_(1, target, -here[:, None].to(grad.dtype))
-    if softcap:
-        grad *= 1 - (capped / softcap).square()
-    grad *= valid[:, None]
-    return ce, z, grad.to(logits_MV.dtype)
+    hit = -here[:, None].to(capped.dtype)
+    return ce, z, logits_gradient(capped, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
-from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
 from lmworks.recipe.training import Phase
@@ -28,18 +28,13 @@ class Placed:
     memory: Memory
 
 
-def world(layout: Layout) -> int:
-    """Ranks of a layout; `ep` adds none, it lies inside dp_shard * cp."""
-    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
-
-
 def describe(layout: Layout) -> str:
     """Short text such as `TP8 x PP16 x DP64, EP32, ZeRO-1`."""
     axes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("HSDP", layout.dp_replicate), ("DP", layout.dp_shard)]
     text = " x ".join(f"{name}{size}" for name, size in axes if size > 1) or "one device"
     chunks = f" {layout.stages_per_rank} stages a rank" if layout.stages_per_rank > 1 else ""
     schedule = f", {layout.schedule}{chunks}" if layout.pp > 1 and layout.schedule != "1f1b" else ""
-    return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + schedule + (f", ZeRO-{layout.zero}" if world(layout) > 1 else "")
+    return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + schedule + (f", ZeRO-{layout.zero}" if world_size(layout) > 1 else "")
 
 
 def devices(cluster: Cluster) -> int:
@@ -52,9 +47,9 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     model = recipe.model
     assert model.heads and model.kv_heads and model.ffn_size and model.layers and model.vocab_size
     count = devices(cluster)
-    if world(layout) != count:
+    if world_size(layout) != count:
         product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-        yield f"{product} is {world(layout):,} ranks, the cluster has {count:,} devices"
+        yield f"{product} is {world_size(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
         yield f"tp {layout.tp} must lie within a node of {cluster.devices_per_node}: between nodes its traffic is too slow"
     sizes = [("heads", model.heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size)]

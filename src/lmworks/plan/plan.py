@@ -8,10 +8,10 @@ from typing import Any
 
 from lmworks.plan.counts import Counts, count
 from lmworks.plan.flops import per_token
-from lmworks.plan.layout import Placed, choose, describe, devices, world
+from lmworks.plan.layout import Placed, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
-from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.positions import positions, warnings
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import parameters
@@ -132,7 +132,7 @@ def make_plan(
     one each phase gets the smallest that fits, because a longer context may want another (checkpoints reshard).
     `measured_mfu` replaces the cluster's assumption. Raises `UserError` for a layout that is not legal or does not fit.
     """
-    given = layout or cluster.layout or (recipe.layout if world(recipe.layout) > 1 else None)
+    given = layout or cluster.layout or (recipe.layout if world_size(recipe.layout) > 1 else None)
     total = devices(cluster)
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     phases = []

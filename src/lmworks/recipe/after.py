@@ -68,6 +68,11 @@ class Layout(Node):
     layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
 
+def world_size(layout: Layout) -> int:
+    """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
+    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+
+
 class Cluster(Node):
     """The machines, for planning."""
 

@@ -160,8 +160,8 @@ def pretrain(
             run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens
         ) as checkpoints,
     ):
-        # Other ranks would take up a change of the mixture at another step: with ranks it waits for the next start.
         far = Far(batches, recipe, tokenizer)
+        # Other ranks would take up a change of the mixture at another step: with ranks it waits for the next start.
         course = Pretraining(recipe, batches, None if ranks.distributed else ledger)
         stability = recipe.stability
         keep = stability.save_bad_batches if first_rank else 0

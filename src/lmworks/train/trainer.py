@@ -276,9 +276,10 @@ class Trainer:
         self._settle()
         if not self.guard.roll_back(self.step, self._stage.first_step, back):
             return False
-        step = self.step
-        assert self._load() is not None
-        step, self.step = self.step, step
+        undone = self.step
+        meta = self._load()
+        assert meta is not None
+        step, self.step = self.step, undone  # the bar goes back by the tokens between
         self._move(step, bar)
         self.metrics.rewind(self.saved + 1)
         self.sampler.begin(self.saved + 1)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks.errors import UserError
-from lmworks.parallel.mesh import world_size
-from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

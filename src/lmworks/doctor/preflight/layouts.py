@@ -15,9 +15,8 @@ from lmworks.doctor.preflight import world
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.doctor.preflight.small import RATE, Trained, small_layouts, small_recipe, train
 from lmworks.model.init import normal, normal_part
-from lmworks.parallel.mesh import world_size
 from lmworks.plan.layout import describe
-from lmworks.recipe.after import Layout
+from lmworks.recipe.after import Layout, world_size
 from lmworks.recipe.shapes import parameters
 
 _BOX = 48  # rows and columns
