@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from lmworks.model import Transformer
 from lmworks.model.transformer import Experts
@@ -176,6 +174,10 @@ class Pipeline:
         return self._schedule[1]
 
     def _new_schedule(self, count: int, shape: Sequence[int]) -> Any:
+        # Only here: it brings torch's compiler with it, half a second of every start.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+        from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
         total = torch.empty(1, device="meta", requires_grad=True)
         between = torch.empty(self._between(shape), dtype=self.parts[0].compute_dtype, device="meta", requires_grad=True)
         stages = [
