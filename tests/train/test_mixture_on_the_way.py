@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import tiny_run
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
-from lmworks.shards.batch import Batches
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.after import Layout
+from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.order import Change
+from lmworks.train import trainer
 from lmworks.train.mixture import ask, check, now, read_changes
+from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -68,6 +76,49 @@ def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: 
         tiny_copy.pretrain()
     (line,) = events(tiny_copy, "mixture_changed")
     assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"
+
+
+def read_by_a_rank(tiny: Tiny, change: Change, when: int, slow: int) -> list[tuple[int, bytes]]:
+    """Pretrain as one of two ranks; what this one read, by step. In step `when` the first rank's user asks for the change, at which moment
+    the rank `slow` is behind with reading and the other far ahead."""
+    rank, read = dist.get_rank(), []
+    honest = trainer.train_step
+
+    def step(model: Any, optimizer: Any, batch: Batch, **options: Any) -> Any:
+        read.append((batch.step, batch.tokens.tobytes()))
+        if batch.step == when and rank == 0:
+            ask(tiny.run_dir, change)
+        return honest(model, optimizer, batch, **options)
+
+    honest_batch = Batches.batch
+
+    def make(self: Batches, *args: Any) -> Batch:
+        if rank == slow:
+            time.sleep(0.05)
+        return honest_batch(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        patch.setattr(Batches, "batch", make)
+        tiny_run.know_the_peak()
+        layout = Layout(dp_shard=2)
+        recipe = tiny.resolve("layout.dp_shard=2").recipe
+        pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+    return read
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slow: int) -> None:
+    """The two halves of every batch are those that anybody reads of the run afterwards: no rank changed a step early or late."""
+    told = ranks.run(read_by_a_rank, 2, tiny_copy, Change(2, {"docs": 1.0}), 6, slow, seconds=300)
+    (line,) = events(tiny_copy, "mixture_changed")
+    at = int(str(line["step"]))
+    assert 6 < at <= 6 + 5
+    batches = Batches(tiny_copy.resolve().recipe, tiny_copy.run_dir / "shards", read_changes(tiny_copy.run_dir).taken)
+    assert {row.source for row in batches.documents(at)} == {"docs"} != {row.source for row in batches.documents(at - 1)}
+    for step, halves in enumerate(zip(*told, strict=True)):
+        assert [number for number, _ in halves] == [step, step]
+        assert b"".join(half for _, half in halves) == batches.batch(step).tokens.tobytes(), step
 
 
 def test_a_change_that_cannot_be_is_refused_and_the_run_goes_on(tiny_copy: Tiny) -> None:

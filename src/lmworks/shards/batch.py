@@ -90,10 +90,20 @@ class Batches:
         self._ahead = ReadAhead(self.bring, ahead, self.steps - 1) if ahead else None
 
     def change(self, changes: Sequence[Change]) -> None:
-        """From now on, the batches of the run with these changes of its mixture: all of them, those told before included."""
-        order = Order(self.recipe, self.manifest, changes, self._plans.rows if self._plans else None)
+        """From now on, the batches of the run with these changes of its mixture: all of them, those told before included.
+
+        Another thread may be making a batch; it gets the one or the other.
+        """
+        order = self.orders(changes)
         self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
-        self.order = order
+
+    def orders(self, changes: Sequence[Change]) -> Order:
+        """What the order would be with these changes. Raises `UserError` for one that cannot be."""
+        return Order(self.recipe, self.manifest, changes, self._plans.rows if self._plans else None)
+
+    @property
+    def order(self) -> Order:
+        return self._sequences.order
 
     @property
     def steps(self) -> int:
@@ -101,28 +111,31 @@ class Batches:
 
     def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
         """The batch of a step, or its sequences [start, stop), which is what `batch(step).rows(start, stop)` gives with less reading."""
-        first, count = self.order.sequences(step)
+        sequences = self._sequences
+        order = sequences.order
+        first, count = order.sequences(step)
         stop = count if stop is None else stop
         assert 0 <= start <= stop <= count, "rows of this step"
-        phase = self.order.phase_of(step)
-        found = self.order.locate(phase, np.arange(first + start, first + stop))
+        phase = order.phase_of(step)
+        found = order.locate(phase, np.arange(first + start, first + stop))
         if self._ahead:
             self._ahead.follow(step)
-        self._bring(phase, found)
-        filled = self._sequences.fill(phase, found)
+        self._bring(sequences, phase, found)
+        filled = sequences.fill(phase, found)
         self._check_vocabulary(filled, step)
         begins = np.append(filled.begins, filled.tokens.size).astype(np.int32)
         return Batch(filled.tokens, filled.labels, begins, phase, step)
 
     def bring(self, step: int) -> None:
         """Have what the batch of a step reads in the cache (`shards.cache`)."""
-        first, count = self.order.sequences(step)
-        phase = self.order.phase_of(step)
-        self._bring(phase, self.order.locate(phase, np.arange(first, first + count)))
+        sequences = self._sequences
+        first, count = sequences.order.sequences(step)
+        phase = sequences.order.phase_of(step)
+        self._bring(sequences, phase, sequences.order.locate(phase, np.arange(first, first + count)))
 
-    def _bring(self, phase: int, found: Located) -> None:
+    def _bring(self, sequences: Sequences, phase: int, found: Located) -> None:
         if self._files.remote:
-            ranges = self._sequences.ranges(phase, found)
+            ranges = sequences.ranges(phase, found)
             self._files.remote.bring((self._files(prefix), start, stop) for prefix, start, stop in ranges)
 
     def documents(self, step: int) -> list[SequenceDocuments]:

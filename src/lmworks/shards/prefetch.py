@@ -24,6 +24,7 @@ class Prefetch:
         self, make: Callable[[int], Batch], start: int, stop: int, depth: int = 2, patience: float | None = None
     ) -> None:
         self.waited, self._patience = 0.0, patience
+        self.ahead = depth + 2  # from the batch handed out last to the first whose making has certainly not begun
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(make, start, stop), name="prefetch", daemon=True)

@@ -27,6 +27,8 @@ class Filled:
 class Sequences(Protocol):
     """Reads the sequences that an order has found."""
 
+    order: Order
+
     def fill(self, phase: int, found: Located) -> Filled:
         """Their tokens, labels and boundaries."""
 
@@ -41,10 +43,10 @@ class Concatenated:
     """Documents end to end: a sequence is L + 1 tokens of the file, wherever documents begin in it."""
 
     def __init__(self, order: Order, streams: Mapping[str, TokenStream]) -> None:
-        self._order, self._streams = order, [streams[name] for name in order.sources]
+        self.order, self._streams = order, [streams[name] for name in order.sources]
 
     def fill(self, phase: int, found: Located) -> Filled:
-        length, rows = self._order.timeline.phases[phase].sequence_length, len(found.start)
+        length, rows = self.order.timeline.phases[phase].sequence_length, len(found.start)
         text = np.empty((rows, length + 1), np.int32)
         begins = [np.arange(rows, dtype=np.int64) * length]
         ends_row, ends_at = [], []
@@ -63,13 +65,13 @@ class Concatenated:
         return Filled(np.ascontiguousarray(text[:, :-1]), labels, np.unique(np.concatenate(begins)))
 
     def ranges(self, phase: int, found: Located) -> Iterator[tuple[Path, int, int]]:
-        length = self._order.timeline.phases[phase].sequence_length
+        length = self.order.timeline.phases[phase].sequence_length
         for index in np.unique(found.source):
             yield from self._streams[index].byte_ranges(found.start[found.source == index], length + 1)
 
     def stretches(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
-        length = self._order.timeline.phases[phase].sequence_length
-        start = self._order.share(phase, self._order.sources[source]).start + sequence * length
+        length = self.order.timeline.phases[phase].sequence_length
+        start = self.order.share(phase, self.order.sources[source]).start + sequence * length
         return [(start, start + length)]
 
 
@@ -77,10 +79,10 @@ class BestFit:
     """Rows of whole documents; see `lmworks.shards.rows`. The unused end of a row is padding, a segment of its own without labels."""
 
     def __init__(self, order: Order, streams: Mapping[str, TokenStream], plans: RowPlans) -> None:
-        self._order, self._streams, self._plans = order, [streams[name] for name in order.sources], plans
+        self.order, self._streams, self._plans = order, [streams[name] for name in order.sources], plans
 
     def fill(self, phase: int, found: Located) -> Filled:
-        length, rows = self._order.timeline.phases[phase].sequence_length, len(found.source)
+        length, rows = self.order.timeline.phases[phase].sequence_length, len(found.source)
         tokens, labels = np.full((rows, length), PADDING, np.int32), np.full((rows, length), IGNORE, np.int32)
         begins: list[int] = []
         for row in range(rows):
@@ -108,5 +110,5 @@ class BestFit:
         return [(base + start, base + start + inputs) for start, inputs in pieces.tolist()]
 
     def _pieces(self, phase: int, source: int, sequence: int) -> tuple[int, np.ndarray]:
-        share = self._order.share(phase, self._order.sources[source])
-        return self._plans.row(share.source, share.borders, self._order.timeline.phases[phase].sequence_length, sequence)
+        share = self.order.share(phase, self.order.sources[source])
+        return self._plans.row(share.source, share.borders, self.order.timeline.phases[phase].sequence_length, sequence)

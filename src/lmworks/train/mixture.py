@@ -1,7 +1,7 @@
 """Changes of the mixture of a run that has begun: asked for in the ledger, and taken up there before a batch depends on them.
 
-`mixture_asked` is what somebody wants, `mixture_changed` what holds. The second names the step from which on it holds, which is the first
-whose batch was not yet made if the one asked for had passed. Only it counts when the run resumes, so a change is made once and for ever.
+`mixture_asked` is what somebody wants, `mixture_changed` what holds. The second names the step from which on it holds: the one asked for,
+or the first whose batch no rank can have made. Only it counts when the run resumes, so a change is made once and for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from lmworks import jsonl
 from lmworks.errors import UserError
+from lmworks.parallel.mesh import Ranks
 from lmworks.shards.batch import Batches
 from lmworks.shards.order import Change
 from lmworks.watch.ledger import Ledger, read_ledger
@@ -90,26 +91,41 @@ def ask(run_dir: Path, change: Change) -> bool:
 
 
 class Follower:
-    """Takes up what is asked for while the run is at work; `follow(step)` before the batch of each step is made."""
+    """Takes up what is asked for while a run is at work, at one step on all ranks: the first reads the ledger and tells the others."""
 
-    def __init__(self, ledger: Ledger, batches: Batches) -> None:
-        self._ledger, self._batches, self._seen = ledger, batches, -1
+    def __init__(self, ledger: Ledger, batches: Batches, ranks: Ranks) -> None:
+        self._ledger, self._batches, self._ranks, self._seen = ledger, batches, ranks, -1
 
-    def follow(self, step: int) -> None:
-        """Look whether the ledger has grown; this costs one call to the system."""
+    def asked(self) -> bool:
+        """On the first rank, whether something waits to be taken up. While the ledger does not grow this is one call to the system."""
+        if not self._ranks.is_first:
+            return False
         size = self._ledger.path.stat().st_size
-        if size == self._seen:
-            return
+        waiting = size != self._seen and bool(_changes(self._ledger.read()).waiting)
+        if not waiting:
+            self._seen = size
+        return waiting
+
+    def take_up(self, first: int) -> None:
+        """What was asked for holds from its step on, or from `first`, if that comes later. All ranks call this in the same step."""
+        if self._ranks.is_first:
+            taken = self._answer(first)
+            self._ranks.tell([(change.step, dict(change.mixture)) for change in taken])
+        else:
+            taken = [Change(step, mixture) for step, mixture in self._ranks.hear()]
+        self._batches.change(taken)
+
+    def _answer(self, first: int) -> list[Change]:
+        """Every change that holds from now on; those that waited are answered in the ledger."""
         changes = _changes(self._ledger.read())
         taken = changes.taken
         for number, change in changes.waiting.items():
-            change = Change(max(change.step, step), change.mixture)
+            change = Change(max(change.step, first), change.mixture)
             try:
-                self._batches.change([*taken, change])
+                self._batches.orders([*taken, change])
             except UserError as reason:
-                self._batches.change(taken)
                 self._ledger.write(_REFUSED, number=number, reason=str(reason))
                 continue
             self._ledger.write(_TAKEN, number=number, step=change.step, mixture=dict(change.mixture))
             taken = [*taken, change]
-        self._seen = size if not changes.waiting else -1
+        return taken

@@ -45,9 +45,8 @@ _LEARNING = {
 class Pretraining:
     """The phases as a `Course`."""
 
-    def __init__(self, recipe: Recipe, batches: Batches, ledger: Ledger | None = None) -> None:
+    def __init__(self, recipe: Recipe, batches: Batches) -> None:
         self.batches = batches
-        self._follower = Follower(ledger, batches) if ledger else None
         self.timeline = batches.order.timeline
         self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
         self.stages = stages(recipe, batches)
@@ -57,8 +56,6 @@ class Pretraining:
         return self.batches.order.sequences(step)[1]
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
-        if self._follower:
-            self._follower.follow(step)
         return self.batches.batch(step, start, stop)
 
     def rate(self, step: int) -> float:
@@ -161,8 +158,7 @@ def pretrain(
         ) as checkpoints,
     ):
         far = Far(batches, recipe, tokenizer)
-        # Other ranks would take up a change of the mixture at another step: with ranks it waits for the next start.
-        course = Pretraining(recipe, batches, None if ranks.distributed else ledger)
+        course = Pretraining(recipe, batches)
         stability = recipe.stability
         keep = stability.save_bad_batches if first_rank else 0
         bad_steps = BadSteps(run_dir / "bad_batches", stability.max_bad_steps, keep, ledger.write)
@@ -171,7 +167,7 @@ def pretrain(
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
             sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer),
             flops_per_token=flops_per_token, resume_command=resume_command,
-            heartbeat=heartbeat or Heartbeat(None),
+            heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks),
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data},
         )  # fmt: skip
         first = trainer.resume()

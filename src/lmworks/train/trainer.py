@@ -20,7 +20,7 @@ from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics import system
 from lmworks.metrics.log import MetricLog
 from lmworks.model.balance import set_temperature, statistics
-from lmworks.optim.optimizer import Optimizer
+from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.recipe import Recipe
@@ -30,6 +30,7 @@ from lmworks.shards.prefetch import Prefetch
 from lmworks.train.course import Course, Stage
 from lmworks.train.detail import LayerSignals, passing
 from lmworks.train.guard import Guard
+from lmworks.train.mixture import Follower
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, train_step
@@ -58,13 +59,15 @@ class Clock:
 @dataclass(frozen=True)
 class Agreed:
     """What the ranks tell each other at the beginning of a step: its valid tokens over all data ranks, whether any was asked to stop, and
-    by a scheduler, whether the first finds it time to save, and whether the save in the background has failed on any."""
+    by a scheduler, whether the first finds it time to save, whether the save in the background has failed on any, and whether the first has
+    read of a change of the mixture."""
 
     valid: int
     stop: bool
     preempted: bool
     late: bool
     failed: bool
+    mixture: bool
 
 
 @dataclass
@@ -77,7 +80,7 @@ class Trainer:
 
     recipe: Recipe
     model: ParallelModel
-    optimizer: Optimizer
+    optimizer: Updates
     course: Course
     checkpoints: Checkpoints
     ledger: Ledger
@@ -86,6 +89,7 @@ class Trainer:
     sampler: Sampler
     flops_per_token: Callable[[int], float]
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
+    mixture: Follower | None = None
     label: str = "pretrain"
     resume_command: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -122,11 +126,11 @@ class Trainer:
         total = self.course.tokens
         return max(1, duration.steps(step_tokens=max(1, total // self.course.steps), phase_tokens=total))
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a later step depends on, by name; tensors are the live ones."""
+    def state(self, values: bool = True) -> dict[str, Any]:
+        """Everything that a later step depends on, by name; tensors are the live ones, or (`values` False) places to load into."""
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "optimizer": {key: tensor for key, tensor in self.optimizer.state_dict().items() if not key.startswith("average.")},
+            "model": self.model.state_dict(values),
+            "optimizer": {key: tensor for key, tensor in self.optimizer.state_dict(values).items() if not key.startswith("average.")},
         }
         if self.optimizer.ema is not None:  # a part of its own, which readers of the finished model load without the optimizer
             state["average"] = dict(self.optimizer.ema.average)
@@ -152,9 +156,11 @@ class Trainer:
 
     def _load(self) -> dict[str, Any] | None:
         """Put everything back to the newest good checkpoint that no rollback has taken back; its meta, or None if there is none."""
-        meta = self.checkpoints.load_latest(self.state(), self.guard.undone)
+        state = self.state(values=False)
+        meta = self.checkpoints.load_latest(state, self.guard.undone)
         if meta is None:
             return None
+        self.model.loaded(state)
         self.guard.load(meta)
         self.saved = int(meta["step"])
         self.step = self.guard.skips.next(self.saved)
@@ -186,6 +192,8 @@ class Trainer:
         self.sampler.begin(self.saved + 1)
         if self.model.whole is None:
             progress.console.print("[dim]no samples are written during the run: its layers lie on several pipeline stages[/dim]")
+        if self.mixture is not None:
+            self.mixture.take_up(self.step)
         self._saved_at = time.monotonic()
         patience = float(self.recipe.stability.data_timeout)
         with graceful_stop() as stop, progress.bar(self.label, self.course.tokens, self.course.tokens_before(self.step)) as bar:
@@ -215,6 +223,8 @@ class Trainer:
             if agreed.late or self.guard.saves.due(self.step):
                 self._save(wait=False)
             self._leave_if(agreed, stop)
+            if agreed.mixture and self.mixture is not None:
+                self.mixture.take_up(self.step + batches.ahead)
             torch.manual_seed(seed_of(self.recipe.seed, self.step, self.model.ranks.number))
             set_temperature(self.model.routers(), self.model.config.moe, self.step)
             limits = self.guard.policy.limits(self.step, self.course.steady_since(self.step))
@@ -305,7 +315,8 @@ class Trainer:
     def _agree(self, valid: int, stop: Stop, late: bool) -> Agreed:
         """What all ranks know together at the beginning of a step."""
         ranks = self.model.ranks
-        told = (valid, stop.requested, stop.preempted, late and ranks.is_first, self.checkpoints.failed)
+        asked = self.mixture is not None and self.mixture.asked()
+        told = (valid, stop.requested, stop.preempted, late and ranks.is_first, self.checkpoints.failed, asked)
         if not ranks.distributed:
             return Agreed(*told)
         sums = torch.tensor(told, dtype=torch.int64)
