@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lmworks.model import Transformer
-from lmworks.model.attention import attend_blocks, attend_fast, attend_plain
+from lmworks.model.attention import attend_fast, attend_plain
+from lmworks.model.blocked import attend_blocks
 from lmworks.model.documents import visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
@@ -99,17 +100,22 @@ def test_masked_documents_equal_documents_alone(name: str) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: bool) -> None:
+@pytest.mark.parametrize("length", [40, 200, 256])  # of one block, of an uneven last one, of whole ones
+def test_attention_in_blocks_equals_plain(heads: tuple[int, int], documents: bool, length: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    shape = [(2, count, 256, 16) for count in (heads[0], heads[1], heads[1])]
+    shape = [(2, count, length, width) for count, width in ((heads[0], 16), (heads[1], 16), (heads[1], 24))]
     inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shape]
     mask = None
     if documents:
-        places = torch.arange(256).expand(2, 256)
-        mask = visible(places, 256, None, places // 100 * 100)
-    upstream = torch.randn(shape[0], generator=generator)
+        places = torch.arange(length).expand(2, length)
+        mask = visible(places, length, None, places // 30 * 30)
+    upstream = torch.randn(2, heads[0], length, 24, generator=generator)
     results = []
-    in_blocks = partial(attend_blocks, mask_B1TT=mask.dense() if mask else None)
+
+    def in_blocks(*inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attend_blocks(*inputs, mask.dense() if mask else None, 16**-0.5)[0]
+        return out
+
     for attend in (in_blocks, partial(attend_plain, mask=mask, dropout=0.0), partial(attend_fast, mask=mask, dropout=0.0)):
         out = attend(*inputs)
         results.append([out, *torch.autograd.grad(out, inputs, upstream)])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmworks.model.blocked import attend_blocks
 from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
@@ -70,9 +71,9 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
         return mask.attend(query_BHTC, key_BKSC, value_BKSC)
     seen = None if mask is None else mask.dense()
     T, S = query_BHTC.shape[2], key_BKSC.shape[2]
-    blocked = _BLOCK <= T == S <= _LONGEST_BLOCKED and T % _BLOCK == 0 and torch.is_grad_enabled()  # the fused kernel's forward is fast
+    blocked = T == S <= _LONGEST_BLOCKED and torch.is_grad_enabled()  # the fused kernel's forward is fast
     if query_BHTC.device.type == "cpu" and blocked and not dropout:
-        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen)
+        return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen, query_BHTC.shape[-1] ** -0.5)[0]
     return F.scaled_dot_product_attention(
         query_BHTC, key_BKSC, value_BKSC, attn_mask=seen, dropout_p=dropout, is_causal=seen is None,
         enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1],
@@ -84,30 +85,7 @@ def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:
     return query_BHTC.device.type == "cpu" and query_BHTC.shape[2] > _LONGEST_BLOCKED and query_BHTC.shape[3] != value_BKSC.shape[3]
 
 
-_BLOCK = 128  # queries at a time, at least: their scores stay in the cache
-_BLOCKS = 4  # at most: each is compiled by itself, and with 8 a change of length to 1,024 took a minute
 _LONGEST_BLOCKED = 2048  # beyond, the kept probabilities (T * T / 2 per head) outgrow what the fused kernel recomputes
-
-
-def attend_blocks(query_BHTC: Tensor, key_BKTC: Tensor, value_BKTC: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """Causal attention by plain matrix products, one block of queries at a time against the keys up to its end.
-
-    On CPUs this takes 0.4 of the fused kernel's time, forward and backward, at T = 512 (LOG.md): half the scores are never
-    made, and the products run at the machine's matrix-multiply speed.
-    """
-    B, H, T, C = query_BHTC.shape
-    K = key_BKTC.shape[1]
-    query = query_BHTC.reshape(B, K, H // K, T, C)  # the heads of a group share their keys: one product for all
-    block = max(_BLOCK, T // _BLOCKS)
-    causal = torch.ones(T, T, dtype=torch.bool, device=query.device).tril() if mask_B1TT is None else mask_B1TT[:, None]
-    out = []
-    for start in range(0, T, block):
-        end = start + block
-        rows = query[:, :, :, start:end].reshape(B, K, -1, C)
-        scores = (rows @ key_BKTC[:, :, :end].transpose(-1, -2)).view(B, K, -1, block, end).float() * C**-0.5
-        weights = scores.masked_fill(~causal[..., start:end, :end], float("-inf")).softmax(-1).to(value_BKTC.dtype)
-        out.append((weights.view(B, K, -1, end) @ value_BKTC[:, :, :end]).view(B, K, -1, block, value_BKTC.shape[-1]))
-    return torch.cat(out, dim=3).view(B, H, T, value_BKTC.shape[-1])
 
 
 def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
