@@ -1,16 +1,17 @@
 """What the parallel layer itself costs: two gloo ranks of one thread each, beside plain DDP and plain FSDP2 on the same model and tokens.
 
-    python benchmarks/weak_scaling.py [--rows 4] [--accumulation 1 4] [--rounds 7] [--compile]
+    python benchmarks/weak_scaling.py [--rows 8] [--accumulation 1 4] [--rounds 7] [--compile]
 
-The model is the quickstart's (`--dense`: its layers without experts). Each rank reads `--rows` rows of 512 tokens at a time. A step is
-forward, backward, clipping and AdamW (fused), fp32. Peers are what torch's tutorials write: DDP with `no_sync` until the last micro-batch;
+The model is the quickstart's (`--dense`: its layers without experts), and each rank reads `--rows` rows of 512 tokens a step, 8 as there, in
+as many micro-batches as `--accumulation` says. A step is forward, backward, clipping and AdamW (fused), fp32. Peers are what torch's tutorials write: DDP with `no_sync` until the last micro-batch;
 FSDP2 with `fully_shard` on every layer and the whole, which gathers and reduces in every micro-batch; and FSDP2 told to keep weights and
 gradients whole until the last one. Ours is `train_step` with `layout.zero` 0, 3 and 1, which do the same, and with it loss and balancing
 counts over all ranks and the guard against steps that are not finite. `alone` is the plain loop on two ranks that do not talk. Muon is
 listed without a peer.
 
 Arms take turns round by round, another one first each time; a time is that of the slower rank, a ratio the median over rounds of two times
-of one round. Bar: at most 1.05 of the peer. The losses of all arms must agree at the end, or nothing was compared.
+of one round. Bar: at most 1.05 of the peer. CPU time is that of both ranks with all their threads, and tells something on a busy machine.
+The losses of all arms must agree at the end, or nothing was compared.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +131,32 @@ def batch_of(rank: int, rows: int) -> Batch:
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, rows * LENGTH + 1, LENGTH, dtype=np.int32), 0, 0)
 
 
-def measure(arms: dict[str, Step], batch: Batch, rows: int, count: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """By arm, the seconds of each round and the mean of the ranks' losses of the last one; two steps of warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    losses: dict[str, float] = {}
+@dataclass
+class Times:
+    """Of one arm, by round: seconds of the slower rank, CPU seconds of both; and the ranks' mean loss in the last one."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+
+def measure(arms: dict[str, Step], batch: Batch, rows: int, count: int, rounds: int) -> dict[str, Times]:
+    """By arm; two steps of warm-up are left out."""
+    found = {name: Times() for name in arms}
     names = list(arms)
     for turn in range(rounds + 2):
         for name in names[turn % len(names):] + names[:turn % len(names)]:
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             loss = arms[name](batch, rows, count)
-            took, mean = torch.tensor(time.perf_counter() - began), torch.tensor(loss)
+            took, sums = torch.tensor(time.perf_counter() - began), torch.tensor([time.process_time() - cpu, loss])
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            dist.all_reduce(mean)
-            seconds[name].append(took.item())
-            losses[name] = mean.item() / dist.get_world_size()
-    return {name: found[2:] for name, found in seconds.items()}, losses
+            dist.all_reduce(sums)
+            if turn > 1:
+                found[name].seconds.append(took.item())
+                found[name].cpu.append(sums[0].item())
+            found[name].loss = sums[1].item() / dist.get_world_size()
+    return found
 
 
 def rank(number: int, options: argparse.Namespace, store: str) -> None:
@@ -156,20 +168,22 @@ def rank(number: int, options: argparse.Namespace, store: str) -> None:
         arms: dict[str, Step] = {peer: theirs(adamw, peer) for peer in ("alone", *PEERS.values())}
         arms |= {name: ours(adamw, Ranks(Layout(dp_shard=2, zero=int(name[-1])))) for name in PEERS}
         arms["lmworks, zero 1, Muon"] = ours(recipe(options.dense, options.compile, "muon"), Ranks(Layout(dp_shard=2, zero=1)))
-        seconds, losses = measure(arms, batch_of(number, options.rows * count), options.rows, count, options.rounds)
+        found = measure(arms, batch_of(number, options.rows), options.rows // count, count, options.rounds)
         if number == 0:
-            report(seconds, losses, count)
+            report(found, count)
     dist.destroy_process_group()
 
 
-def report(seconds: dict[str, list[float]], losses: dict[str, float], count: int) -> None:
+def report(found: dict[str, Times], count: int) -> None:
     """Print the table of one accumulation, and refuse arms that have not done the same."""
-    print(f"\n{count} micro-batches a step\n| arm | milliseconds | of its peer | of alone |\n|---|---|---|---|")
-    for name, times in seconds.items():
-        peer = f"{ratio(times, seconds[PEERS[name]]):.3f}" if name in PEERS else ""
-        print(f"| {name} | {1000 * statistics.median(times):.0f} | {peer} | {ratio(times, seconds['alone']):.2f} |", flush=True)
-    same = [loss for name, loss in losses.items() if "Muon" not in name and name != "alone"]
-    assert all(math.isclose(loss, same[0], rel_tol=1e-3) for loss in same), f"the arms have not trained the same: {losses}"
+    print(f"\n{count} micro-batches a step\n| arm | milliseconds | of its peer | CPU, of its peer | of alone |\n|---|---|---|---|---|")
+    for name, times in found.items():
+        peer = found.get(PEERS.get(name, ""))
+        of_peer = f"{ratio(times.seconds, peer.seconds):.3f} | {ratio(times.cpu, peer.cpu):.3f}" if peer else " | "
+        of_alone = ratio(times.seconds, found["alone"].seconds)
+        print(f"| {name} | {1000 * statistics.median(times.seconds):.0f} | {of_peer} | {of_alone:.2f} |", flush=True)
+    losses = {name: times.loss for name, times in found.items() if "Muon" not in name and name != "alone"}
+    assert all(math.isclose(loss, losses["DDP"], rel_tol=1e-3) for loss in losses.values()), f"the arms have not trained the same: {losses}"
 
 
 def ratio(times: list[float], others: list[float]) -> float:
@@ -178,7 +192,7 @@ def ratio(times: list[float], others: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=8, help="of a rank in a step")
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile", action="store_true")
