@@ -8,8 +8,25 @@ if TYPE_CHECKING:
     import torch
 
 
+_all_ranks_have_bf16 = True
+
+
+def agree(all_have_bf16: bool) -> None:
+    """Once the ranks of a run have met: whether the devices of all multiply bf16, so that none decides by its own."""
+    global _all_ranks_have_bf16
+    _all_ranks_have_bf16 = all_have_bf16
+
+
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 matrices in hardware; a CPU that must widen them first takes several times as long as in fp32."""
+    """Whether the device, and those of all ranks of this run, multiply bf16 matrices in hardware.
+
+    A CPU that must widen them first takes several times as long as in fp32.
+    """
+    return _all_ranks_have_bf16 and multiplies_bf16(device)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """The same of this device alone."""
     import torch
 
     if device.type == "cuda":

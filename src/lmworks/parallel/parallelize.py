@@ -17,6 +17,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.precision import dtype_for
+from lmworks.recipe.products import product_problems
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.stages import stage_problems
 
@@ -30,10 +31,14 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
     """
     for problem in stage_problems(recipe.model, ranks.layout, recipe.train.compile):
         raise UserError(f"layout: {problem}")
+    dtype = dtype_for(recipe.train.precision, device)
+    if dtype == torch.bfloat16 or device.type == "cpu":  # where products are grouped at all
+        for problem in product_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
+            raise UserError(problem)
     with torch.device("meta"):
         parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]
     for part in parts:
-        part.compute_dtype = dtype_for(recipe.train.precision, device)
+        part.compute_dtype = dtype
         part.head_chunk = int(recipe.train.head_chunk)
         if ranks.size("tp") > 1:
             tensor.shard_tensors(part, ranks)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
+from lmworks.parallel import meeting
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
 from lmworks.recipe.after import Layout, world_size
 
@@ -51,7 +52,8 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     """Join the other ranks; one process that nobody launched stays alone.
 
     `timeout`: seconds that a rank waits for the others in one collective before it gives up. `threads`: CPU threads of the machine, which
-    its ranks share; all cores when left out. Raises `UserError` if the layout cannot be had on the ranks that were started.
+    its ranks share; all cores when left out. Raises `UserError` if the layout cannot be had on the ranks that were started, or if these
+    differ in what they must have in common.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (threads or os.cpu_count() or 1) // here))
@@ -65,6 +67,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     patience = timedelta(seconds=timeout)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
+    meeting.compare(meeting.of_this_rank(layout, device))
     ranks = Ranks(layout, device.type)
     for group in (dist.group.WORLD, *map(ranks.group, AXES)):
         if group is not None:

@@ -10,6 +10,7 @@ from typing import Literal
 from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.recipe.after import Cluster, Layout, world_size
+from lmworks.recipe.products import product_problems
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
 from lmworks.recipe.training import Phase
@@ -60,6 +61,9 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
+    bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
+    if bf16 or "CPU" in cluster.device:
+        yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
     yield from stage_problems(recipe.model, layout, recipe.train.compile)
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
