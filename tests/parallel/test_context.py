@@ -73,8 +73,9 @@ def _unordered(key: Tensor, value: Tensor, group: str, size: int) -> tuple[Tenso
     return wholes[0], wholes[1]
 
 
-def _own_load(router: Router, group: Any, size: int) -> None:
+def _own_load(group: Any, size: int) -> Any:
     """The router looks at a rank's own slices."""
+    return Router.mean_load
 
 
 def _own_ahead(*args: Any) -> Any:
@@ -87,7 +88,7 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     "positions of the second slice follow the first": (context.Slices, "begin", _as_if_side_by_side, "dense"),
     "a query sees a token before its document": (context, "first_seen", _one_too_many, "dense"),
     "keys in the order of the ranks": (context, "_gather", _unordered, "dense"),
-    "the auxiliary loss sees slices": (context, "_share_load", _own_load, "moe"),
+    "the auxiliary loss sees slices": (context, "_mean_load", _own_load, "moe"),
     "the next token is looked for in the slices": (context, "split", _own_ahead, "mtp"),
 }
 

@@ -38,16 +38,17 @@ def share(model: Transformer, ranks: Ranks) -> None:
         raise UserError("model.attention_dropout does not go with layout.cp above 1; set it to 0")
     if moe and moe.balance.method == "sinkhorn":
         raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
+    mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
     for ffn in model.routers():
-        _share_load(ffn.router, ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
+        derive(ffn.router, {"mean_load": mean_load})
 
 
-def _share_load(router: Router, group: Any, size: int) -> None:
+def _mean_load(group: Any, size: int) -> Any:
     def mean_load(self: Router, chosen_BTE: Tensor) -> Tensor:
         total = functional.all_reduce(chosen_BTE.mean(1).contiguous(), "sum", group)
         return functional.wait_tensor(total) / size
 
-    derive(router, {"mean_load": mean_load})
+    return mean_load
 
 
 def slices(x_BS: Tensor, size: int, rank: int) -> Tensor:

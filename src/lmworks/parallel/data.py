@@ -12,6 +12,8 @@ Gradients are summed over the ranks, not averaged: the loss has been divided by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from lmworks.model.moe import MoE
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.view import derive
 
 
 def shard(model: Transformer, ranks: Ranks) -> None:
@@ -37,10 +40,10 @@ def shard(model: Transformer, ranks: Ranks) -> None:
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         if isinstance(block.ffn, MoE):
             if narrow is not None:  # a rounded router weight picks another expert
-                fully_shard(block.ffn.router, mesh=mesh, mp_policy=exact, reshard_after_forward=zero == 3)
+                _shard_apart(block, block.ffn.router, mesh=mesh, mp_policy=exact, reshard_after_forward=zero == 3)
             if ranks.size("ep") > 1:
-                fully_shard(
-                    block.ffn.experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=cut
+                _shard_apart(
+                    block, block.ffn.experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=cut
                 )
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3, shard_placement_fn=cut)
     # Embedding, last norm and head stay gathered from the forward to the backward: the head is used after `hidden` has returned.
@@ -51,6 +54,26 @@ def shard(model: Transformer, ranks: Ranks) -> None:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _shard_apart(block: Any, part: Any, **options: Any) -> None:
+    """Shard a part of a layer by itself, and gather it around the whole layer.
+
+    Around its own call FSDP2's hooks would stand inside the layer: they cut its compiled code in pieces, and where the layer is recomputed
+    they run a second time and find another state.
+    """
+    derive(part, {"__call__": _without_hooks, "around": _around})
+    fully_shard(part, **options)
+    register_fsdp_forward_method(part, "around")
+    block.forward = partial(part.around, block.forward)
+
+
+def _without_hooks(self: nn.Module, *args: Any) -> Any:
+    return self.forward(*args)
+
+
+def _around(self: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    return forward(*args)
 
 
 def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | None]:

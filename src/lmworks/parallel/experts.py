@@ -49,14 +49,16 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
 
 
 def _exchanged(group: Any, ranks: int) -> Any:
-    @torch.compiler.disable  # how many rows come is another number each time
     def forward(self: Experts, x_ND: Tensor, routing: Routing) -> Tensor:
         rows_MD, weights_M, places = dispatch(x_ND, routing)
         sent_PE = routing.counts.long().view(ranks, -1)
         received_PE = collectives.exchange(sent_PE, [1] * ranks, [1] * ranks, group)
-        sent, received = torch.stack((sent_PE.sum(1), received_PE.sum(1))).tolist()
+        # Here the host waits. To the compiler these are sizes that it does not know, so that other numbers are no other code.
+        splits = torch.stack((sent_PE.sum(1), received_PE.sum(1))).flatten().tolist()
+        sent, received = splits[:ranks], splits[ranks:]
         # by rank they come, by expert they are computed
-        experts_R = torch.arange(sent_PE.shape[1], device=x_ND.device).repeat(ranks).repeat_interleave(received_PE.flatten())
+        experts_R = torch.arange(sent_PE.shape[1], device=x_ND.device).repeat(ranks)
+        experts_R = experts_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
         order_R = experts_R.argsort(stable=True)
         own_RD = _reorder(collectives.exchange(rows_MD, received, sent, group), order_R)
         own_weights_R = _reorder(collectives.exchange(weights_M, received, sent, group), order_R)

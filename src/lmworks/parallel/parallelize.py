@@ -49,7 +49,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         checkpoint_activations(part, recipe.train.activation_checkpointing, recipe.train.compile)
         if recipe.train.compile:
             compile_layers(part)
-        if ranks.size("weights") > 1:
+        if ranks.size("weights") > 1 and recipe.train.deepspeed is None:
             data.shard(part, ranks)
         materialise(part, recipe.seed, device)
     return parts
@@ -63,6 +63,7 @@ def compile_layers(part: Transformer) -> None:
     torch._dynamo.config.recompile_limit = _SHAPES
     torch._dynamo.config.accumulated_recompile_limit = 16 * _SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.capture_scalar_outputs = True  # how many rows go between the ranks of `ep`: sizes, not constants
     part.compile(dynamic=False)
 
 
