@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow lint docs clean
+.PHONY: quickstart test slow chaos lint docs clean
 
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
@@ -13,6 +13,13 @@ test: $(VENV)/dev.stamp
 
 slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m slow --timeout 7200
+
+# Runs with a random fault at a random moment, each compared with one that was left alone; goes on where it was.
+RUNS ?= 200
+SEED ?= 0
+OUT ?= runs/chaos
+chaos: $(VENV)/dev.stamp
+	PYTHONPATH=tests $(BIN)/python tests/chaos/campaign.py --runs $(RUNS) --seed $(SEED) --out $(OUT)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check src tests benchmarks

@@ -1,0 +1,70 @@
+"""Runs inside each rank of the campaign, by way of PYTHONPATH: writes down every step, and plants what cannot be done from outside.
+
+`LMWORKS_CHAOS` names a folder. `rank-N.jsonl` in it gets a line per step trained: its rows, hashed, and a checksum of this rank's weights
+after it. `plant.json`, where it is there, is {"what": "poison" | "nan", "step", "rank", "pace"}: a batch whose loss is not finite, a
+gradient with a NaN on one rank, seconds that every step takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def _install(folder: str) -> None:
+    import hashlib
+    import json
+    import time
+    from dataclasses import replace
+    from pathlib import Path
+    from typing import Any
+
+    import torch
+
+    from lmworks import jsonl
+    from lmworks.metrics import system
+    from lmworks.optim.placement import local
+    from lmworks.parallel.model import ParallelModel
+    from lmworks.train import trainer
+    from lmworks.watch.checksum import checksums
+
+    path, life = Path(folder), f"{os.getpid()}-{time.time():.3f}"
+    plant = json.loads((path / "plant.json").read_text()) if (path / "plant.json").exists() else {}
+    step_of, forward_backward = trainer.train_step, ParallelModel.forward_backward
+    log = -1
+    system._peaks["cpu", 1] = 1e11  # only perf/mfu depends on it, and measuring it takes a second
+
+    def digest(*arrays: Any) -> str:
+        return hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=8).hexdigest()
+
+    def train_step(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        nonlocal log
+        time.sleep(plant.get("pace", 0.0))
+        result = step_of(model, optimizer, batch, **options)
+        if log < 0:
+            log = jsonl.open_append(path / f"rank-{model.ranks.number}.jsonl")
+        start, _ = model.rows(options["rows"])
+        weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        jsonl.append(log, {
+            "life": life, "step": batch.step, "start": start, "ranks": model.ranks.world, "time": time.time(),
+            "rows": [digest(*row) for row in zip(batch.tokens, batch.labels, strict=True)],
+            "weights": hashlib.blake2b(repr(sorted(checksums(weights).items())).encode(), digest_size=8).hexdigest(),
+        })  # fmt: skip
+        return result
+
+    def planted(self: ParallelModel, batch: Any, rows: int, micro_batch: int, scale: Any) -> Any:
+        here = batch.step == plant.get("step")
+        if not here or plant["what"] == "nan":
+            sums = forward_backward(self, batch, rows, micro_batch, scale)
+            if here and self.ranks.number == plant["rank"]:
+                next(grad for p in self.parameters() if p.grad is not None and (grad := local(p.grad)).numel()).view(-1)[0] = float("nan")
+            return sums
+        sums = forward_backward(self, batch, rows, micro_batch, scale * float("nan"))
+        return replace(sums, cross_entropy=sums.cross_entropy * float("nan"))
+
+    trainer.train_step, ParallelModel.forward_backward = train_step, planted  # type: ignore[assignment, method-assign]
+
+
+# A rank, or a command that trains alone: not the launcher, nor torchrun's agent.
+if "LMWORKS_CHAOS" in os.environ and ("RANK" in os.environ or sys.orig_argv[1:4] == ["-m", "lmworks.cli.main", "pretrain"]):
+    _install(os.environ["LMWORKS_CHAOS"])

@@ -1,0 +1,130 @@
+"""The campaign's own parts: what it plans is legal and repeatable, and its judge sees what is wrong. The campaign itself: `make chaos`."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaign import Campaign, name_of, table, undisturbed
+from judge import Records, bits, lost_at_most, lost_steps, order, repeated
+from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
+from strikes import spoil
+
+from lmworks.parallel.start import layout_for
+from lmworks.recipe.after import world_size
+from lmworks.recipe.stages import stage_problems
+from tiny_run import Tiny
+
+
+def test_a_seed_is_a_plan() -> None:
+    plans = [draw(seed) for seed in range(400)]
+    assert plans == [draw(seed) for seed in range(400)]
+    assert Counter(plan.kind for plan in plans) == {kind: 8 * cards for kind, cards in DECK.items()}
+    assert {plan.ranks for plan in plans} == {1, 2, 3, 4}
+    assert all(0 <= plan.rank < plan.ranks and plan.moment < STEPS for plan in plans)
+    assert all(plan.supervised for plan in plans if plan.ranks > 1)
+    without = [draw(seed, {kind: cards for kind, cards in DECK.items() if kind != "full disk"}) for seed in range(100)]
+    assert "full disk" not in {plan.kind for plan in without}
+
+
+def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
+    """Each layout once, with its model, and the smaller world of those that shrink."""
+    plans = {name_of(plan): plan for plan in map(draw, range(400))}
+    assert len(plans) >= sum(map(len, LAYOUTS.values()))
+    for plan in plans.values():
+        recipe = tiny.resolve(*overrides(plan), *harmless(plan)).recipe
+        for ranks in {plan.ranks, plan.ranks - plan.resized}:
+            layout = layout_for(recipe.layout, ranks)
+            assert not list(stage_problems(recipe.model, layout, recipe.train.compile))
+            assert world_size(layout) == ranks and layout.dp_shard * layout.cp % layout.ep == 0
+
+
+def test_one_twin_for_all_runs_of_a_layout() -> None:
+    plans = [draw(seed) for seed in range(400)]
+    for plan in plans:
+        still = undisturbed(plan)
+        assert undisturbed(still) == still or plan.resized
+        if not plan.resized:
+            assert overrides(still) == overrides(plan)
+    assert len({name_of(undisturbed(plan)) for plan in plans}) == sum(map(len, LAYOUTS.values())) + 1
+
+
+def line(step: int, life: str = "a", weights: str = "", rows: tuple[str, ...] = ("x", "y"), start: int = 0) -> dict[str, Any]:
+    named = [f"{row}{step}" for row in rows]
+    return {"life": life, "step": step, "start": start, "ranks": 2, "rows": named, "weights": weights or f"w{step}"}
+
+
+ROWS = {(step, row): f"{name}{step}" for step in range(4) for row, name in enumerate("xy")}
+
+
+def changed(records: Records, rank: int, number: int, **values: Any) -> Records:
+    lines = list(records[rank])
+    lines[number] = lines[number] | values
+    return {**records, rank: lines}
+
+
+def test_the_order_of_the_data_is_judged() -> None:
+    """Two data ranks, killed after step 2 and gone on from step 1."""
+    steps = [(0, "a"), (1, "a"), (2, "a"), (1, "b"), (2, "b"), (3, "b")]
+    good: Records = {rank: [line(step, life, rows=("xy"[rank],), start=rank) for step, life in steps] for rank in range(2)}
+    assert list(order(good, ROWS, 4, set())) == []
+    assert "another row 1 in step 2" in next(order(changed(good, 1, 2, rows=["x2"]), ROWS, 4, set()))
+    short = {rank: lines[:-1] for rank, lines in good.items()}
+    assert "row 0 of step 3 was never trained on" in next(order(short, ROWS, 4, set()))
+    assert list(order(short, ROWS, 4, {3})) == []
+    assert lost_steps(good) == [(3, 1)] and lost_at_most(good) == 2
+
+
+def test_weights_are_judged() -> None:
+    plan = replace(draw(0), kind="kill all", how="all", ranks=1, layout={})
+    records: Records = {0: [line(0), line(1), line(1, "b"), line(2, "b"), line(3, "b")]}
+    weights = {(step, 0): f"w{step}" for step in range(4)}
+    assert list(bits(records, weights, plan)) == list(repeated(records)) == []
+    wrong = changed(records, 0, 2, weights="other")
+    assert "after step 1 are not those" in next(bits(wrong, weights, plan))
+    assert "repeated step 1 and got other weights" in next(repeated(wrong))
+    poisoned = replace(plan, kind="poisoned batch", moment=2)
+    assert "bad step 2 has changed" in next(bits(records, weights, poisoned))
+    assert list(bits(changed(records, 0, 3, weights="w1"), weights, poisoned)) == []
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate"])
+def test_a_spoilt_file_differs(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "file"
+    for seed in range(20):
+        path.write_bytes(bytes(100))
+        spoil(path, how, random.Random(seed))
+        data = path.read_bytes()
+        assert len(data) < 100 if how == "truncate" else sum(byte.bit_count() for byte in data) == 1
+
+
+def test_the_table_has_a_line_per_fault() -> None:
+    outcomes = [
+        {"kind": kind, "verdict": verdict, "restarts": 1, "lost": lost, "seconds": 10.0}
+        for kind, verdict, lost in (("hang", "passed", 2), ("hang", "failed", 3), ("SIGTERM", "passed", 0))
+    ]
+    lines = table(outcomes).splitlines()[2:]
+    assert lines == ["| SIGTERM | 1 | 1 | 1 | 0 | 10 |", "| hang | 2 | 1 | 1 | 3 | 10 |", "| all | 3 | 2 | 1 | 3 | 10 |"]
+
+
+@pytest.mark.slow
+def test_a_few_runs(tmp_path: Path) -> None:
+    """One rank and two, killed, stopped, damaged, with a bad step; a second call has nothing left to do."""
+    campaign = Campaign(tmp_path / "chaos")
+    seeds, wanted = [], {"kill a rank", "SIGTERM", "damaged checkpoint", "poisoned batch", "full disk"} & set(campaign.kinds)
+    for seed in range(100):
+        plan = draw(seed, campaign.kinds)
+        if plan.kind in wanted and plan.ranks <= 2:
+            wanted.remove(plan.kind)
+            seeds.append(seed)
+    campaign.run(seeds, jobs=1)
+    lines = (campaign.out / "outcomes.jsonl").read_text().splitlines()
+    assert len(lines) == len(seeds)
+    assert all('"verdict":"passed"' in one for one in lines), lines
+    assert not list(campaign.out.glob("run-*/ledger.jsonl"))
+    campaign.run(seeds, jobs=1)
+    assert (campaign.out / "outcomes.jsonl").read_text().splitlines() == lines
