@@ -2,12 +2,12 @@
 
     python benchmarks/weak_scaling.py [--rows 8] [--accumulation 1 4] [--rounds 7] [--compile]
 
-The model is the quickstart's (`--dense`: its layers without experts), and each rank reads `--rows` rows of 512 tokens a step, 8 as there, in
-as many micro-batches as `--accumulation` says. A step is forward, backward, clipping and AdamW (fused), fp32. Peers are what torch's tutorials write: DDP with `no_sync` until the last micro-batch;
-FSDP2 with `fully_shard` on every layer and the whole, which gathers and reduces in every micro-batch; and FSDP2 told to keep weights and
-gradients whole until the last one. Ours is `train_step` with `layout.zero` 0, 3 and 1, which do the same, and with it loss and balancing
-counts over all ranks and the guard against steps that are not finite. `alone` is the plain loop on two ranks that do not talk. Muon is
-listed without a peer.
+The model is the quickstart's (`--dense`: its layers without experts), and each rank reads `--rows` rows of 512 tokens a step, 8 as
+there, in as many micro-batches as `--accumulation` says. A step is forward, backward, clipping and AdamW (fused), fp32. Peers are what
+torch's tutorials write: DDP with `no_sync` until the last micro-batch; FSDP2 with `fully_shard` on every layer and the whole, which gathers
+and reduces in every micro-batch; and FSDP2 told to keep weights and gradients whole until the last one. Ours is `train_step` with
+`layout.zero` 0, 3 and 1, which do the same, and with it loss and balancing counts over all ranks and the guard against steps that are not
+finite. `alone` is the plain loop on two ranks that do not talk. Muon is listed without a peer.
 
 Arms take turns round by round, another one first each time; a time is that of the slower rank, a ratio the median over rounds of two times
 of one round. Bar: at most 1.05 of the peer. CPU time is that of both ranks with all their threads, and tells something on a busy machine.
