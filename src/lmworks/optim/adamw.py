@@ -14,6 +14,18 @@ from lmworks.optim.select import selected
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 
 
+def fused_update(
+    weights: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], count: Tensor,
+    rate: float, betas: tuple[float, float], weight_decay: float, eps: float, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """torch's fused kernel, in place; `count` are the steps taken with this one. What `torch.optim.AdamW(fused=True)` calls."""
+    torch._fused_adamw_(
+        weights, grads, first, second, [], [count] * len(weights),
+        lr=rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+        amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
+    )  # fmt: skip
+
+
 class AdamW:
     """AdamW over groups, by torch's fused kernel where the device has one; equal to `torch.optim.AdamW`.
 
@@ -44,11 +56,8 @@ class AdamW:
         weights = [local(group.parameters[name]) for name in names]
         grads = [grad for name in names if (grad := local_grad(group.parameters[name])) is not None]
         first, second = [local(self.first[name]) for name in names], [local(self.second[name]) for name in names]
-        torch._fused_adamw_(
-            weights, grads, first, second, [], [self.count] * len(names),
-            lr=rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=group.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, grad_scale=None, found_inf=None if finite is None else (~finite).float(),
-        )  # fmt: skip
+        found_inf = None if finite is None else (~finite).float()
+        fused_update(weights, grads, first, second, self.count, rate, self.betas, group.weight_decay, self.eps, found_inf)
 
     def _plain(self, group: Group, names: list[str], rate: float, finite: Tensor | None) -> None:
         beta1, beta2 = self.betas

@@ -25,6 +25,21 @@ class Named(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
+class Updates(Protocol):
+    """What a training loop needs of an optimizer."""
+
+    @property
+    def ema(self) -> Ema | None: ...
+
+    def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+    def learning_rates(self, factor: float = 1.0) -> dict[str, float]: ...
+
+    def state_dict(self, values: bool = True) -> dict[str, Tensor]: ...
+
+
 class Optimizer:
     """Trains the parameters of `groups`, sharded or not. All state exists from the start, so a checkpoint can be loaded in place.
 
@@ -71,8 +86,11 @@ class Optimizer:
             rates[group.kind] = max(rates.get(group.kind, 0.0), factor * group.learning_rate)
         return rates
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The state itself, not a copy: flat, KIND.PARAMETER, each shaped and placed as its parameter; and `count`, the steps taken."""
+    def state_dict(self, values: bool = True) -> dict[str, Tensor]:
+        """The state itself, not a copy: flat, KIND.PARAMETER, each shaped and placed as its parameter; and `count`, the steps taken.
+
+        `values` as in `ParallelModel.state_dict`.
+        """
         kinds: dict[str, Mapping[str, Tensor]] = {"momentum": self.muon.momentum, "first": self.adamw.first, "second": self.adamw.second}
         if self.ema:
             kinds["average"] = self.ema.average

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lmworks.model import Transformer
 from lmworks.model.balance import update_biases
 from lmworks.model.moe import MoE
+from lmworks.model.transformer import Loss
+from lmworks.optim.clip import clip_gradients
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
@@ -69,9 +71,15 @@ class ParallelModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Live tensors by their names in one process; with pipeline stages, those of this rank."""
+    def state_dict(self, values: bool = True) -> dict[str, Any]:
+        """Live tensors by their names in one process; with pipeline stages, those of this rank.
+
+        Where they are not live (`loaded`), `values` says whether they are needed, or only the places to load them into.
+        """
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        """Take over a training state that was loaded into the tensors of `state_dict`; nothing to do where those are live."""
 
     def routers(self) -> list[MoE]:
         return [ffn for part in self.parts for ffn in part.routers()]
@@ -113,9 +121,7 @@ class ParallelModel:
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch), micro_batch))
         for index, (piece, real) in enumerate(pieces):
-            data.hold(model, self.ranks.layout.zero, last=index == len(pieces) - 1)
-            loss = model.loss(*self._inputs(piece))
-            (loss.total * (scale if real else 0.0)).backward()
+            loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
                 none = torch.zeros_like(loss.head.z)
                 auxiliary, mtp = (none if value is None else value.detach() for value in (loss.experts.aux, loss.mtp))
@@ -125,6 +131,17 @@ class ParallelModel:
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
         return Sums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
+
+    def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
+        """Add the gradients of `scale` times the loss of a micro-batch, `last` of its step."""
+        data.hold(model, self.ranks.layout.zero, last)
+        loss = model.loss(*inputs)
+        (loss.total * scale).backward()
+        return loss
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them); the norm before."""
+        return clip_gradients(self.parameters(), limit, self.ranks.everyone, self.ranks.size("weights"), self.copies)
 
     def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
         """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the

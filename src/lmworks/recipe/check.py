@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
+from lmworks.recipe import deepspeed
 from lmworks.recipe.document import Keys
 from lmworks.recipe.paths import nearest
 from lmworks.recipe.recipe import Recipe
@@ -56,6 +57,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             ("model", "vocab_size"),
             f"{model.vocab_size} rows are too few for tokenizer.vocab_size {recipe.tokenizer.vocab_size}; leave model.vocab_size out",
         )
+    yield from deepspeed.problems(recipe)
     if model.moe and model.moe.dense_layers >= model.layers:
         yield ("model", "moe", "dense_layers"), f"all {model.layers} layers would be dense; lower dense_layers or set model.moe to null"
 

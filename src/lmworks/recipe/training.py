@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
+from lmworks.recipe.deepspeed import DeepSpeed
 from lmworks.recipe.model import Rope
 from lmworks.recipe.units import Duration, Seconds, Tokens
 
@@ -138,6 +139,7 @@ class Train(Node):
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="what the backward recomputes: nothing, all but matrix products, or whole layers"
     )
+    deepspeed: DeepSpeed | None = None
     head_chunk: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")
     validate_every: Duration = Field(Duration.parse("10%"), description="distance between validations")
     validate_bytes_per_domain: int = Field(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmworks.checkpoint.team import Team
-from lmworks.optim.optimizer import Optimizer
+from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.train.copies import compare
@@ -29,12 +29,12 @@ class Corruption:
         return f"{said}: {self.what}"
 
 
-def look(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
+def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(model, optimizer, batch.rows(0, min(micro_batch, len(batch.tokens))), micro_batch, team)
 
 
-def _copies(model: ParallelModel, optimizer: Optimizer) -> Corruption | None:
+def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
     found = compare(state, model.ranks.everyone)
@@ -47,7 +47,7 @@ def _copies(model: ParallelModel, optimizer: Optimizer) -> Corruption | None:
     return Corruption(sorted({one.rank for one in blamed}), certain, what)
 
 
-def _arithmetic(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
+def _arithmetic(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
     rows = micro_batch * model.ranks.size("dp")
 
     def run() -> Tensor:

@@ -16,7 +16,7 @@ from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
-from lmworks.optim.optimizer import Optimizer
+from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.stability import Stability
 from lmworks.shards.batch import Batch
@@ -96,7 +96,7 @@ class Guard:
         self._warn(f"step {step:,}: {back.reason}; going back to step {found:,}{without}")
         return True
 
-    def look(self, step: int, model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int) -> GoBack | None:
+    def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int) -> GoBack | None:
         """Look for silent corruption; names the rank and says what follows."""
         found = corruption.look(model, optimizer, batch, micro_batch, self._team)
         if found is None:

@@ -11,7 +11,7 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.metrics.log import MetricLog, NoMetrics
-from lmworks.optim.optimizer import Optimizer, build_optimizer
+from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.model import ParallelModel
@@ -98,7 +98,20 @@ def device_for(recipe: Recipe) -> torch.device:
 def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
     """The model at its start, this rank's parts of it, on its device; weights depend on the seed alone."""
     ranks = ranks or alone()
-    return ParallelModel(build(recipe, ranks, device_for(recipe)), ranks)
+    device = device_for(recipe)
+    if recipe.train.deepspeed is not None:
+        device = torch.device("cpu")  # from where DeepSpeed fetches it
+    return ParallelModel(build(recipe, ranks, device), ranks)
+
+
+def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel, Updates]:
+    """The model and what updates it: our optimizer, or DeepSpeed, which takes the model over."""
+    if recipe.train.deepspeed is None:
+        return model, build_optimizer(model, recipe.optimizer, recipe.model.layers, model.ranks.groups())
+    from lmworks.parallel.zero_offload import ZeroModel
+
+    taken = ZeroModel(model.parts[0], model.ranks, recipe)
+    return taken, taken.optimizer()
 
 
 def identity(recipe: Recipe) -> dict[str, object]:
@@ -145,8 +158,7 @@ def pretrain(
     check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
     ranks = ranks or alone()
     first_rank = ranks.is_first
-    model = build_model(recipe, ranks)
-    optimizer: Optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
+    model, optimizer = with_optimizer(recipe, build_model(recipe, ranks))
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)

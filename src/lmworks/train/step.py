@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmworks.optim.clip import clip_gradients
-from lmworks.optim.optimizer import Optimizer
+from lmworks.optim.optimizer import Updates
 from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
@@ -34,7 +33,7 @@ class StepResult:
 
 
 def train_step(
-    model: ParallelModel, optimizer: Optimizer, batch: Batch, *,
+    model: ParallelModel, optimizer: Updates, batch: Batch, *,
     micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
     rows: int | None = None, valid: int | None = None, limits: Limits = Limits(),
 ) -> StepResult:  # fmt: skip
@@ -51,7 +50,7 @@ def train_step(
     sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
-    grad_norm = clip_gradients(model.parameters(), clip, model.ranks.everyone, model.ranks.size("weights"), model.copies)
+    grad_norm = model.clip(clip)
     loss = sums.cross_entropy / max(valid, 1)
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
     applied = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)

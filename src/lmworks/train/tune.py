@@ -9,7 +9,6 @@ from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
 from lmworks.metrics.log import MetricLog, NoMetrics
-from lmworks.optim.optimizer import build_optimizer
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.model import ParallelModel
@@ -22,7 +21,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.chat_data import build_chat_data, chat_shards
 from lmworks.train.course import Stage
 from lmworks.train.load import final_mtp_weight, final_rope, newest_base
-from lmworks.train.pretrain import build_model, identity
+from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.sampling import ChatSampler
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate_conversations
@@ -87,7 +86,7 @@ def tune(
     course = Tuning(recipe, folder / "data")
     model = build_model(recipe, ranks)
     base = _load_base(recipe, run_dir, model)
-    optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
+    model, optimizer = with_optimizer(recipe, model)
     held_out = _held_out(recipe, folder / "data")
     with (
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,

@@ -1,0 +1,74 @@
+"""DeepSpeed as the engine of a training step: what to keep out of the GPU, and what does not combine with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.base import Node
+
+if TYPE_CHECKING:
+    from lmworks.recipe.document import Keys
+    from lmworks.recipe.recipe import Recipe
+
+Place = Literal["none", "cpu", "nvme"]
+
+
+class DeepSpeed(Node):
+    """ZeRO by DeepSpeed, at the stage `layout.zero`, over the ranks of `layout.dp_shard`: for GPUs too few to hold the training state."""
+
+    offload: Place = Field("none", description="where optimizer state lies and is updated: on the GPU, in CPU memory, on a disk")
+    offload_weights: Place = Field("none", description="where weights wait until a layer needs them; with layout.zero 3")
+    path: str | None = Field(None, description="directory on the fast disk of each machine, for nvme; its contents do not outlast the run")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DeepSpeed:
+        if "nvme" in (self.offload, self.offload_weights) and self.path is None:
+            raise ValueError("nvme needs path: a directory on the disk to use")
+        return self
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """What of a recipe does not combine with DeepSpeed, with the keys where it stands."""
+    engine, layout, train = recipe.train.deepspeed, recipe.layout, recipe.train
+    if engine is None:
+        return
+    if layout.pp > 1 and layout.zero >= 2:
+        yield (
+            ("layout", "pp"),
+            f"ZeRO-{layout.zero} does not combine with a pipeline: each micro-batch would reduce gradients or gather weights anew; "
+            "set pp=1, or leave out train.deepspeed",
+        )
+    for axis, why in (
+        ("pp", "its pipeline is another than ours"),
+        ("tp", "it partitions whole parameters, not those that are split already"),
+        ("cp", "it partitions over all ranks, each with sequences of its own"),
+        ("ep", "it partitions experts like other weights, without sending tokens"),
+        ("dp_replicate", "it shards over all ranks"),
+    ):
+        if getattr(layout, axis) > 1 and not (axis == "pp" and layout.zero >= 2):
+            yield ("layout", axis), f"train.deepspeed does not combine with {axis}: {why}; set {axis}=1 and dp_shard to the ranks there are"
+    if layout.zero == 0:
+        yield ("layout", "zero"), "DeepSpeed shards optimizer state at least; set zero to 1, 2 or 3"
+    if layout.zero < 3 and engine.offload == "nvme":
+        yield ("train", "deepspeed", "offload"), "optimizer state goes to a disk at ZeRO-3 only; set layout.zero=3, or offload=cpu"
+    if layout.zero < 3 and engine.offload_weights != "none":
+        yield ("train", "deepspeed", "offload_weights"), "weights stay on the GPU below ZeRO-3; set layout.zero=3"
+    if recipe.optimizer.kind == "muon":
+        yield (
+            ("optimizer", "kind"),
+            "Muon needs whole matrices, and DeepSpeed gives an optimizer flat pieces (its own Muon is scaled otherwise than ours); "
+            "set optimizer.kind=adamw",
+        )
+    if recipe.optimizer.ema:
+        yield ("optimizer", "ema"), "an average of the weights is not kept under train.deepspeed; set ema=0"
+    if train.precision == "fp16":
+        yield ("train", "precision"), "the loss scale of fp16 is not carried through train.deepspeed; set bf16 or fp32"
+    if layout.zero == 3 and train.compile:
+        yield ("train", "compile"), "compiled layers do not see the weights that ZeRO-3 gathers around them; set train.compile=false"
+    if recipe.stability.recheck_every is not None:
+        yield ("stability", "recheck_every"), "gradients and state lie in pieces under train.deepspeed; leave recheck_every out"
+    if recipe.metrics.detail_every is not None:
+        yield ("metrics", "detail_every"), "gradients and weights lie in pieces under train.deepspeed; leave detail_every out"
