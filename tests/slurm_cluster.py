@@ -1,4 +1,4 @@
-"""A Slurm of one node on this machine, for as long as a test lasts."""
+"""A Slurm of one node on this machine, for as long as a test lasts; jobs of the partition `urgent` pre-empt those of `all`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ ReturnToService=2
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=4000 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=120 State=UP
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP
 """
 
 
@@ -68,6 +72,9 @@ def cluster(folder: Path) -> Iterator[Path]:
     conf = folder / "slurm.conf"
     host = socket.gethostname()
     conf.write_text(_CONF.format(folder=folder, host=host, controller=_free_port(), daemon=_free_port(), cpus=os.cpu_count()))
+    for number in range(2):  # GPUs to be asked for; nothing opens them
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
     aside = {name: f"{folder}/munge.{name}" for name in ("socket", "pid", "seed", "log")}
     munge = ["munged", "--foreground", "--force", "--key-file", str(key), "--socket", aside["socket"], "--pid-file", aside["pid"],
              "--seed-file", aside["seed"], "--log-file", aside["log"]]  # fmt: skip

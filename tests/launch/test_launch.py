@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -107,20 +108,22 @@ def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) ->
 def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = places.local(recipe(), tmp_path, Sizes(1, 1), [])
     Folder.of(tmp_path).begin()
-    told = tmp_path / "told"
+    told, ready = tmp_path / "told", tmp_path / "ready"
     stand_in = (
-        f"import signal, time, sys\nsignal.signal(15, lambda *_: (open({str(told)!r}, 'w').write('15'), sys.exit(3)))\ntime.sleep(60)"
+        f"import signal, time, sys, pathlib\nsignal.signal(15, lambda *_: (open({str(told)!r}, 'w').write('15'), sys.exit(3)))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
     )
     monkeypatch.setattr("lmworks.launch.torchrun.Agent.command", lambda self: [sys.executable, "-c", stand_in])
     shell = subprocess.Popen(["sh", "-c", made.script(made.hosts[0], 1)], stdin=subprocess.PIPE)
-    with pytest.raises(subprocess.TimeoutExpired):
-        shell.wait(1)
+    while not ready.exists():
+        assert shell.poll() is None
+        time.sleep(0.02)
     assert shell.stdin
     shell.stdin.close()
-    assert shell.wait(10) == 3 and told.read_text() == "15"
+    assert shell.wait(60) == 3 and told.read_text() == "15"
 
 
-SCRIPT = {"partition": "gpu", "time": "2:00:00", "memory": "100G", "options": ["--gpus-per-node=8"], "setup": ["module load python"]}
+SCRIPT = {"partition": "gpu", "time": "2:00:00", "memory": "100G", "options": ["--constraint=h100"], "setup": ["module load python"]}
 
 
 def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
@@ -128,14 +131,27 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     Table(Folder.of(tmp_path).hosts, [Host("bad", 1), Host("good", 1)]).exclude("bad", "its disk")
     script = slurm.job_for(asked, tmp_path, Sizes(1, 2), 8, ["run", "a.yaml", "--set", "seed=3"]).script()
     lines = script.splitlines()
-    wanted = ["--partition=gpu", "--time=2:00:00", "--mem=100G", "--gpus-per-node=8", "--requeue", "--nodes=1-2", "--ntasks-per-node=1",
+    wanted = ["--partition=gpu", "--time=2:00:00", "--mem=100G", "--constraint=h100", "--requeue", "--nodes=1-2", "--ntasks-per-node=1",
               "--cpus-per-task=24", "--signal=B:USR1@120", "--exclude=bad", "--no-kill"]  # fmt: skip
     assert [option for option in wanted if f"#SBATCH {option}" not in lines] == []
     assert lines.index("module load python") < len(lines) - 1
     assert "lmworks.cli.rank run a.yaml --set seed=3 &" in script
+    assert "--gpus" not in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
         slurm.job_for(asked, tmp_path, Sizes(1, 2), 3, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "of_the_cluster", "asked_for"), [(None, 8, "8"), (4, 8, "4"), (4, None, "4"), (0, 8, None), (None, None, None)]
+)
+def test_gpus_are_asked_for_as_the_recipe_or_the_cluster_says(
+    tmp_path: Path, said: int | None, of_the_cluster: int | None, asked_for: str | None
+) -> None:
+    asked = recipe(launch={"slurm": {"gpus_per_node": said, "memory": "all", "qos": "high"}})
+    lines = slurm.job_for(asked, tmp_path / "a run", Sizes(2, 2), 8, [], of_the_cluster).script().splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH --gpus")] == ([f"#SBATCH --gpus-per-node={asked_for}"] if asked_for else [])
+    assert {"#SBATCH --mem=0", "#SBATCH --qos=high", f"#SBATCH --output='{tmp_path}/a run/launch/slurm-%j.log'"} <= set(lines)
 
 
 def crash(run_dir: Path, asked: Recipe) -> slurm.After:

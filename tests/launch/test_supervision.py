@@ -219,28 +219,43 @@ def told(number: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_slurm_job_that_is_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First as before the limit of its time, then by a job of a partition that goes before; each time it goes on where it saved."""
     if why := missing():
         pytest.skip(why)
     (tmp_path / "slurm").mkdir()
-    run_dir = tmp_path / "run"
-    recipe = prepare(run_dir)
+    run_dir, steps = tmp_path / "the run", 400
+    recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time": "1:00:00", "partition": "all"})
     (run_dir / "resolved.json").write_text(recipe.model_dump_json())
     monkeypatch.setattr(torchrun.Agent, "module", "toy_rank")
     monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank"))
-    with cluster(tmp_path / "slurm") as conf:
-        monkeypatch.setenv("SLURM_CONF", str(conf))
-        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), "100"]).submit()
-        wait_for(lambda: len(events(run_dir, "step")) > 3)
-        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
-        wait_for(lambda: events(run_dir, "requeue"))
+
+    def done() -> int:
+        return len(events(run_dir, "step"))
+
+    def wait_for_the_next(requeues: int) -> None:
+        wait_for(lambda: len(events(run_dir, "requeue")) == requeues)
+        before = done()
         # Slurm lets a job that is queued again wait for two minutes, and does not take it back within the same second.
         asked = ["scontrol", "update", f"JobId={number}", "StartTime=now+10"]
         wait_for(lambda: "PENDING" in told(number) and subprocess.run(asked, check=False).returncode == 0)
+        wait_for(lambda: done() > before + 3)
+
+    with cluster(tmp_path / "slurm") as conf:
+        monkeypatch.setenv("SLURM_CONF", str(conf))
+        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), str(steps)]).submit()
+        wait_for(lambda: done() > 3)
+        assert "gres/gpu=2" in told(number)
+        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+        wait_for_the_next(1)
+        urgent = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"]
+        before = subprocess.run(urgent, capture_output=True, text=True, check=True).stdout.strip()
+        wait_for(lambda: "COMPLETED" in told(before))
+        wait_for_the_next(2)
         wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
         wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
-    (requeue,) = events(run_dir, "requeue")
-    assert not requeue["crashed"] and "pre-empted" in requeue["reason"]
-    require_every_step(run_dir, 100)
-    assert len({event["step"] for event in events(run_dir, "step")}) == len(events(run_dir, "step")), "it went on where it had saved"
+    for event in events(run_dir, "requeue"):
+        assert not event["crashed"] and "pre-empted" in event["reason"]
+    require_every_step(run_dir, steps)
+    assert len({event["step"] for event in events(run_dir, "step")}) == done(), "it went on where it had saved"
     assert sys.executable in (run_dir / "launch" / "job.sh").read_text()

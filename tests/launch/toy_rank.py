@@ -52,7 +52,7 @@ def train(run_dir: Path, steps: int) -> None:
             fail(run_dir, rank, step)
             time.sleep(0.05)
             heartbeat.beat(step, "update")
-            total = ranks.sum(torch.tensor([1.0, float(stop.requested)]), "loss")
+            total = ranks.sum(torch.tensor([1.0, float(stop.requested), float(stop.preempted)]), "loss")
             if rank == 0:
                 with Ledger(run_dir / "ledger.jsonl") as ledger:
                     ledger.write("step", step=step, ranks=int(total[0]))
@@ -64,8 +64,8 @@ def train(run_dir: Path, steps: int) -> None:
                         ledger.write("checkpoint", step=step + 1)
             if total[1]:
                 dist.barrier()
-                kind = Interrupted if stop.signal == signal.SIGINT else Preempted
-                raise kind(f"saved at step {step + 1}")
+                # A rank that has not had the signal yet leaves as the others do.
+                raise (Preempted if total[2] else Interrupted)(f"saved at step {step + 1}")
         assert size == int(total[0])
 
 

@@ -1,4 +1,4 @@
-"""The first signal asks, the second one insists."""
+"""The first signal asks, a second Ctrl-C insists."""
 
 from __future__ import annotations
 
@@ -40,29 +40,31 @@ def test_the_first_signal_lets_the_run_end_well(number):
     out, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert out == f"stopped by {number.name} and saved at step 12; go on with: lmworks run r.yaml\n"
-    assert err == "\nstopping after this step; once more to stop at once, without saving\n"
+    more = "; once more to stop at once, without saving" if number == signal.SIGINT else ""
+    assert err == f"\nstopping after this step{more}\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_ends_it_at_once(number):
+def test_the_second_ctrl_c_ends_it_at_once():
     process = start(60)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert "stopped by" in process.stdout.readline()
     time.sleep(1.1)  # within a second it counts as the same
-    begin = time.monotonic()
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
-    assert process.returncode == -number
-    assert time.monotonic() - begin < 5
+    assert process.returncode == -signal.SIGINT
 
 
-def test_one_request_that_comes_twice_does_not_cut_the_save_short():
-    """A launcher and a terminal both pass a signal on; Slurm warns with SIGUSR1 and ends with SIGTERM."""
-    process = start(2)
-    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+@pytest.mark.parametrize(
+    ("numbers", "apart"), [((signal.SIGINT, signal.SIGINT), 0.05), ((signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM), 1.1)]
+)
+def test_one_request_that_comes_twice_does_not_cut_the_save_short(numbers, apart):
+    """A launcher and a terminal both pass Ctrl-C on; Slurm warns with SIGUSR1 and ends with SIGTERM, and torchrun passes that on."""
+    process = start(4)
+    assert process.stdout is not None
+    for number in numbers:
         process.send_signal(number)
-        time.sleep(0.05)
+        time.sleep(apart)
     process.communicate(timeout=20)
     assert process.returncode == 0
 

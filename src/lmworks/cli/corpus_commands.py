@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lmworks.cli import evidence_commands
-from lmworks.cli.options import JsonOption
+from lmworks.cli.options import JsonOption, spread
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
 
@@ -16,49 +17,61 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The classifier, such as quality.safetensors.")]
-_LabelsOption = Annotated[str | None, typer.Option("--labels", metavar="PATH", help="Rows (jsonl, parquet) that have a text and a label.")]
-_LabelKeyOption = Annotated[str, typer.Option("--label-key", help="The column with the label or score.")]
-_MinimumOption = Annotated[float | None, typer.Option("--minimum", help="The score from which on a document is good.")]
-_TextKeyOption = Annotated[str, typer.Option("--text-key", help="The column with the text, in files.")]
-_GoodOption = Annotated[str | None, typer.Option("--good", metavar="SOURCE|PATH", help="Texts of the kind to keep: a reference set.")]
-_BadOption = Annotated[str | None, typer.Option("--bad", metavar="SOURCE|PATH", help="Texts like those to be filtered.")]
-_RecipeOption = Annotated[str | None, typer.Option("--recipe", metavar="RECIPE", help="Where the sources named stand.")]
-_MostOption = Annotated[int, typer.Option("--most", min=100, help="Documents of each kind that are drawn.")]
-_SeedOption = Annotated[int, typer.Option("--seed", help="Of the draw.")]
+
+
+@dataclass
+class _Texts:
+    """Which texts are good and which bad, as both commands that look at texts are told."""
+
+    labels: Annotated[
+        str | None, typer.Option("--labels", metavar="PATH", help="Rows (jsonl, parquet) that have a text and a label.")
+    ] = None
+    good: Annotated[str | None, typer.Option("--good", metavar="SOURCE|PATH", help="Texts of the kind to keep: a reference set.")] = None
+    bad: Annotated[str | None, typer.Option("--bad", metavar="SOURCE|PATH", help="Texts like those to be filtered.")] = None
+    recipe: Annotated[str | None, typer.Option("--recipe", metavar="RECIPE", help="Where the sources named stand.")] = None
+    label_key: Annotated[str, typer.Option("--label-key", help="The column with the label or score.")] = "label"
+    minimum: Annotated[float | None, typer.Option("--minimum", help="The score from which on a document is good.")] = None
+    text_key: Annotated[str, typer.Option("--text-key", help="The column with the text, in files.")] = "text"
+    most: Annotated[int, typer.Option("--most", min=100, help="Documents of each kind that are drawn.")] = 20_000
+    seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0
+
+    def read(self) -> tuple[list[str], list[str]]:
+        """The good and the bad."""
+        from lmworks.corpus.quality.examples import labelled, sample
+        from lmworks.recipe.load import load_recipe
+
+        if self.labels and not (self.good or self.bad):
+            return labelled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)
+        if self.labels or not (self.good and self.bad):
+            raise UserError("give either --labels PATH, or both --good and --bad with a path or (with --recipe) the name of a source")
+        found = load_recipe(self.recipe).recipe if self.recipe else None
+        good, bad = (sample(one, self.most, self.seed, found, self.text_key) for one in (self.good, self.bad))
+        return good, bad
 
 
 def register(noun: typer.Typer) -> None:
     """Add the commands to `lmworks corpus`."""
     classifier = typer.Typer(no_args_is_help=True, help="Learnt quality: what the step `quality` scores documents with.")
     for command in (train, show, evaluate):
-        classifier.command()(command)
+        classifier.command()(spread(command))
     noun.add_typer(classifier, name="classifier")
     evidence_commands.register(noun)
 
 
 def train(
     file: _FileArgument,
-    labels: _LabelsOption = None,
-    good: _GoodOption = None,
-    bad: _BadOption = None,
-    recipe: _RecipeOption = None,
-    label_key: _LabelKeyOption = "label",
-    minimum: _MinimumOption = None,
-    text_key: _TextKeyOption = "text",
+    texts: _Texts,
     method: Annotated[
         Literal["logistic", "contrastive"], typer.Option(help="What tells them apart, or log-odds under a model of each.")
     ] = "logistic",
     ngram: Annotated[int, typer.Option(min=1, max=5, help="Words in the longest n-gram.")] = 2,
     bits: Annotated[int, typer.Option(min=10, max=26, help="Weights, as a power of two.")] = 20,
-    most: _MostOption = 20_000,
-    seed: _SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Learn from labels, or from a reference set and texts like those to be filtered; calibrate; measure on documents held out."""
     from lmworks.corpus.quality.train import train as learn
 
-    texts = _texts(labels, good, bad, recipe, label_key, minimum, text_key, most, seed)
-    made = learn(*texts, method=method, ngram=ngram, bits=bits)
+    made = learn(*texts.read(), method=method, ngram=ngram, bits=bits)
     made.save(file)
     _print(made.report, made.fingerprint, as_json)
     if not as_json:
@@ -75,15 +88,7 @@ def show(file: _FileArgument, as_json: JsonOption = False) -> None:
 
 def evaluate(
     file: _FileArgument,
-    labels: _LabelsOption = None,
-    good: _GoodOption = None,
-    bad: _BadOption = None,
-    recipe: _RecipeOption = None,
-    label_key: _LabelKeyOption = "label",
-    minimum: _MinimumOption = None,
-    text_key: _TextKeyOption = "text",
-    most: _MostOption = 20_000,
-    seed: _SeedOption = 0,
+    texts: _Texts,
     as_json: JsonOption = False,
 ) -> None:
     """How a classifier does on other texts."""
@@ -94,33 +99,11 @@ def evaluate(
     from lmworks.corpus.quality.train import score_texts
 
     found = Classifier.load(file)
-    yes, no = _texts(labels, good, bad, recipe, label_key, minimum, text_key, most, seed)
+    yes, no = texts.read()
     if not yes or not no:
         raise UserError(f"there are {len(yes)} good and {len(no)} bad texts; measuring needs both")
     figures = measure(score_texts(found, [*yes, *no]), np.repeat([True, False], [len(yes), len(no)]))
     _print({**found.report, "held_out": figures}, found.fingerprint, as_json)
-
-
-def _texts(
-    labels: str | None,
-    good: str | None,
-    bad: str | None,
-    recipe: str | None,
-    label_key: str,
-    minimum: float | None,
-    text_key: str,
-    most: int,
-    seed: int,
-) -> tuple[list[str], list[str]]:
-    from lmworks.corpus.quality.examples import labelled, sample
-    from lmworks.recipe.load import load_recipe
-
-    if labels and not (good or bad):
-        return labelled(labels, label_key, minimum, 2 * most, seed, text_key)
-    if labels or not (good and bad):
-        raise UserError("give either --labels PATH, or both --good and --bad with a path or (with --recipe) the name of a source")
-    found = load_recipe(recipe).recipe if recipe else None
-    return sample(good, most, seed, found, text_key), sample(bad, most, seed, found, text_key)
 
 
 def _print(report: dict[str, Any], fingerprint: str, as_json: bool) -> None:

@@ -5,123 +5,116 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption
+from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, spread
 from lmworks.cli.output import console
 from lmworks.errors import UserError
 from lmworks.launch.folder import COMMAND
-
-ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
-]
-StageOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Up to this stage only, such as pretrain; or preflight.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     noun = typer.Typer(no_args_is_help=True, help="Start the ranks of a run and keep them going.")
-    noun.command()(local)
-    noun.command()(hosts)
-    noun.command()(slurm)
+    for way in (local, hosts, slurm):
+        noun.command()(spread(way))
     noun.command()(readmit)
     noun.command(hidden=True)(job)
     app.add_typer(noun, name="launch")
 
 
+@dataclass
 class _Asked:
-    """What the three ways to launch have in common: the recipe, and the command that every rank runs."""
+    """What the three ways to launch have in common."""
 
-    def __init__(self, recipe: str, overrides: list[str], allow: list[str], size: str | None, cluster: str | None, to: str | None) -> None:
+    recipe: RecipeArgument
+    overrides: SetOption
+    allow: AllowOption
+    size: SizeOption = None
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
+    ] = None
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="STAGE", help="Up to this stage only, such as pretrain; or preflight.")
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")] = False
+
+
+class _Run:
+    """The run that was asked for, and the command that every rank of it runs."""
+
+    def __init__(self, asked: _Asked) -> None:
         from lmworks.recipe.load import load_cluster, load_recipe
         from lmworks.run.stages import stages_for
 
-        overrides = list(overrides)
-        self.cluster = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
+        overrides, to, size = list(asked.overrides), asked.to, asked.size
+        self.cluster = load_cluster(asked.cluster, load_recipe(asked.recipe, overrides, size).path.parent) if asked.cluster else None
         if self.cluster and self.cluster.layout:
-            overrides += [f"layout.{axis}={value}" for axis, value in self.cluster.layout]
-        self.recipe = load_recipe(recipe, overrides, size).recipe
+            overrides += self.cluster.layout.overrides()
+        self.recipe = load_recipe(asked.recipe, overrides, size).recipe
         assert self.recipe.run_dir
         self.run_dir = Path(self.recipe.run_dir)
         if to != "preflight":
             stages_for(self.recipe, to)
         command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
-        options = [("--set", one) for one in overrides] + [("--allow", one) for one in allow] + ([("--size", size)] if size else [])
-        self.work = [*command.get(to, [str(to)]), recipe, *(word for option in options for word in option)]
+        options = [("--set", one) for one in overrides] + [("--allow", one) for one in asked.allow] + ([("--size", size)] if size else [])
+        self.work = [*command.get(to, [str(to)]), asked.recipe, *(word for option in options for word in option)]
         # What the ranks say to go on with.
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
 
 def local(
-    recipe: RecipeArgument,
-    overrides: SetOption,
-    allow: AllowOption,
-    size: SizeOption = None,
+    asked: _Asked,
     ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="How many, or 2:4 for any number from 2 to 4.")] = None,
-    cluster: ClusterOption = None,
-    to: StageOption = None,
-    dry_run: DryOption = False,
 ) -> None:
     """Run on ranks of this machine; ranks that die or hang are started again."""
     from lmworks.launch import places
     from lmworks.launch.torchrun import Sizes
     from lmworks.recipe.after import world_size
 
-    asked = _Asked(recipe, overrides, allow, size, cluster, to)
-    usual = asked.cluster.devices_per_node if asked.cluster and not asked.cluster.layout else world_size(asked.recipe.layout)
-    launch = places.local(asked.recipe, asked.run_dir, Sizes.parse(ranks or str(usual)), asked.work)
-    _start(launch, dry_run)
+    run = _Run(asked)
+    usual = run.cluster.devices_per_node if run.cluster and not run.cluster.layout else world_size(run.recipe.layout)
+    _start(places.local(run.recipe, run.run_dir, Sizes.parse(ranks or str(usual)), run.work), asked.dry_run)
 
 
 def hosts(
-    recipe: RecipeArgument,
-    overrides: SetOption,
-    allow: AllowOption,
+    asked: _Asked,
     file: Annotated[Path, typer.Option("--hosts", metavar="FILE", help="One host per line: NAME slots=N.")],
-    size: SizeOption = None,
     least: Annotated[int | None, typer.Option("--least", metavar="N", help="Hosts that must be left; all when left out.")] = None,
     address: Annotated[str | None, typer.Option("--address", metavar="A", help="Where the hosts reach this machine; its name.")] = None,
-    cluster: ClusterOption = None,
-    to: StageOption = None,
-    dry_run: DryOption = False,
 ) -> None:
     """Run on the hosts of a file, through ssh; hosts that fail are excluded and may be readmitted."""
     from lmworks.launch import places
     from lmworks.launch.hosts import read_hosts
 
-    asked = _Asked(recipe, overrides, allow, size, cluster, to)
-    _start(places.on_hosts(asked.recipe, asked.run_dir, read_hosts(file), least, asked.work, address), dry_run)
+    run = _Run(asked)
+    _start(places.on_hosts(run.recipe, run.run_dir, read_hosts(file), least, run.work, address), asked.dry_run)
 
 
 def slurm(
-    recipe: RecipeArgument,
-    overrides: SetOption,
-    allow: AllowOption,
-    size: SizeOption = None,
+    asked: _Asked,
     nodes: Annotated[str | None, typer.Option("--nodes", metavar="N", help="How many, or 6:8 to go on while 6 are left.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", metavar="M", min=1, help="Ranks on each.")] = None,
-    cluster: ClusterOption = None,
-    to: StageOption = None,
-    dry_run: DryOption = False,
 ) -> None:
     """Submit a Slurm job that saves when it is pre-empted, and queues itself again."""
     from lmworks.launch.slurm import job_for
     from lmworks.launch.torchrun import Sizes
 
-    asked = _Asked(recipe, overrides, allow, size, cluster, to)
-    count = nodes or (str(asked.cluster.nodes) if asked.cluster else None)
-    each = ranks_per_node or (asked.cluster.devices_per_node if asked.cluster else None)
+    run = _Run(asked)
+    count = nodes or (str(run.cluster.nodes) if run.cluster else None)
+    each = ranks_per_node or (run.cluster.devices_per_node if run.cluster else None)
     if count is None or each is None:
         raise UserError("say how many: --nodes N --ranks-per-node M, or a cluster that knows (--cluster C)")
-    made = job_for(asked.recipe, asked.run_dir, Sizes.parse(count), each, asked.work)
-    if dry_run:
+    gpus = each if run.cluster and not run.cluster.on_cpu else None
+    made = job_for(run.recipe, run.run_dir, Sizes.parse(count), each, run.work, gpus)
+    if asked.dry_run:
         print(made.script())
     else:
-        print(f"submitted job {made.submit()}; its output goes to {asked.run_dir}/launch")
+        print(f"submitted job {made.submit()}; its output goes to {run.run_dir}/launch")
 
 
 def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="As it stands in RUN/launch/hosts.json.")]) -> None:

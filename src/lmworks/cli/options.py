@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -23,3 +27,35 @@ SizeOption = Annotated[
     str | None, typer.Option("--size", metavar="N", help="The one dial: a parameter count such as 125M; the rest derives.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with a dataclass of options among its parameters, as typer wants it, which reads options from a signature: with the
+    fields of that class in its place."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind):
+            groups[name] = kind
+            own = get_type_hints(kind, include_extras=True)
+            parameters += [_parameter(one.name, own[one.name], one.default) for one in fields(kind)]
+        else:
+            parameters.append(_parameter(name, kind, parameter.default))
+
+    @wraps(command)
+    def whole(**given: Any) -> None:
+        made = {name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()}
+        command(**made, **given)
+
+    whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    whole.__annotations__ = {one.name: one.annotation for one in parameters}
+    return whole
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    absent = default is MISSING or default is inspect.Parameter.empty
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=inspect.Parameter.empty if absent else default
+    )

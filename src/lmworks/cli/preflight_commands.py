@@ -37,7 +37,7 @@ def preflight(
     resolved = load_recipe(recipe, overrides, size)
     where = load_cluster(cluster, resolved.path.parent) if cluster else None
     if where and where.layout:
-        resolved = load_recipe(recipe, [*overrides, *(f"layout.{axis}={value}" for axis, value in where.layout if value is not None)], size)
+        resolved = load_recipe(recipe, [*overrides, *where.layout.overrides()], size)
     here = resolved.recipe
     ranks = start(here.layout, float(here.launch.timeout), here.threads) if launched() else None
     if ranks is not None:

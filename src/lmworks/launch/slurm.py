@@ -15,68 +15,68 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.interrupt import Preempted
-from lmworks.launch.folder import Folder
+from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.launch.hosts import Host, Table, read_table
 from lmworks.launch.torchrun import Agent, Sizes
 from lmworks.parallel.start import layout_for
 from lmworks.recipe.recipe import Recipe
+from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import Ledger
 
 AGAIN = Preempted.EXIT_CODE
-_MEETING = "$head:$((20000 + SLURM_JOB_ID % 20000))"
+# What only the job knows: where its agents meet, at a port below those that Linux hands out by itself, and under which name.
+_MEETING = '"$head:$((16000 + SLURM_JOB_ID % 16000))"'
+_NAME = '"$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"'
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run on `nodes` nodes (it goes on while the least are left) with `ranks` ranks on each."""
+    """A run on `nodes` nodes (it goes on while the least are left) with `ranks` ranks and `gpus` GPUs on each."""
 
     recipe: Recipe
     run_dir: Path
     nodes: Sizes
     ranks: int
     work: Sequence[str]
+    gpus: int = 0
 
     def script(self) -> str:
         """What `sbatch` is given. It ends by itself when the run is done, queues itself again after a pre-emption or a crash, and leaves
         out nodes that were excluded."""
         folder, node = Folder.of(self.run_dir), self.recipe.launch.slurm
-        excluded = ",".join(host.name for host in read_table(folder.hosts) if host.excluded)
-        options = {
-            "job-name": f"lmworks-{self.recipe.name}",
-            "nodes": str(self.nodes.most) if self.nodes.least == self.nodes.most else f"{self.nodes.least}-{self.nodes.most}",
-            "ntasks-per-node": "1",
-            "cpus-per-task": str(node.cpus_per_rank * self.ranks),
-            "mem": node.memory,
-            "time": node.time,
-            "partition": node.partition,
-            "account": node.account,
-            "exclude": excluded,
-            "output": f"{folder.path}/slurm-%j.log",
-            "open-mode": "append",
-            "signal": f"B:USR1@{int(node.warning)}",
-        }
         agent = Agent(folder, self.nodes, self.ranks, "@MEETING", "@JOB", self.work, float(self.recipe.launch.grace))
-        start = shlex.join(agent.command()).replace("@MEETING", _MEETING, 1).replace("@JOB", "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}", 1)
-        job = shlex.join([sys.executable, "-m", "lmworks.cli.main", "launch", "job", str(Path(self.run_dir).absolute())])
-        alone = ["#SBATCH --no-kill"] if self.nodes.least < self.nodes.most else []
-        step = "--no-kill --kill-on-bad-exit=0 " if alone else ""
+        elastic = self.nodes.least < self.nodes.most
         return "\n".join([
             "#!/bin/bash",
-            *(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
-            "#SBATCH --requeue", *alone, *(f"#SBATCH {option}" for option in node.options),
+            *(f"#SBATCH --{name}={shlex.quote(value)}" for name, value in self._reserved().items() if value),
+            "#SBATCH --requeue",
+            *(["#SBATCH --no-kill"] if elastic else []),
+            *(f"#SBATCH {option}" for option in node.options),
+            "",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
             *node.setup,
             *(f"export {name}={shlex.quote(value)}" for name, value in agent.environment().items()),
-            f"{job} begin || exit",
-            "# Slurm warns this shell; the ranks save and leave together.",
-            f"trap 'echo SIGUSR1 >{shlex.quote(str(folder.path / 'stop'))}' USR1 TERM",
+            f"job=({shlex.join([sys.executable, '-m', 'lmworks.cli.main', 'launch', 'job', str(folder.path.parent)])})",
+            "",
+            '"${job[@]}" begin || exit',
+            "# Slurm warns this shell before its time is up, and the agents alone when another job comes first; the ranks save and leave.",
+            "heed() {",
+            f"  trap 'echo SIGUSR1 >\"${VARIABLE}/stop\"' USR1 TERM",
+            '  "$@" &',
+            "  while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done  # a signal interrupts a wait",
+            "  return $code",
+            "}",
+            "export -f heed",
+            "",
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"srun {step}--ntasks-per-node=1 --cpus-per-task={options['cpus-per-task']} \\",
-            "  bash -c 'LMWORKS_HOST=$SLURMD_NODENAME exec \"$@\"' agent \\",
-            f"  {start} &",
-            "agents=$!",
-            "while wait $agents; code=$?; kill -0 $agents 2>/dev/null; do :; done  # a signal interrupts a wait",
-            f'excluded=$({job} end --code "$code")',
+            " \\\n  ".join([
+                f"heed srun {'--no-kill --kill-on-bad-exit=0 ' if elastic else ''}--ntasks-per-node=1 --cpus-per-task={self._cpus}",
+                f"bash -c 'export {HOST}=$SLURMD_NODENAME; heed \"$@\"' agent",
+                *_lines(agent.command()),
+            ]),
+            "code=$?",
+            "",
+            'excluded=$("${job[@]}" end --code "$code")',
             "code=$?",
             f"if [ $code = {AGAIN} ]; then",
             '  scontrol requeue "$SLURM_JOB_ID"',
@@ -85,6 +85,30 @@ class Job:
             "exit $code",
             "",
         ])  # fmt: skip
+
+    @property
+    def _cpus(self) -> int:
+        return self.recipe.launch.slurm.cpus_per_rank * self.ranks
+
+    def _reserved(self) -> dict[str, str | None]:
+        """Options of `sbatch`; one agent per node starts the ranks there."""
+        folder, node = Folder.of(self.run_dir), self.recipe.launch.slurm
+        return {
+            "job-name": f"lmworks-{self.recipe.name}",
+            "partition": node.partition,
+            "account": node.account,
+            "qos": node.qos,
+            "time": node.time,
+            "nodes": str(self.nodes.most) if self.nodes.least == self.nodes.most else f"{self.nodes.least}-{self.nodes.most}",
+            "exclude": ",".join(host.name for host in read_table(folder.hosts) if host.excluded),
+            "ntasks-per-node": "1",
+            "gpus-per-node": str(self.gpus) if self.gpus else None,
+            "cpus-per-task": str(self._cpus),
+            "mem": "0" if node.memory == "all" else node.memory,
+            "output": f"{folder.path}/slurm-%j.log",
+            "open-mode": "append",
+            "signal": f"B:USR1@{int(node.warning)}",
+        }
 
     def submit(self) -> str:
         """Hand the script to Slurm; returns the number of the job."""
@@ -98,11 +122,23 @@ class Job:
         return done.stdout.strip().partition(";")[0]
 
 
-def job_for(recipe: Recipe, run_dir: Path, nodes: Sizes, ranks: int, work: Sequence[str]) -> Job:
-    """Raises `UserError` if the layout cannot be had on some number of nodes between the least and the most."""
+def _lines(command: Sequence[str]) -> list[str]:
+    """A command of `torchrun` for people: its options line by line, then what each rank runs."""
+    first = next(place for place, word in enumerate(command) if word.startswith("--"))
+    last = command.index("-m", first)
+    options = [shlex.quote(word).replace("@MEETING", _MEETING).replace("@JOB", _NAME) for word in command[first:last]]
+    return [shlex.join(command[:first]), *options, shlex.join(command[last:])]
+
+
+def job_for(recipe: Recipe, run_dir: Path, nodes: Sizes, ranks: int, work: Sequence[str], gpus: int | None = None) -> Job:
+    """`gpus` of each node where the recipe does not say (`launch.slurm.gpus_per_node`).
+
+    Raises `UserError` if the layout cannot be had on some number of nodes between the least and the most.
+    """
     for count in range(nodes.least, nodes.most + 1):
         layout_for(recipe.layout, count * ranks)
-    return Job(recipe, run_dir, nodes, ranks, work)
+    asked = recipe.launch.slurm.gpus_per_node
+    return Job(recipe, run_dir, nodes, ranks, work, (gpus or 0) if asked is None else asked)
 
 
 def begin(run_dir: Path) -> None:

@@ -210,8 +210,7 @@ def _stage_memory(
         weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
 
     tokens = micro_batch * length / layout.cp
-    on_cpu = "CPU" in cluster.device
-    kept = length if on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
+    kept = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     mode = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
     kept_alive = alive(layout, stage, micro_batches)
@@ -233,7 +232,7 @@ def _stage_memory(
     else:
         head = 0.0
     world = layout.pp * layout.dp_replicate * ranks * layout.tp
-    runtime = 0.6 * GIB if on_cpu else (1.5 + (1.0 if world > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
+    runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
     return Memory(
         {
             "weights": weights,

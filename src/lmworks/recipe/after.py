@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 from pydantic import Field
@@ -67,6 +68,10 @@ class Layout(Node):
     stages_per_rank: int = Field(1, gt=0, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
     layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
+    def overrides(self) -> list[str]:
+        """The same, as `--set` takes it."""
+        return [f"layout.{axis}={json.dumps(value)}" for axis, value in self if value is not None]
+
 
 def world_size(layout: Layout) -> int:
     """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
@@ -88,3 +93,8 @@ class Cluster(Node):
     mfu: float = Field(0.4, gt=0, le=1, description="share of the peak expected; `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that share comes from")
     layout: Layout | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its devices are CPUs."""
+        return "CPU" in self.device

@@ -13,11 +13,13 @@ class Slurm(Node):
 
     partition: str | None = Field(None, description="where the job runs")
     account: str | None = Field(None, description="on whose account")
+    qos: str | None = Field(None, description="under which quality of service")
     time: str | None = Field(None, description="limit of the job, as sbatch takes it")
+    gpus_per_node: int | None = Field(None, ge=0, description="when left out one per rank, where `--cluster` names one with GPUs")
     cpus_per_rank: int = Field(1, gt=0, description="cores that each rank has")
-    memory: str | None = Field(None, pattern=r"^\d+[MG]$", description="of a node, such as 900G")
+    memory: str | None = Field(None, pattern=r"^(all|\d+[MG])$", description="of a node, such as 900G, or all")
     warning: Seconds = Field(Seconds.parse("120 s"), description="how long before its end the job is told to save and leave")
-    options: tuple[str, ...] = Field((), description="further options of sbatch, such as --gpus-per-node=8")
+    options: tuple[str, ...] = Field((), description="further options of sbatch, such as --constraint=h100")
     setup: tuple[str, ...] = Field((), description="shell commands before the work, such as module load python")
 
 

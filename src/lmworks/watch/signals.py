@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, and SIGUSR1 (Slurm's warning before the end): finish the step, save, leave; a second one leaves at once."""
+"""Ctrl-C, SIGTERM, and SIGUSR1 (Slurm's warning before the end): finish the step, save, leave; a second Ctrl-C leaves at once."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ class Stop:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            # SIGUSR1 and then SIGTERM are one pre-emption, and must not cut its save short.
-            if number == self.signal and time.monotonic() - self._since > _SAME:
+            # A pre-emption is several signals, SIGUSR1 and SIGTERM, from Slurm and from torchrun: they must not cut its save short.
+            if number == self.signal == signal.SIGINT and time.monotonic() - self._since > _SAME:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
         # os.write, because a print inside a handler may meet the lock of the print that it interrupted.
-        os.write(2, b"\nstopping after this step; once more to stop at once, without saving\n")
+        more = b"; once more to stop at once, without saving" if number == signal.SIGINT else b""
+        os.write(2, b"\nstopping after this step" + more + b"\n")
 
 
 @contextmanager
 def graceful_stop() -> Iterator[Stop]:
-    """Within the block the first SIGINT, SIGTERM or SIGUSR1 only sets the yielded `Stop`; the same one again, a second or
-    more later, ends the process.
+    """Within the block SIGINT, SIGTERM and SIGUSR1 only set the yielded `Stop`; a second SIGINT, a second or more after the first, ends
+    the process.
 
     Outside the main thread Python cannot catch signals: there the `Stop` is never set and the signals keep their meaning.
     """

@@ -62,7 +62,7 @@ class Context:
         from lmworks.plan.machine import this_machine
 
         found, ranks = this_machine(self.recipe.threads), world_size(self.recipe.layout)
-        if "CPU" not in found.device or ranks == 1:
+        if not found.on_cpu or ranks == 1:
             return found
         return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
 

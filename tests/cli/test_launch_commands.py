@@ -1,0 +1,41 @@
+"""What `lmworks launch` makes of its options; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import Lmworks
+
+CLUSTER = """
+nodes: 2
+devices_per_node: 4
+device: {device}
+tflops: 989
+memory_gib: 74
+layout: {{pp: 2, dp_shard: 4, layers_per_stage: [2, 3]}}
+"""
+
+
+@pytest.mark.parametrize("way", ["local", "slurm"])
+def test_the_layout_of_a_cluster_reaches_every_rank(lmworks: Lmworks, tmp_path: Path, way: str) -> None:
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100"))
+    done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "ours.yaml", "--set", f"run_dir={tmp_path}", "--dry-run")
+    assert done.code == 0, done.err
+    words = ("--set layout.pp=2", "--set layout.dp_shard=4", "--set 'layout.layers_per_stage=[2, 3]'", f"--set run_dir={tmp_path}")
+    assert [word for word in words if word not in done.out] == []
+    assert f"--nproc-per-node={8 if way == 'local' else 4}" in done.out
+    assert not (tmp_path / "launch").exists()
+
+
+@pytest.mark.parametrize(("device", "asked_for"), [("H100", True), ("2 CPU cores", False)])
+def test_a_job_asks_for_the_gpus_of_the_cluster(lmworks: Lmworks, tmp_path: Path, device: str, asked_for: bool) -> None:
+    (tmp_path / "ours.yaml").write_text(CLUSTER.format(device=device))
+    done = lmworks("launch", "slurm", "quickstart", "--cluster", tmp_path / "ours.yaml", "--set", f"run_dir={tmp_path}", "--dry-run")
+    assert done.code == 0, done.err
+    assert ("#SBATCH --gpus-per-node=4" in done.out) == asked_for
+    assert "#SBATCH --nodes=2" in done.out
+
+
+def test_a_job_of_no_known_size_is_refused(lmworks: Lmworks, tmp_path: Path) -> None:
+    assert "--nodes N --ranks-per-node M" in lmworks("launch", "slurm", "quickstart", "--set", f"run_dir={tmp_path}", "--dry-run").error
