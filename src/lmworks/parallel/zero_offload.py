@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmworks.errors import UserError
+from lmworks.files import explain_os_errors
 from lmworks.model import Transformer
 from lmworks.model.loss import HeadLoss
 from lmworks.model.transformer import Experts, Loss
@@ -72,7 +74,7 @@ class ZeroModel(ParallelModel):
     def __init__(self, model: Transformer, ranks: Ranks, recipe: Recipe) -> None:
         options = recipe.train.deepspeed
         assert options is not None
-        deepspeed = _library()
+        deepspeed = _library(options)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if not dist.is_initialized():  # one process that nobody launched
             dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -80,7 +82,7 @@ class ZeroModel(ParallelModel):
         _enter_by_call(model)
         self._deepspeed, self._world, self._sharded = deepspeed, dist.get_world_size(), ranks.layout.zero == 3
         self.flat = FlatAdamW(group_parameters(model.named_parameters(), recipe.optimizer, recipe.model.layers), recipe.optimizer)
-        settings = _settings(options, ranks.layout.zero, recipe.optimizer.clip)
+        settings = _settings(options, ranks.layout.zero, recipe.optimizer.clip, max(p.numel() for p in model.parameters()))
         if self._sharded:
             sparse = {type(ffn) for ffn in model.routers()}  # gathered as one: what a router returns is no plain tensor to hook
             if sparse:
@@ -210,26 +212,37 @@ class ZeroOptimizer:
         return self._model.optimizer_state(values)
 
 
-def _library() -> ModuleType:
+def _library(options: DeepSpeed) -> ModuleType:
+    """DeepSpeed, if it is installed with what the options need."""
     try:
         import deepspeed
     except ImportError:
         raise UserError("train.deepspeed needs DeepSpeed: pip install 'lmworks[deepspeed]'") from None
+    if options.path is not None:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserError("train.deepspeed with nvme needs libaio and its headers: apt-get install libaio-dev")
+        with explain_os_errors(Path(options.path)):
+            Path(options.path).mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # new names, which torch 2.11 does not have
     os.environ.setdefault("LOCAL_RANK", "0")  # where one process was started alone, or by something else than torchrun
     return deepspeed
 
 
-def _settings(options: DeepSpeed, zero: int, clip: float) -> dict[str, Any]:
-    """DeepSpeed's own configuration."""
-    places = {"offload_optimizer": options.offload, "offload_param": options.offload_weights}
+def _settings(options: DeepSpeed, zero: int, clip: float, largest: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration; `largest` is how many elements a parameter has at most."""
+    places: dict[str, dict[str, Any]] = {}
+    if options.offload != "none":
+        places["offload_optimizer"] = {"device": options.offload, "nvme_path": options.path}
+    if options.offload_weights != "none":  # its buffers for weights on their way hold one parameter each
+        places["offload_param"] = {"device": options.offload_weights, "nvme_path": options.path, "buffer_size": largest}
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its figures: the trainer says which is the last
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,  # FlatAdamW: elementwise, as ZeRO asks
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that is compiled at the start
-        "zero_optimization": {"stage": zero}
-        | {what: {"device": place, "nvme_path": options.path} for what, place in places.items() if place != "none"},
+        "zero_optimization": {"stage": zero} | places,
     }  # fmt: skip
 
 

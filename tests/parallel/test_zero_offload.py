@@ -1,0 +1,259 @@
+"""ZeRO by DeepSpeed, on two gloo ranks: equal to one process, and its checkpoints are ours.
+
+DeepSpeed keeps process groups in globals, so all that needs a world is done in one, by processes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.checkpoint import Checkpoints
+from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import Checkpoints as Saving
+from lmworks.train.pretrain import with_optimizer
+from lmworks.train.step import train_step
+from lmworks.watch.spike import Limits
+from parallel.parity import LENGTH, MODELS, ROWS, STEPS, batch_of, recipe_of, whole
+from rank_pool import RankPool
+
+# Starting DeepSpeed compiles a kernel for collectives between CPU ranks, once, for a minute or more.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
+
+MODELS["wide"] = MODELS["dense"] | {"hidden_size": 256, "ffn_size": 512, "layers": 2}  # pieces below 1 MiB are not worth a disk
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "1": ("moe", 1, {}, {}),
+    "1-cpu": ("dense", 1, {"offload": "cpu"}, {"rows": 7}),
+    "2": ("moe", 2, {}, {"activation_checkpointing": "selective"}),
+    "2-cpu": ("tied", 2, {"offload": "cpu"}, {"micro_batch": 2}),
+    "3": ("mtp", 3, {}, {}),
+    "3-cpu": ("mla", 3, {"offload": "cpu"}, {"rows": 7, "activation_checkpointing": "full"}),
+    "3-cpu-weights": ("tied", 3, {"offload": "cpu", "offload_weights": "cpu"}, {}),
+}
+ON_DISK: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "3-nvme": ("wide", 3, {"offload": "nvme"}, {}),
+    "3-nvme-weights": ("wide", 3, {"offload": "nvme", "offload_weights": "nvme"}, {}),
+}
+
+
+@dataclass
+class Found:
+    """What a rank has after some steps, by name; gradients of the first step before clipping. Weights and moments: those it keeps."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    extras: list[float] = field(default_factory=list)
+    grads: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    moments: dict[str, np.ndarray] = field(default_factory=dict)
+    counts: np.ndarray | None = None
+    nats: float = 0.0
+
+
+def engine(kind: str, zero: int, options: dict[str, Any] | None, world: int, **train: Any) -> tuple[Recipe, ParallelModel, Any]:
+    """A model and its optimizer on `world` ranks, by DeepSpeed or (`options` None) by ours."""
+    tree = recipe_of(kind, **train).model_dump(mode="json")
+    tree["optimizer"]["kind"] = "adamw"
+    tree["layout"] = {"dp_shard": world, "zero": zero}
+    tree["train"]["deepspeed"] = options
+    recipe = Recipe.model_validate(tree)
+    ranks = Ranks(recipe.layout) if world > 1 else alone()
+    return recipe, *with_optimizer(recipe, ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks))
+
+
+def step(recipe: Recipe, model: ParallelModel, optimizer: Any, number: int, rows: int = ROWS, micro_batch: int = 1, **options: Any) -> Any:
+    batch = batch_of(number, rows, LENGTH)
+    return train_step(
+        model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch=micro_batch,
+        rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01, **options,
+    )  # fmt: skip
+
+
+def gradient(parameter: torch.nn.Parameter) -> np.ndarray:
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter).numpy().copy()
+    return whole(parameter.grad)
+
+
+def trained(
+    kind: str, zero: int, options: dict[str, Any] | None, world: int, rows: int = ROWS, micro_batch: int = 1, **train: Any
+) -> Found:  # fmt: skip
+    recipe, model, optimizer = engine(kind, zero, options, world, **train)
+    found, clip = Found(), model.clip
+
+    def noting(limit: float) -> torch.Tensor:
+        if not found.grads:
+            found.grads = {name: gradient(parameter) for name, parameter in model.named_parameters()}
+        return clip(limit)
+
+    model.clip = noting  # type: ignore[method-assign]
+    model.train()
+    for number in range(STEPS):
+        result = step(recipe, model, optimizer, number, rows, micro_batch)
+        found.losses.append(float(result.loss))
+        found.norms.append(float(result.grad_norm))
+        found.extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]
+        found.counts = None if result.counts_LE is None else result.counts_LE.numpy()
+    found.weights = {name: whole(value) for name, value in model.state_dict().items()}
+    found.moments = {name: whole(value) for name, value in optimizer.state_dict().items()}
+    model.eval()
+    found.nats = model.nats(batch_of(9))
+    return found
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All that needs DeepSpeed and two ranks, by the test that looks at it."""
+    found: dict[str, Any] = {name: trained(kind, zero, options, 2, **train) for name, (kind, zero, options, train) in CASES.items()}
+    found["bad"], found["resharded"] = bad_steps(), resharded(folder)
+    return found
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    """The same with a disk, and how many bytes of state lie there at the end."""
+    found: dict[str, Any] = {}
+    for name, (kind, zero, options, train) in ON_DISK.items():
+        found[name] = trained(kind, zero, options | {"path": str(folder / name)}, 2, **train)
+        torch.distributed.barrier()
+        found[f"{name} bytes"] = sum(path.stat().st_size for path in (folder / name).rglob("*.swp"))
+    return found
+
+
+def bad_steps() -> list[bool]:
+    """Whether a step with a gradient that is not a number, and one above its limit, were applied; and whether they changed anything."""
+    said = []
+    for zero in (2, 3):
+        recipe, model, optimizer = engine("moe", zero, {"offload": "cpu"}, 2)
+        model.train()
+        step(recipe, model, optimizer, 0)
+        before = {name: value.clone() for name, value in (model.state_dict() | optimizer.state_dict()).items()}
+        model.parts[0].layers[1].attention.register_forward_hook(poison := Poison())  # type: ignore[union-attr]
+        said.append(bool(step(recipe, model, optimizer, 1).applied))
+        poison.on = False
+        said.append(bool(step(recipe, model, optimizer, 1, limits=Limits(grad_norm=1e-9)).applied))
+        after = model.state_dict() | optimizer.state_dict()
+        said.append(any(not torch.equal(after[name], value) for name, value in before.items()))
+        said.append(not step(recipe, model, optimizer, 1).applied)
+    return said
+
+
+class Poison:
+    """A hook that makes one output not a number."""
+
+    on = True
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * float("nan") if self.on else output
+
+
+def resharded(folder: Path) -> dict[str, Any]:
+    """Two steps by DeepSpeed, saved; then loaded by ours and by other stages, one more step each. And ours loaded by DeepSpeed."""
+    found: dict[str, Any] = {}
+    for source, (zero, options) in {"deepspeed": (3, {"offload": "cpu"}), "ours": (3, None)}.items():
+        recipe, model, optimizer = engine("moe", zero, options, 2)
+        model.train()
+        for number in range(2):
+            step(recipe, model, optimizer, number)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with Checkpoints(folder / source, Saving(), {}) as checkpoints:
+            checkpoints.save(2, state, {"step": 2}, wait=True)
+        found[f"{source} saved"] = {f"{part}/{name}": whole(value) for part in state for name, value in state[part].items()}
+        for target, (zero, options) in {"ours": (1, None), "1": (1, {}), "2-cpu": (2, {"offload": "cpu"}), "3": (3, {})}.items():
+            recipe, model, optimizer = engine("moe", zero, options, 2)
+            state = {"model": model.state_dict(values=False), "optimizer": optimizer.state_dict(values=False)}
+            with Checkpoints(folder / source, Saving(), {}) as checkpoints:
+                checkpoints.load_latest(state)
+            model.loaded(state)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            found[f"{source} {target} loaded"] = {f"{part}/{name}": whole(value) for part in state for name, value in state[part].items()}
+            model.train()
+            step(recipe, model, optimizer, 2)
+            found[f"{source} {target}"] = {name: whole(value) for name, value in model.state_dict().items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    pool = RankPool()
+    yield pool.run(everything, 2, tmp_path_factory.mktemp("zero"), seconds=1500)
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def found_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    builders = pytest.importorskip("deepspeed.ops.op_builder")
+    if not builders.AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("no libaio: apt-get install libaio-dev")
+    pool = RankPool()
+    yield pool.run(on_disk, 2, tmp_path_factory.mktemp("zero"), seconds=1500)
+    pool.close()
+
+
+def together(found: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What the ranks have, each name from one that has it."""
+    return {name: value for one in found for name, value in one.items()}
+
+
+def close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float, least: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=max(tolerance * np.abs(value).max(), least), err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(found: list[dict[str, Any]], name: str) -> None:
+    compare(CASES[name], [one[name] for one in found])
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_equals_one_process_from_a_disk(found_on_disk: list[dict[str, Any]], name: str) -> None:
+    compare(ON_DISK[name], [one[name] for one in found_on_disk])
+    size = sum(value.nbytes for value in together([one[name].moments for one in found_on_disk]).values())
+    assert all(one[f"{name} bytes"] > size for one in found_on_disk), "the moments, and more, lie on the disk"
+
+
+def compare(case: tuple[str, int, dict[str, Any], dict[str, Any]], ranks: list[Found]) -> None:
+    """fp32 sums in another order differ by some 1e-6 of the largest; a weight moves by about the rate (0.02) a step, so that 1e-3 of it
+    is 2e-5. A missing or doubled division by the ranks would change norms and gradients by half or twice."""
+    kind, _, _, train = case
+    expected = trained(kind, 0, None, 1, **train)
+    for one in ranks:
+        np.testing.assert_allclose(one.losses, expected.losses, rtol=1e-5)
+        np.testing.assert_allclose(one.norms, expected.norms, rtol=1e-5)
+        np.testing.assert_allclose(one.extras, expected.extras, rtol=1e-4)
+        np.testing.assert_allclose(one.nats, expected.nats, rtol=1e-5)
+        close(one.grads, expected.grads, 1e-5)
+        if expected.counts is not None:
+            np.testing.assert_array_equal(one.counts, expected.counts)
+    close(together([one.weights for one in ranks]), expected.weights, 0, least=2e-5)
+    close(together([one.moments for one in ranks]), expected.moments, 1e-4)
+
+
+def test_a_bad_step_changes_no_bit(found: list[dict[str, Any]]) -> None:
+    assert [one["bad"] for one in found] == [[False] * 8] * 2
+
+
+def test_checkpoints_are_ours(found: list[dict[str, Any]]) -> None:
+    """What was saved is what every engine has loaded, bit for bit, and a step from it leads to the same weights."""
+    runs = [one["resharded"] for one in found]
+    all_of = {name: together([run[name] for run in runs]) for name in runs[0]}
+    for source in ("deepspeed", "ours"):
+        for target in ("ours", "1", "2-cpu", "3"):
+            close(all_of[f"{source} {target} loaded"], all_of[f"{source} saved"], 0)
+            close(all_of[f"{source} {target}"], all_of[f"{source} ours"], 0, least=2e-5)
+
+
+def test_each_rank_keeps_its_share_of_a_save(found: list[dict[str, Any]]) -> None:
+    sizes = [sum(value.size for name, value in one["resharded"]["deepspeed saved"].items() if "router.bias" not in name) for one in found]
+    assert max(sizes) <= 1.25 * min(sizes), sizes
