@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from lmworks.cli.layouts import settled
 from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, spread
 from lmworks.cli.output import console
 from lmworks.errors import UserError
@@ -52,19 +53,32 @@ class _Run:
         from lmworks.run.stages import stages_for
 
         overrides, to, size = list(asked.overrides), asked.to, asked.size
+        self._asked = asked
         self.cluster = load_cluster(asked.cluster, load_recipe(asked.recipe, overrides, size).path.parent) if asked.cluster else None
         if self.cluster and self.cluster.layout:
             overrides += self.cluster.layout.overrides()
+        self._overrides = overrides
         self.recipe = load_recipe(asked.recipe, overrides, size).recipe
         assert self.recipe.run_dir
         self.run_dir = Path(self.recipe.run_dir)
         if to != "preflight":
             stages_for(self.recipe, to)
-        command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
-        options = [("--set", one) for one in overrides] + [("--allow", one) for one in asked.allow] + ([("--size", size)] if size else [])
-        self.work = [*command.get(to, [str(to)]), asked.recipe, *(word for option in options for word in option)]
         # What the ranks say to go on with.
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
+
+    def settle(self, ranks: int, per_host: int) -> None:
+        """Under `layout: auto`, choose the layout now that the ranks are known."""
+        resolved, more = settled(self._asked.recipe, self._overrides, self._asked.size, self.cluster, ranks, per_host)
+        self.recipe, self._overrides = resolved.recipe, [*self._overrides, *more]
+
+    @property
+    def work(self) -> list[str]:
+        """The command of a rank."""
+        to, size = self._asked.to, self._asked.size
+        command = {None: ["run"], "corpus": ["corpus", "prepare"], "tokenizer": ["tokenizer", "train"], "shards": ["shards", "build"]}
+        options = [("--set", one) for one in self._overrides] + [("--allow", one) for one in self._asked.allow]
+        options += [("--size", size)] if size else []
+        return [*command.get(to, [str(to)]), self._asked.recipe, *(word for option in options for word in option)]
 
 
 def local(
@@ -77,8 +91,13 @@ def local(
     from lmworks.recipe.after import world_size
 
     run = _Run(asked)
-    usual = run.cluster.devices_per_node if run.cluster and not run.cluster.layout else world_size(run.recipe.layout)
-    _start(places.local(run.recipe, run.run_dir, Sizes.parse(ranks or str(usual)), run.work), asked.dry_run)
+    of_cluster = run.cluster is not None and (run.recipe.layout.auto or not run.cluster.layout)
+    if ranks is None and run.recipe.layout.auto and not of_cluster:
+        raise UserError("layout: auto wants to know how many ranks there are: add --ranks N, or a cluster (--cluster C)")
+    usual = run.cluster.devices_per_node if run.cluster and of_cluster else world_size(run.recipe.layout)
+    sizes = Sizes.parse(ranks or str(usual))
+    run.settle(sizes.most, sizes.most)
+    _start(places.local(run.recipe, run.run_dir, sizes, run.work), asked.dry_run)
 
 
 def hosts(
@@ -91,8 +110,9 @@ def hosts(
     from lmworks.launch import places
     from lmworks.launch.hosts import read_hosts
 
-    run = _Run(asked)
-    _start(places.on_hosts(run.recipe, run.run_dir, read_hosts(file), least, run.work, address), asked.dry_run)
+    run, found = _Run(asked), read_hosts(file)
+    run.settle(sum(host.slots for host in found), min(host.slots for host in found))
+    _start(places.on_hosts(run.recipe, run.run_dir, found, least, run.work, address), asked.dry_run)
 
 
 def slurm(
@@ -109,8 +129,10 @@ def slurm(
     each = ranks_per_node or (run.cluster.devices_per_node if run.cluster else None)
     if count is None or each is None:
         raise UserError("say how many: --nodes N --ranks-per-node M, or a cluster that knows (--cluster C)")
+    sizes = Sizes.parse(count)
+    run.settle(sizes.most * each, each)
     gpus = each if run.cluster and not run.cluster.on_cpu else None
-    made = job_for(run.recipe, run.run_dir, Sizes.parse(count), each, run.work, gpus)
+    made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
     if asked.dry_run:
         print(made.script())
     else:

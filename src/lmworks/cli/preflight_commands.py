@@ -29,15 +29,20 @@ def preflight(
     as_json: JsonOption = False,
 ) -> None:
     """Check machines, disks, data, first batches, layout, checkpoints, export; changes nothing, and ends with 1 if one fails."""
+    from lmworks.cli.layouts import settled, settled_here
     from lmworks.doctor.preflight import checks
     from lmworks.doctor.preflight.finding import Context
     from lmworks.parallel.start import finish, launched, start
+    from lmworks.plan.layout import devices
     from lmworks.recipe.load import load_cluster, load_recipe
 
-    resolved = load_recipe(recipe, overrides, size)
-    where = load_cluster(cluster, resolved.path.parent) if cluster else None
+    where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
     if where and where.layout:
-        resolved = load_recipe(recipe, [*overrides, *where.layout.overrides()], size)
+        overrides = [*overrides, *where.layout.overrides()]
+    if where and not launched():
+        resolved, _ = settled(recipe, overrides, size, where, devices(where), where.devices_per_node)
+    else:
+        resolved = settled_here(recipe, overrides, size)
     here = resolved.recipe
     ranks = start(here.layout, float(here.launch.timeout), here.threads) if launched() else None
     if ranks is not None:

@@ -60,12 +60,12 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
 
 def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
-    from lmworks.recipe.load import load_recipe
+    from lmworks.cli.layouts import settled_here
     from lmworks.run.summary import summary
     from lmworks.run.walk import Told, walk
 
     out = console()
-    resolved = load_recipe(recipe, overrides, size=size)
+    resolved = settled_here(recipe, overrides, size)
 
     def tell(told: Told) -> None:
         if told.what == "skip":

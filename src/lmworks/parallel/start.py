@@ -55,6 +55,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     its ranks share; all cores when left out. Raises `UserError` if the layout cannot be had on the ranks that were started, or if these
     differ in what they must have in common.
     """
+    assert not layout.auto, "chosen before the ranks start"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (threads or os.cpu_count() or 1) // here))
     if not launched():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
 from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
+from lmworks.plan.schedule import bubble
 from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.products import product_problems
 from lmworks.recipe.recipe import Recipe
@@ -16,6 +17,8 @@ from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
 from lmworks.recipe.training import Phase
 
 Zero = Literal[0, 1, 2, 3]
+_SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages on each rank; simplest first
+_IDLE = 0.05  # of a step: below it, what other schedules than 1F1B save is less than what they send more
 _SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communication than it saves
 
 
@@ -141,19 +144,43 @@ def fits(placed: Placed, cluster: Cluster) -> bool:
     return placed.memory.total <= cluster.memory_gib * GIB
 
 
-def automatic(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> tuple[Placed | None, Placed | None]:
-    """The first legal layout that fits, and the leanest one if none does.
+def automatic(
+    recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()
+) -> tuple[Placed | None, Placed | None]:
+    """The first legal layout that fits, and the leanest one if none does. It must suit `others`, too, other phases of the run.
 
-    Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel.
+    Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel. A pipeline
+    that would stand idle gets the schedule that leaves it so least.
     """
     leanest: Placed | None = None
     for layout in legal(recipe, cluster, phase, zero):
+        if any(problem for other in others for problem in problems(recipe, cluster, layout, other)):
+            continue
         placed = place(recipe, cluster, layout, phase)
-        if fits(placed, cluster):
-            return placed, placed
-        if leanest is None or placed.memory.total < leanest.memory.total:
-            leanest = placed
+        worst = max((placed, *(place(recipe, cluster, layout, other) for other in others)), key=lambda one: one.memory.total)
+        if fits(worst, cluster):
+            chosen = _least_idle(recipe, cluster, placed, (phase, *others))
+            return chosen, chosen
+        if leanest is None or worst.memory.total < leanest.memory.total:
+            leanest = worst
     return None, leanest
+
+
+def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placed, phases: Sequence[Phase]) -> Placed:
+    """The same axes under another schedule, where 1F1B leaves the pipeline idle and one that is legal and fits in all phases less so."""
+
+    def idle(one: Placed) -> float:
+        return bubble(one.layout.pp, one.accumulation, one.layout.schedule, one.layout.stages_per_rank)
+
+    best = placed
+    for schedule, chunks in _SCHEDULES if idle(placed) > _IDLE else ():
+        layout = placed.layout.model_copy(update={"schedule": schedule, "stages_per_rank": chunks})
+        if any(problem for phase in phases for problem in problems(recipe, cluster, layout, phase)):
+            continue
+        tried, *rest = [place(recipe, cluster, layout, phase) for phase in phases]
+        if all(fits(one, cluster) for one in (tried, *rest)) and idle(tried) < idle(best):
+            best = tried
+    return best
 
 
 def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase) -> Layout | None:
@@ -177,16 +204,16 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         faults = list(problems(recipe, cluster, given, phase))
         if faults:
             near = nearest_legal(recipe, cluster, given, phase)
-            hint = f"the nearest legal layout is {describe(near)}" if near else _more_room(recipe, cluster, phase, given.zero)
+            hint = f"the nearest legal layout is {describe(near)}" if near else more_room(recipe, cluster, phase, given.zero)
             raise UserError(f"phase {phase.name}: {describe(given)}: {faults[0]}; {hint}")
         placed = place(recipe, cluster, given, phase)
         if fits(placed, cluster):
             return placed
         near = nearest_legal(recipe, cluster, given, phase)
-        hint = _more_room(recipe, cluster, phase, given.zero)
+        hint = more_room(recipe, cluster, phase, given.zero)
         if near is not None and fits(place(recipe, cluster, near, phase), cluster):
             hint = f"the nearest that fits is {describe(near)}"
-        raise UserError(f"phase {phase.name}: {_too_big(placed, cluster)}; {hint}")
+        raise UserError(f"phase {phase.name}: {too_big(placed, cluster)}; {hint}")
     zero = recipe.layout.zero
     chosen, leanest = automatic(recipe, cluster, phase, zero)
     if chosen is not None:
@@ -196,18 +223,19 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
         reason = f"no layout divides the work over {count:,} devices: {step}"
     else:
-        reason = _too_big(leanest, cluster)
-    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {_more_room(recipe, cluster, phase, zero)}")
+        reason = too_big(leanest, cluster)
+    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {more_room(recipe, cluster, phase, zero)}")
 
 
-def _too_big(placed: Placed, cluster: Cluster) -> str:
+def too_big(placed: Placed, cluster: Cluster) -> str:
+    """How much is missing, and to what."""
     parts = sorted(placed.memory.components.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts)
     return f"{describe(placed.layout)} needs {placed.memory.total / GIB:,.1f} GiB on a device of {cluster.memory_gib:g} ({largest})"
 
 
-def _more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> str:
-    """The nearest change that makes the phase fit: a setting first, another number of devices after."""
+def more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
+    """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
     full = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_checkpointing": "full"})})
     settings: tuple[tuple[Recipe, Zero, str], ...] = (
         (recipe, zero, ""),
@@ -216,7 +244,7 @@ def _more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> st
         (full, 3, "train.activation_checkpointing=full and layout.zero=3"),
     )
     for changed, level, name in settings:
-        chosen, _ = automatic(changed, cluster, phase, level)
+        chosen, _ = automatic(changed, cluster, phase, level, others)
         if chosen is not None:
             return f"it fits with {name or 'the automatic layout'}: {describe(chosen.layout)}"
     nodes = sorted((2**power for power in range(15)), key=lambda n: (abs(log2(n / cluster.nodes)), n))
@@ -224,7 +252,7 @@ def _more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> st
         for number in nodes:
             other = cluster.model_copy(update={"nodes": number, "devices_per_node": per_node})
             for changed, level, name in settings:
-                chosen, _ = automatic(changed, other, phase, level)
+                chosen, _ = automatic(changed, other, phase, level, others)
                 if chosen is not None:
                     setting = f" with {name}" if name else ""
                     return f"the nearest that fits is {number} x {per_node} {cluster.device}{setting}: {describe(chosen.layout)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lmworks.plan.automatic import decide
 from lmworks.plan.counts import Counts, count
 from lmworks.plan.flops import per_token
 from lmworks.plan.layout import Placed, choose, describe, devices
@@ -129,10 +130,14 @@ def make_plan(
     """Plan a resolved recipe on a cluster.
 
     `layout` (else the cluster's, else the recipe's where it is for more than one device) is kept for every phase; without
-    one each phase gets the smallest that fits, because a longer context may want another (checkpoints reshard).
+    one each phase gets the smallest that fits, because a longer context may want another (checkpoints reshard); under `layout: auto` all
+    get the one that the run would take.
     `measured_mfu` replaces the cluster's assumption. Raises `UserError` for a layout that is not legal or does not fit.
     """
-    given = layout or cluster.layout or (recipe.layout if world_size(recipe.layout) > 1 else None)
+    named = cluster.layout if cluster.layout and not cluster.layout.auto else None
+    given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
+    if given is None and recipe.layout.auto:
+        given = decide(recipe, cluster).layout
     total = devices(cluster)
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     phases = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
 from lmworks.recipe.training import Schedule
@@ -55,8 +55,9 @@ class Export(Node):
 
 
 class Layout(Node):
-    """How many ranks stand along each axis of the device mesh."""
+    """How many ranks stand along each axis of the device mesh; `layout: auto` leaves that to the plan, when the ranks are known."""
 
+    auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
     pp: int = Field(1, gt=0, description="pipeline stages")
     dp_replicate: int = Field(1, gt=0, description="replicas of the sharded model")
     dp_shard: int = Field(1, gt=0, description="ranks a replica's weights are sharded over (FSDP)")
@@ -67,6 +68,18 @@ class Layout(Node):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="order of micro-batches in a pipeline")
     stages_per_rank: int = Field(1, gt=0, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
     layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _auto_or_axes(self) -> Layout:
+        given = [name for name, value in self if name not in ("auto", "zero") and value != Layout.model_fields[name].default]
+        if self.auto and given:
+            raise ValueError(f"layout.auto chooses all axes; leave out {', '.join(given)}, or auto")
+        return self
 
     def overrides(self) -> list[str]:
         """The same, as `--set` takes it."""

@@ -86,6 +86,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | Non
     path = _from_here(find(path, ""))
     document = parse_file(path)
     tree = copy.deepcopy(document.tree)
+    _spell_out(tree)
     replaced: dict[Keys, str] = {}
     if size is not None:
         _override(tree, replaced, f"size={size}", "--size")
@@ -155,7 +156,14 @@ def _override(tree: dict[str, Any], replaced: dict[Keys, str], text: str, option
         raise UserError(f"{option} {text!r} is not of the form a.b=c")
     keys = locate(tree, name)
     put(tree, keys, parse_value(value, f"{option} {name}"))
+    _spell_out(tree)
     replaced[keys] = text
+
+
+def _spell_out(tree: dict[str, Any]) -> None:
+    """`layout: auto` as a map, below which more can be set."""
+    if tree.get("layout") == "auto":
+        tree["layout"] = {"auto": True}
 
 
 def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document | None:

@@ -19,6 +19,7 @@ from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
 from lmworks.interrupt import Interrupted
+from lmworks.recipe.after import Layout
 from lmworks.recipe.fingerprint import Change, as_tree, changed_keys, fingerprint, harmless, require_allowed
 from lmworks.recipe.load import Resolved, load_resolved
 from lmworks.recipe.paths import flat
@@ -96,6 +97,7 @@ def _lead(context: Context, stages: Sequence[Stage], resolved: Resolved, allow: 
                 for stage in stages_for(recipe):
                     if stage.check:
                         stage.check(recipe)
+            _note_layout(run_dir, recipe)
             resolved.save(run_dir)
             if files != _seen(run_dir):
                 write_json(run_dir / SOURCES, files)
@@ -223,6 +225,15 @@ def _accept_changes(run_dir: Path, recipe: Recipe, allow: Sequence[str], files: 
                 allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
                 harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c.path)],
             )
+
+
+def _note_layout(run_dir: Path, recipe: Recipe) -> None:
+    """Write down on which layout a run begins, where it has several ranks, and every change of it."""
+    path = run_dir / "resolved.json"
+    before = load_resolved(path).layout if path.exists() else Layout()
+    if recipe.layout != before:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write("layout", **as_tree(recipe.layout))
 
 
 def require_run(run_dir: Path) -> Recipe:

@@ -1,0 +1,38 @@
+"""`layout: auto` at the commands that start a run: chosen when the number of ranks is known, printed with its reason, passed on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmworks.recipe.after import Cluster
+    from lmworks.recipe.load import Resolved
+
+
+def settled(
+    name: str, overrides: Sequence[str], size: str | None, cluster: Cluster | None, ranks: int, per_host: int
+) -> tuple[Resolved, list[str]]:
+    """The recipe with its layout, and the overrides that give it to whoever loads the same recipe; none if it was not left open."""
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(name, overrides, size)
+    if not resolved.recipe.layout.auto:
+        return resolved, []
+    from lmworks.plan.automatic import decide, devices_of, kept
+
+    recipe = resolved.recipe
+    assert recipe.run_dir
+    found = kept(Path(recipe.run_dir)) or decide(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"layout: {found.why}", file=sys.stderr)  # scripts go to standard output
+    return load_recipe(name, [*overrides, *found.overrides()], size), found.overrides()
+
+
+def settled_here(name: str, overrides: Sequence[str], size: str | None) -> Resolved:
+    """The recipe for this process: one of the ranks that were started, or alone."""
+    ranks, per_host = (int(os.environ.get(count, "1")) for count in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return settled(name, overrides, size, None, ranks, per_host)[0]

@@ -1,0 +1,62 @@
+"""`layout: auto`: one layout for all phases of a run, chosen by the plan's rule before any rank starts, and kept from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmworks.errors import UserError
+from lmworks.plan.layout import automatic, describe, devices, more_room, place, too_big
+from lmworks.plan.machine import this_machine
+from lmworks.plan.memory import GIB
+from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.load import load_resolved
+from lmworks.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A layout, the micro-batch that fits with it, and why it is this one."""
+
+    layout: Layout
+    micro_batch: int
+    why: str
+
+    def overrides(self) -> list[str]:
+        """What makes a recipe one of this layout."""
+        return [*self.layout.overrides(), f"train.micro_batch={self.micro_batch}"]
+
+
+def decide(recipe: Recipe, cluster: Cluster) -> Decided:
+    """The same for the same recipe and devices, wherever it is called. Raises `UserError` if no layout fits all phases."""
+    phase, *others = sorted(recipe.train.phases, key=lambda phase: -phase.sequence_length)
+    chosen, leanest = automatic(recipe, cluster, phase, recipe.layout.zero, others)
+    if chosen is None:
+        reason = too_big(leanest, cluster) if leanest else f"no layout divides the steps of all phases over {devices(cluster):,} devices"
+        raise UserError(f"layout: auto: {reason}; {more_room(recipe, cluster, phase, recipe.layout.zero, others)}")
+    needs = max(place(recipe, cluster, chosen.layout, one).memory.total for one in recipe.train.phases)
+    why = (
+        f"{describe(chosen.layout)}: the least pipeline, context, tensor and expert parallelism with which every phase fits "
+        f"{devices(cluster):,} x {cluster.device} ({needs / GIB:.1f} of {cluster.memory_gib:g} GiB)"
+    )
+    return Decided(chosen.layout, chosen.micro_batch, why)
+
+
+def kept(run_dir: Path) -> Decided | None:
+    """What a run that has begun was decided for; its axes but that of the data stay, on however many ranks it goes on."""
+    path = run_dir / "resolved.json"
+    if not path.exists() or not any((run_dir / "checkpoints").glob("step-*")):
+        return None
+    recipe = load_resolved(path)
+    assert recipe.train.micro_batch
+    return Decided(recipe.layout, recipe.train.micro_batch, f"{describe(recipe.layout)}: as the run began")
+
+
+def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:
+    """The devices of `ranks` ranks, `per_host` on each host: such as the cluster's, or as this machine's where none is named.
+
+    Ranks on CPUs share the memory of their host.
+    """
+    found = cluster or this_machine(threads)
+    memory = found.memory_gib / per_host if cluster is None and found.on_cpu else found.memory_gib
+    return found.model_copy(update={"nodes": -(-ranks // per_host), "devices_per_node": per_host, "memory_gib": memory})

@@ -1,0 +1,64 @@
+"""`layout: auto` where a run is started: chosen once, the same for all ranks, and kept when the run goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from command import Lmworks
+
+from lmworks.launch.places import local
+from lmworks.launch.torchrun import Sizes
+from lmworks.recipe.load import load_recipe
+
+CLUSTER = """
+nodes: 2
+devices_per_node: 4
+device: A small one
+tflops: 10
+memory_gib: {memory}
+layout: auto
+"""
+
+
+def chosen(text: str) -> dict[str, str]:
+    return dict(re.findall(r"--set layout\.(\w+)=(\S+)", text))
+
+
+@pytest.mark.parametrize("way", ["local", "slurm"])
+def test_every_rank_is_told_the_layout_that_was_chosen(lmworks: Lmworks, tmp_path: Path, way: str) -> None:
+    (tmp_path / "roomy.yaml").write_text(CLUSTER.format(memory=40))
+    done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", "--set", f"run_dir={tmp_path / 'run'}", "--dry-run")
+    assert done.code == 0, done.err
+    ranks = "4" if way == "local" else "8"
+    last = chosen(done.out)
+    assert (last["auto"], last["dp_shard"], last["tp"], last["pp"]) == ("false", ranks, "1", "1")
+    why = rf"layout: DP{ranks}, ZeRO-1: the least pipeline, context, tensor and expert parallelism .* {ranks} x A small one"
+    assert re.search(why, done.err), "beside the script, which is on standard output"
+    assert "--set train.micro_batch=" in done.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_begun_is_launched_as_it_began(lmworks: Lmworks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", f"run_dir={run}"])
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    resolved.save(run)
+    for ranks in (4, 6):
+        done = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={run}", "--ranks", ranks, "--dry-run")
+        assert done.code == 0, done.err
+        assert {axis: chosen(done.out)[axis] for axis in ("tp", "dp_shard", "ep")} == {"tp": "2", "dp_shard": "2", "ep": "1"}
+        assert "as the run began" in done.err
+    refused = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={run}", "--ranks", 3, "--dry-run")
+    assert "3 ranks do not divide by layout tp 2" in refused.error
+
+
+def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> None:
+    done = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={tmp_path}", "--dry-run")
+    assert "layout: auto wants to know how many ranks there are: add --ranks N" in done.error
+
+
+def test_ranks_come_and_go_by_what_the_model_axes_leave(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", f"run_dir={tmp_path}"]).recipe
+    assert [host.slots for host in local(recipe, tmp_path, Sizes(2, 6), ["pretrain"]).hosts] == [2, 2, 2]
