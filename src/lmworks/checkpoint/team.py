@@ -100,11 +100,16 @@ def _attempt(work: Callable[[], _Value]) -> tuple[_Value | None, Exception | Non
 def new_team(ranks: list[int] | None = None) -> Team:
     """A team of all ranks, or of some: a gloo group of its own, since threads that save must not mix their messages with training's.
 
-    Called by all ranks alike; those that are not in it get a team that they must not use.
+    Its members wait for each other as long as all ranks do (`launch.timeout`); torch would have them wait half an hour for one that is
+    frozen. Called by all ranks alike; those that are not in it get a team that they must not use.
     """
+    import torch
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return Team()
-    group = dist.new_group(ranks, backend="gloo")
+    assert dist.group.WORLD is not None
+    # There is no public way to read what `set_timeout` has set.
+    patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    group = dist.new_group(ranks, timeout=patience, backend="gloo")
     return Team(group) if ranks is None or dist.get_rank() in ranks else Team()
