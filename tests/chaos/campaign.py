@@ -32,7 +32,7 @@ import tiny_run
 from lmworks import jsonl
 from lmworks.progress import bar
 
-_PATIENCE = 420.0  # seconds until a run counts as hung; one on four ranks takes twenty on an idle machine
+_PATIENCE = 900.0  # seconds until a run counts as hung: one takes twenty on an idle machine, and many times that on a busy one
 _TRIES = 3  # of a run that was over before its fault
 
 

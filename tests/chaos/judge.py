@@ -122,30 +122,38 @@ def _curve(run: Run, twin: Twin) -> Iterator[str]:
                 return
 
 
-def lost_steps(records: Records) -> list[tuple[int, int]]:
-    """For each new life of the first rank: the steps that were done before it, and the step from which it went on."""
-    lives: dict[str, list[int]] = {}
+def lost_steps(records: Records) -> list[tuple[int, int, float]]:
+    """For each new life of the first rank: the steps that were done before it, the step from which it went on, and when."""
+    lives: dict[str, list[dict[str, Any]]] = {}
     for line in records[0]:
-        lives.setdefault(line["life"], []).append(line["step"])
-    return [(before[-1] + 1, after[0]) for before, after in pairwise(lives.values())]
+        lives.setdefault(line["life"], []).append(line)
+    return [(before[-1]["step"] + 1, after[0]["step"], after[0]["time"]) for before, after in pairwise(lives.values())]
 
 
 def lost_at_most(records: Records) -> int:
-    return max([done - again for done, again in lost_steps(records)] + [0])
+    return max([done - again for done, again, _ in lost_steps(records)] + [0])
 
 
 def _work_lost(run: Run, records: Records) -> Iterator[str]:
-    """At most one interval; what is trained while a save is written in the background is lost with it, and so is a damaged checkpoint."""
-    plan = run.plan
+    """No checkpoint that was reported is lost, but one that was damaged; so at most one interval is, and where saves are written in the
+    background, what is trained until they are whole: the trainer waits for one before it begins the next."""
+    plan, damaged = run.plan, damaged_step(run)
     if plan.kind == "full disk":  # there is nowhere to save to, which is the fault
         return
-    for done, again in lost_steps(records):
-        since_save = done % plan.save_every if plan.asynchronous else 0
-        allowed = plan.save_every + since_save + plan.save_every * ("damaged" in run.notes)
+    for done, again, when in lost_steps(records):
+        reported = [event["step"] for event in run.events("checkpoint") if event["time"] < when and event["step"] != damaged]
+        if again < max(reported, default=0):
+            yield f"the run went on from step {again}, though the checkpoint of step {max(reported)} had been reported"
+        allowed = plan.save_every * (1 + plan.asynchronous + (damaged is not None))
         if done - again > allowed:
             yield f"{done - again} steps were lost (from {done} back to {again}), with a checkpoint every {plan.save_every}"
-    if plan.kind == "SIGTERM" and any(done != again for done, again in lost_steps(records)) and not run.events("restart"):
+    if plan.kind == "SIGTERM" and not run.events("restart") and any(done != again for done, again, _ in lost_steps(records)):
         yield f"a run that was asked to stop went on elsewhere: {lost_steps(records)}"
+
+
+def damaged_step(run: Run) -> int | None:
+    """Of the checkpoint that the campaign has damaged."""
+    return listing.step_of(Path(run.notes["damaged"]).parent) if "damaged" in run.notes else None
 
 
 def _checkpoints(run: Run) -> Iterator[str]:
@@ -172,11 +180,11 @@ def _ledger(run: Run) -> Iterator[str]:
     if went_back != ([plan.moment] if plan.how == "roll back" else []):
         yield f"the ledger tells of rollbacks at steps {went_back}"
     refused = [event for event in events if event["event"] == "checkpoint_refused"]
-    damaged = run.notes.get("damaged", "").split("/")[0]
-    if others := [event for event in refused if Path(event["path"]).name != damaged]:
+    damaged = damaged_step(run)
+    if others := [event for event in refused if listing.step_of(Path(event["path"])) != damaged]:
         yield f"a checkpoint that nobody had damaged was refused: {others[0]}"
-    if damaged:
-        yield from _damaged(run, events, listing.step_of(Path(damaged)), bool(refused))
+    if damaged is not None:
+        yield from _damaged(run, events, damaged, bool(refused))
 
 
 def _damaged(run: Run, events: list[dict[str, Any]], step: int, refused: bool) -> Iterator[str]:

@@ -55,7 +55,7 @@ def test_one_twin_for_all_runs_of_a_layout() -> None:
 
 def line(step: int, life: str = "a", weights: str = "", rows: tuple[str, ...] = ("x", "y"), start: int = 0) -> dict[str, Any]:
     named = [f"{row}{step}" for row in rows]
-    return {"life": life, "step": step, "start": start, "ranks": 2, "rows": named, "weights": weights or f"w{step}"}
+    return {"life": life, "step": step, "start": start, "ranks": 2, "time": 5.0, "rows": named, "weights": weights or f"w{step}"}
 
 
 ROWS = {(step, row): f"{name}{step}" for step in range(4) for row, name in enumerate("xy")}
@@ -76,7 +76,7 @@ def test_the_order_of_the_data_is_judged() -> None:
     short = {rank: lines[:-1] for rank, lines in good.items()}
     assert "row 0 of step 3 was never trained on" in next(order(short, ROWS, 4, set()))
     assert list(order(short, ROWS, 4, {3})) == []
-    assert lost_steps(good) == [(3, 1)] and lost_at_most(good) == 2
+    assert lost_steps(good) == [(3, 1, 5.0)] and lost_at_most(good) == 2
 
 
 def test_weights_are_judged() -> None:
