@@ -6,6 +6,7 @@ every other run. Weights, gradients and moments are fp32, as everywhere here; la
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -214,6 +215,7 @@ class ZeroOptimizer:
 
 def _library(options: DeepSpeed) -> ModuleType:
     """DeepSpeed, if it is installed with what the options need."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         import deepspeed
     except ImportError:
@@ -225,6 +227,7 @@ def _library(options: DeepSpeed) -> ModuleType:
             raise UserError("train.deepspeed with nvme needs libaio and its headers: apt-get install libaio-dev")
         with explain_os_errors(Path(options.path)):
             Path(options.path).mkdir(parents=True, exist_ok=True)
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of any optimizer that is not its own
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # new names, which torch 2.11 does not have
     os.environ.setdefault("LOCAL_RANK", "0")  # where one process was started alone, or by something else than torchrun
     return deepspeed
