@@ -39,7 +39,7 @@ def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
         recipe = tiny.resolve(*overrides(plan), *harmless(plan)).recipe
         for ranks in {plan.ranks, plan.ranks - plan.resized}:
             layout = layout_for(recipe.layout, ranks)
-            assert not list(stage_problems(recipe.model, layout, recipe.train.compile))
+            assert not list(stage_problems(recipe.model, layout, recipe.train))
             assert world_size(layout) == ranks and layout.dp_shard * layout.cp % layout.ep == 0
 
 

@@ -13,6 +13,7 @@ import torch
 
 from lmworks.model import Transformer
 from lmworks.model.moe import MoE
+from lmworks.model.router import Router
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.after import Layout, world_size
 from parallel import parity
@@ -24,7 +25,7 @@ Case = tuple[dict[str, Any], str, str]  # layout, model, activation_checkpointin
 FAST: list[Case] = [({"dp_shard": 2, "ep": 2}, "moe", "selective"), ({"tp": 2}, "moe", "full")]
 SLOW: list[Case] = [
     ({"dp_shard": 2, "zero": 0}, "dense", "none"), ({"dp_shard": 2, "zero": 3}, "moe", "selective"), ({"dp_replicate": 2}, "mla", "full"),
-    ({"tp": 2}, "dense", "full"), ({"tp": 2}, "moe", "selective"), ({"tp": 2}, "mla", "none"),
+    ({"tp": 2}, "tied", "full"), ({"tp": 2}, "moe", "selective"), ({"tp": 2}, "mla", "none"),
     ({"cp": 2}, "tied", "selective"), ({"cp": 2}, "moe", "none"), ({"cp": 2}, "mla", "full"),
     ({"pp": 2}, "tied", "selective"), ({"pp": 2}, "moe", "none"),
     ({"pp": 2, "stages_per_rank": 2, "schedule": "interleaved"}, "mla", "full"),
@@ -56,6 +57,20 @@ def test_traced_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any]
 def test_compiled_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any], kind: str, recompute: str) -> None:
     """Compiled code sums in another order and rounds elsewhere: 1e-4. Seven rows end in a micro-batch of another shape."""
     _check(ranks, (layout, kind, recompute), "inductor", 7, 1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_to_which_no_token_goes(ranks: RankPool) -> None:
+    """Experts 0 to 3 are chosen always, and lie on rank 0: the compiled exchange and products of rank 1 are empty."""
+    alone, _, _ = _train_lopsided({}, None)
+    compare(alone, [trained for trained, _, _ in ranks.run(_train_lopsided, 2, {"dp_shard": 2, "ep": 2}, "inductor", seconds=900)], 1e-4)
+
+
+def _train_lopsided(layout: dict[str, Any], backend: str | None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        select = Router._select
+        patch.setattr(Router, "_select", lambda *args: select(*args)[:, :1] % 2 + torch.tensor([0, 2]))
+        return _train(layout, "moe", "selective", backend, 8)
 
 
 def _check(ranks: RankPool, case: Case, backend: str, rows: int, tolerance: float) -> None:

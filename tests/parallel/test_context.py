@@ -40,15 +40,8 @@ def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) 
     compare(train({}, kind, 2), ranks.run(train, layout["cp"] * layout.get("dp_shard", 1), layout, kind, 2))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"compile": True}, marks=pytest.mark.slow), {"activation_checkpointing": "full"}],
-    ids=["compiled", "recomputed"],
-)
-def test_also_when_compiled_or_recomputed(ranks: RankPool, options: dict[str, Any]) -> None:
-    """Compiled code sums in another order and rounds elsewhere: 1e-4."""
-    found = ranks.run(_train_with, 2, options)
-    compare(train({}, "tied"), found, 1e-4 if "compile" in options else 1e-5)
+def test_also_when_recomputed(ranks: RankPool) -> None:
+    compare(train({}, "tied"), ranks.run(_train_with, 2, {"activation_checkpointing": "full"}))
 
 
 def _train_with(options: dict[str, Any]) -> Trained:

@@ -90,12 +90,6 @@ def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any], toleranc
     compare(_one_process("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", options), tolerance)
 
 
-@pytest.mark.slow
-def test_also_when_compiled(ranks: RankPool) -> None:
-    """Compiled code sums in another order and rounds elsewhere: 1e-4."""
-    compare(_one_process("tied"), ranks.run(_train, 2, {"pp": 2}, "tied", {"compile": True}, seconds=600), 1e-4)
-
-
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Trained:
     return train(layout, kind, **options)
 

@@ -32,6 +32,13 @@ def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reaso
     assert any(reason in found for found in problems(recipe, load_cluster("64xh100"), wanted))
 
 
+def test_the_zero_bubble_schedule_does_not_go_with_selective_recomputation() -> None:
+    recipe = load_recipe("smollm3-3b", ["train.compile=false", "train.activation_checkpointing=selective"]).recipe
+    wanted = Layout(pp=4, dp_shard=16, schedule="zero-bubble")
+    found = list(problems(recipe, load_cluster("64xh100"), wanted))
+    assert any("set train.activation_checkpointing to full or none, or schedule=1f1b" in reason for reason in found)
+
+
 def test_rounds_that_are_not_equal_are_refused_with_settings_that_are() -> None:
     """576 sequences over 64 data ranks are 9 each, and 9 micro-batches over 4 ranks make no two equal rounds."""
     recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("8192xh800").model_copy(update={"nodes": 32})

@@ -29,7 +29,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
 
     Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
     """
-    for problem in stage_problems(recipe.model, ranks.layout, recipe.train.compile):
+    for problem in stage_problems(recipe.model, ranks.layout, recipe.train):
         raise UserError(f"layout: {problem}")
     dtype = dtype_for(recipe.train.precision, device)
     if dtype == torch.bfloat16 or device.type == "cpu":  # where products are grouped at all
@@ -46,7 +46,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.share(part, ranks)
-        checkpoint_activations(part, recipe.train.activation_checkpointing, recipe.train.compile)
+        checkpoint_activations(part, recipe.train.activation_checkpointing)
         if recipe.train.compile:
             compile_layers(part)
         if ranks.size("weights") > 1 and recipe.train.deepspeed is None:

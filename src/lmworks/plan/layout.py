@@ -67,7 +67,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or "CPU" in cluster.device:
         yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
-    yield from stage_problems(recipe.model, layout, recipe.train.compile)
+    yield from stage_problems(recipe.model, layout, recipe.train)
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"

@@ -9,6 +9,7 @@ from itertools import accumulate
 from lmworks.recipe.after import Layout
 from lmworks.recipe.model import Model
 from lmworks.recipe.shapes import layer_parameters, mtp_parameters
+from lmworks.recipe.training import Train
 
 
 def stage_layers(model: Model, layout: Layout) -> list[range]:
@@ -23,7 +24,7 @@ def stage_layers(model: Model, layout: Layout) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def stage_problems(model: Model, layout: Layout, compiled: bool) -> Iterator[str]:
+def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
     """Why a model cannot be cut and run as the layout says; nothing if it can."""
     stages, name = layout.pp * layout.stages_per_rank, layout.schedule
     assert model.layers
@@ -40,8 +41,13 @@ def stage_problems(model: Model, layout: Layout, compiled: bool) -> Iterator[str
         yield f"schedule {name} has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"
     if name == "interleaved" and layout.stages_per_rank == 1:
         yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
-    if name == "zero-bubble" and compiled:
+    if name == "zero-bubble" and train.compile:
         yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
+    elif name == "zero-bubble" and train.activation_checkpointing == "selective":
+        yield (
+            "schedule zero-bubble goes back through a layer twice, and torch's selective recomputation once; "
+            "set train.activation_checkpointing to full or none, or schedule=1f1b"
+        )
 
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
