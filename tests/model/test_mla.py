@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.test_transformer import build, relative, sample
 from torch import Tensor
 
-from lmworks.model import Transformer
 from lmworks.model.cache import Cache
 from lmworks.model.documents import from_cu_seqlens
 from lmworks.model.generate import GenerateOptions, generate
@@ -31,20 +31,6 @@ CONFIGS = {
     "experts": Model(**_SMALL, mla=MLA, moe=Moe(experts=8, top_k=2, expert_size=16)),
 }
 YARN = Rope(theta=500.0, scaling="yarn", factor=8, original_length="16 tokens")
-
-
-def build(config: Model, seed: int = 1) -> Transformer:
-    model = Transformer(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-    return model
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max().clamp_min(1e-12))
 
 
 def on_paper(attention: LatentAttention, x_BTD: Tensor, rope: Rope) -> Tensor:
@@ -106,12 +92,11 @@ def test_the_papers_equations(name: str, rope: Rope) -> None:
 def test_fast_equals_plain_in_loss_and_gradients(name: str, length: int) -> None:
     """24 tokens go through the fused kernel, 256 through attention in blocks; both with documents."""
     model = build(CONFIGS[name])
-    tokens = torch.randint(128, (2, length), generator=torch.Generator().manual_seed(2))
-    cu_seqlens = torch.tensor([0, 5, 17, length, length + 9, 2 * length], dtype=torch.int32)
+    tokens, labels, cu_seqlens = sample(length=length)
     results = []
     for plain in (False, True):
         model.plain(plain).zero_grad()
-        loss = model.loss(tokens, tokens.roll(-1, 1), cu_seqlens).total / 40
+        loss = model.loss(tokens, labels, cu_seqlens).total / 40
         loss.backward()
         results.append((loss, {key: parameter.grad.clone() for key, parameter in model.named_parameters()}))
     (fast, fast_grads), (slow, slow_grads) = results

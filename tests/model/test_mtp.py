@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.model.test_transformer import build, relative, sample
 from torch import Tensor
 
 from lmworks.model import Transformer
@@ -33,27 +34,13 @@ CONFIGS = {
 BOUNDS = [0, 1, 3, 17, 24, 33, 48]
 
 
-def build(config: Model) -> Transformer:
-    model = Transformer(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-    return model
-
-
-def sample() -> tuple[Tensor, Tensor, Tensor]:
+def documents() -> tuple[Tensor, Tensor, Tensor]:
     """Two rows of documents, and labels that end with each document; one inside is not learnt."""
-    tokens = torch.randint(128, (2, 24), generator=torch.Generator().manual_seed(2))
+    tokens = sample()[0]
     labels = tokens.flatten().roll(-1)
     labels[[end - 1 for end in BOUNDS[1:]]] = IGNORE
     labels[9] = IGNORE
     return tokens, labels.view(2, 24), torch.tensor(BOUNDS, dtype=torch.int32)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max().clamp_min(1e-12))
 
 
 def on_paper(model: Transformer, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -79,13 +66,13 @@ def on_paper(model: Transformer, tokens: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("plain", [False, True])
 def test_each_document_alone_by_the_papers_equations(name: str, plain: bool) -> None:
     """Loss, every gradient, and nothing across the end of a document; a document of one token has nothing to predict."""
-    model, (tokens, labels, cu_seqlens) = build(CONFIGS[name]).plain(plain), sample()
+    model, (tokens, labels, cu_seqlens) = build(CONFIGS[name]).plain(plain), documents()
     loss = model.loss(tokens, labels, cu_seqlens)
     loss.total.backward()
     found = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     model.zero_grad()
-    documents = [(tokens.flatten()[a:b], labels.flatten()[a:b]) for a, b in pairwise(BOUNDS)]
-    expected = torch.stack([on_paper(model, *document) for document in documents]).sum()
+    apart = [(tokens.flatten()[a:b], labels.flatten()[a:b]) for a, b in pairwise(BOUNDS)]
+    expected = torch.stack([on_paper(model, *document) for document in apart]).sum()
     assert loss.mtp is not None and relative(loss.mtp, expected) < 1e-5
     model.eval()
     main = model.loss(tokens, labels, cu_seqlens)
@@ -110,7 +97,7 @@ def test_where_the_labels_lie() -> None:
 
 
 def test_no_gradient_crosses_the_end_of_a_document() -> None:
-    model, (tokens, labels, cu_seqlens) = build(CONFIGS["two layers"]), sample()
+    model, (tokens, labels, cu_seqlens) = build(CONFIGS["two layers"]), documents()
     labels = labels.flatten()
     labels[:17] = IGNORE  # only the documents from place 17 on are learnt
     model.loss(tokens, labels.view(2, 24), cu_seqlens).total.backward()
@@ -120,7 +107,7 @@ def test_no_gradient_crosses_the_end_of_a_document() -> None:
 
 
 def test_evaluation_leaves_it_out() -> None:
-    model, batch = build(CONFIGS["experts"]).eval(), sample()
+    model, batch = build(CONFIGS["experts"]).eval(), documents()
     loss = model.loss(*batch)
     loss.total.backward()
     assert loss.mtp is None and loss.experts.counts.shape == (1, 8)
@@ -131,7 +118,7 @@ def test_evaluation_leaves_it_out() -> None:
 
 
 def test_its_experts_are_counted_and_its_weight_changes() -> None:
-    model, batch = build(CONFIGS["two layers"]), sample()
+    model, batch = build(CONFIGS["two layers"]), documents()
     loss = model.loss(*batch)
     assert loss.experts.counts.shape == (3, 8) and len(model.routers()) == 3
     assert loss.experts.counts.sum(1).tolist() == [96.0] * 3
@@ -160,7 +147,7 @@ def test_counts_and_first_weights(name: str) -> None:
 def test_compiled_training_equals_eager() -> None:
     """Latent attention, experts and the layer that looks ahead. 1e-4: fusion changes the order of sums; a lost term is more than half."""
     config = CONFIGS["latent"].model_copy(update={"layers": 1, "moe": _QUIET.model_copy(update={"dense_layers": 0, "top_k": 8})})
-    model, batch = build(config), sample()
+    model, batch = build(config), documents()
     expected = model.loss(*batch)
     expected.total.backward()
     eager = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
