@@ -30,7 +30,7 @@ from rank_pool import RankPool
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
 
-MODELS["wide"] = MODELS["dense"] | {"hidden_size": 256, "ffn_size": 512, "layers": 2}  # pieces below 1 MiB are not worth a disk
+MODELS["wide"] = MODELS["dense"] | {"hidden_size": 512, "ffn_size": 1024, "layers": 1}  # what is below 1 MiB on a rank is not worth a disk
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "1": ("moe", 1, {}, {}),
     "1-cpu": ("dense", 1, {"offload": "cpu"}, {"rows": 7}),
@@ -219,8 +219,9 @@ def test_equals_one_process(found: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize("name", ON_DISK)
 def test_equals_one_process_from_a_disk(found_on_disk: list[dict[str, Any]], name: str) -> None:
     compare(ON_DISK[name], [one[name] for one in found_on_disk])
-    size = sum(value.nbytes for value in together([one[name].moments for one in found_on_disk]).values())
-    assert all(one[f"{name} bytes"] > size for one in found_on_disk), "the moments, and more, lie on the disk"
+    moments = together([one[name].moments for one in found_on_disk])
+    large = sum(value.nbytes for value in moments.values() if value.nbytes >= 1 << 21)
+    assert all(one[f"{name} bytes"] >= 1.5 * large > 0 for one in found_on_disk), "weights and moments of large matrices lie on the disk"
 
 
 def compare(case: tuple[str, int, dict[str, Any], dict[str, Any]], ranks: list[Found]) -> None:

@@ -240,12 +240,14 @@ def _settings(options: DeepSpeed, zero: int, clip: float, largest: int) -> dict[
         places["offload_optimizer"] = {"device": options.offload, "nvme_path": options.path}
     if options.offload_weights != "none":  # its buffers for weights on their way hold one parameter each
         places["offload_param"] = {"device": options.offload_weights, "nvme_path": options.path, "buffer_size": largest}
+    # Whatever is asked of a parameter on disk reads the whole piece that it is a part of: one piece for each.
+    pieces = {"sub_group_size": 1} if options.offload == "nvme" else {}
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its figures: the trainer says which is the last
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,  # FlatAdamW: elementwise, as ZeRO asks
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that is compiled at the start
-        "zero_optimization": {"stage": zero} | places,
+        "zero_optimization": {"stage": zero} | places | pieces,
     }  # fmt: skip
 
 
