@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,23 @@ def test_a_line_torn_at_any_byte_is_left_out_and_mended(tmp_path):
         assert jsonl.read(path) == records[:whole], "a reader leaves a torn line out"
         write(path, [{"n": "next"}])
         assert jsonl.read(path) == [*records[:whole], {"n": "next"}]
+
+
+def test_a_line_that_finds_no_room_leaves_nothing_behind(tmp_path):
+    """The file may not grow in the middle of a line, as on a full disk, and then has room again for the same process."""
+    fd, handler = jsonl.open_append(tmp_path / "x.jsonl"), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    jsonl.append(fd, {"n": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.fstat(fd).st_size + 10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            jsonl.append(fd, {"n": 2, "text": "x" * 50})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    jsonl.append(fd, {"n": 3})
+    os.close(fd)
+    assert jsonl.read(tmp_path / "x.jsonl") == [{"n": 1}, {"n": 3}]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):

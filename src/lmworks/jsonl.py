@@ -32,10 +32,18 @@ def _finite(value: Any) -> Any:
 
 
 def append(fd: int, record: dict[str, Any]) -> None:
-    """Append one record to a descriptor opened with O_APPEND. Once this returns, a kill of the process cannot lose it."""
-    data = memoryview(line(record))
-    while data:
-        data = data[os.write(fd, data):]
+    """Append one record to a descriptor opened with O_APPEND. Once this returns, a kill of the process cannot lose it.
+
+    Where it fails, as on a full disk, no half of the line stays for the next one to be written behind.
+    """
+    data, begin, written = memoryview(line(record)), os.fstat(fd).st_size, 0
+    try:
+        while data[written:]:
+            written += os.write(fd, data[written:])
+    except OSError:
+        if os.fstat(fd).st_size == begin + written:  # nobody else has written meanwhile
+            os.ftruncate(fd, begin)
+        raise
 
 
 def open_append(path: Path) -> int:

@@ -208,6 +208,19 @@ def test_the_first_rank_speaks_for_all_when_the_run_is_done(folder: Folder) -> N
     assert folder.outcome() == {"code": 0, "rank": 0, "message": ""}
 
 
+def test_a_full_disk_can_end_a_run(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the ranks would be started again and again, each time to find that how the run has ended cannot be written."""
+    folder.begin()
+
+    def full(path: Path, data: bytes) -> None:
+        raise UserError(f"the disk of {path} is full")
+
+    monkeypatch.setattr("lmworks.launch.folder.write_bytes", full)
+    assert live(folder, 0, ends_with(2)) == 0
+    outcome = folder.outcome()
+    assert outcome is not None and outcome["code"] == 2
+
+
 def test_a_crash_is_torchruns_to_start_again(folder: Folder) -> None:
     def broken() -> None:
         raise ArithmeticError("broken")

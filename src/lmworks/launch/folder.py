@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.files import read_json, write_json, write_text
+from lmworks.files import explain_os_errors, read_json, sync_directory, write_bytes, write_text
 
 VARIABLE = "LMWORKS_LAUNCH"  # the environment variable by which a rank finds the folder
 COMMAND = "LMWORKS_COMMAND"  # the one by which it knows the command that goes on with the run
+_LAST_WORD = 4096  # bytes kept for how the run ends: a full disk is one of the ways
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Folder:
         for name in ("stop", "outcome.json", "failed"):
             (self.path / name).unlink(missing_ok=True)
         self.logs.mkdir(parents=True, exist_ok=True)
+        write_bytes(self._kept, b" " * _LAST_WORD)
+
+    @property
+    def _kept(self) -> Path:
+        return self.path / "outcome.kept"
 
     def ask_to_stop(self, by: signal.Signals) -> None:
         write_text(self.path / "stop", by.name)
@@ -58,8 +66,19 @@ class Folder:
             return None
 
     def conclude(self, code: int, rank: int, message: str = "") -> None:
-        """The run is over, with this exit code."""
-        write_json(self.path / "outcome.json", {"code": code, "rank": rank, "message": message})
+        """The run is over, with this exit code. Needs no room on the disk but what `begin` has kept."""
+        text = json.dumps({"code": code, "rank": rank, "message": message}).encode() + b"\n"
+        path = self.path / "outcome.json"
+        if not self._kept.exists():
+            write_bytes(path, text)
+            return
+        with explain_os_errors(path):
+            with open(self._kept, "r+b") as handle:
+                handle.write(text.ljust(_LAST_WORD))
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(self._kept, path)
+            sync_directory(self.path)
 
     def outcome(self) -> dict[str, Any] | None:
         path = self.path / "outcome.json"
