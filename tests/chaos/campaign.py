@@ -28,9 +28,12 @@ from plans import DECK, Plan, draw
 from running import OutOfTime, Run
 from strikes import Missed, strike
 
+import lmworks
 import tiny_run
 from lmworks import jsonl
+from lmworks.files import sha256_file
 from lmworks.progress import bar
+from lmworks.recipe.fingerprint import fingerprint
 
 _PATIENCE = 900.0  # seconds until a run counts as hung: one takes twenty on an idle machine, and many times that on a busy one
 _TRIES = 3  # of a run that was over before its fault
@@ -42,6 +45,7 @@ class Campaign:
     def __init__(self, out: Path, kinds: dict[str, int] | None = None) -> None:
         self.out, self.kinds = out.absolute(), kinds or possible(out)
         self.out.mkdir(parents=True, exist_ok=True)
+        self.source = source()
         self._twins: dict[str, Twin] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -57,7 +61,7 @@ class Campaign:
         return Run(plan, self.out / "base" / "tiny.yaml", folder, _PATIENCE)
 
     def twin(self, plan: Plan) -> Twin:
-        """The undisturbed run that a plan is compared with; made when it is first asked for, and kept."""
+        """The undisturbed run that a plan is compared with; made when it is first asked for, and kept while the code is the same."""
         still = undisturbed(plan)
         key = name_of(still)
         with self._lock:
@@ -66,10 +70,10 @@ class Campaign:
             if key not in self._twins:
                 run = self._run_of(still, self.out / "twins" / key)
                 done = run.dir / "chaos" / "done"
-                if not done.exists():
+                if not done.exists() or done.read_text() != self.source:
                     run.prepare(self.out / "base" / "run")
                     self._guarded(run, lambda: (run.start(), run.finish()))
-                    done.touch()
+                    done.write_text(self.source)
                 self._twins[key] = Twin.of(run)
             return self._twins[key]
 
@@ -142,6 +146,12 @@ class Campaign:
                 raise
             finally:
                 os.close(fd)
+
+
+def source() -> str:
+    """A hash of the code: other code may have other last bits."""
+    folder = Path(lmworks.__file__).parent
+    return fingerprint({str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*.py")})
 
 
 def possible(out: Path) -> dict[str, int]:
