@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -18,12 +21,14 @@ def make_state(value: float) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": {"weight": torch.full((100,), value)}}
 
 
-def run(directory, target, steps=3, **options):
+def run(directory, target, steps=3, resume=False, **options):
     events: list[tuple[str, dict]] = []
     copying = Options(copy_to=str(target), **options)
     with Checkpoints(directory, copying, {}, report=lambda event, **fields: events.append((event, fields))) as checkpoints:
         for step in range(1, steps + 1):
             checkpoints.save(step, make_state(step), {"step": step})
+        if resume:
+            assert checkpoints.load_latest(make_state(0)) is not None
     return events
 
 
@@ -37,8 +42,7 @@ def test_finished_checkpoints_are_copied_to_a_directory(tmp_path):
     assert not refused
     assert load(path, state) == {"step": 3}
     assert bool((state["model"]["weight"] == 3).all())
-    again = copy_checkpoint(tmp_path / "run/step-00000003", str(tmp_path / "shared/deep"))
-    assert again == str(path)
+    assert not copy_checkpoint(tmp_path / "run/step-00000003", str(tmp_path / "shared/deep")), "it is there already"
 
 
 def test_finished_checkpoints_are_copied_to_a_url(tmp_path):
@@ -47,6 +51,7 @@ def test_finished_checkpoints_are_copied_to_a_url(tmp_path):
     filesystem = fsspec.filesystem("memory")
     for name in ("data-00000-00000.bin", "manifest.json", "meta.json", "tensors.jsonl.gz"):
         assert filesystem.cat_file(f"/bucket/run/step-00000002/{name}") == (tmp_path / "run/step-00000002" / name).read_bytes()
+    assert not copy_checkpoint(tmp_path / "run/step-00000002", "memory://bucket/run"), "it is there already"
 
 
 def test_a_url_of_no_known_kind_is_said_at_the_start(tmp_path):
@@ -73,12 +78,40 @@ def test_a_copy_that_differs_is_not_published_and_is_tried_again(tmp_path, monke
     assert not list((tmp_path / "shared").glob(".*"))
 
 
+# Copies the one checkpoint of a run, and is killed when half of its files are there.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lmworks.checkpoint import mirror
+honest, count = os.fsync, []
+def kill(fd):
+    honest(fd)
+    count.append(fd)
+    if len(count) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = kill
+mirror.copy_checkpoint(Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_a_run_that_was_killed_in_the_copy_finishes_it_at_the_next_start(tmp_path):
+    with Checkpoints(tmp_path / "run", Options(), {}) as checkpoints:
+        checkpoints.save(1, make_state(1), {"step": 1})
+    far = tmp_path / "far"
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "run/step-00000001"), str(far)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in far.iterdir()] == [".step-00000001.part"] and newest_good(far) == (None, [])
+    for expected in (["checkpoint_copied"], []):
+        assert [event for event, _ in run(tmp_path / "run", far, steps=0, resume=True)] == expected
+        assert [path.name for path in far.iterdir()] == ["step-00000001"] and newest_good(far) == (far / "step-00000001", [])
+
+
 def test_training_goes_on_and_nothing_waiting_is_pruned(tmp_path, monkeypatch):
     gate, copy = threading.Event(), mirror_module.copy_checkpoint
 
-    def slow(source, target):
+    def slow(*arguments):
         gate.wait(20)
-        return copy(source, target)
+        return copy(*arguments)
 
     monkeypatch.setattr(mirror_module, "copy_checkpoint", slow)
     checkpoints = Checkpoints(tmp_path / "run", Options(keep_last=1, copy_to=str(tmp_path / "shared")), {})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, near, newest_good, storage, verify
+from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, mirror, near, newest_good, storage, verify
 from lmworks.recipe.training import Checkpoints as Options
 from rank_pool import RankPool
 
@@ -107,10 +107,62 @@ def test_a_copy_that_was_cut_off_is_finished_at_the_next_start(ranks: RankPool, 
     assert not listing.announced(shared)
 
 
+def save_and_copy_on(folder: str, spoil: bool) -> tuple[list[str], list[str]]:
+    """The files that this rank copied away, and the events. With `spoil`, the second machine's first file arrives with a changed byte."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    honest, copied = mirror.copy_files, []
+
+    def watched(source: Path, target: Path, names: Any) -> None:
+        honest(source, target, names)
+        if target.parent.name == "far":
+            copied.extend(names)
+            if spoil and dist.get_rank() == 2 and len(copied) == len(list(names)):
+                path = next(target.glob("data-00002*"))
+                path.write_bytes(b"!" + path.read_bytes()[1:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirror, "copy_files", watched)
+        with open_(folder, events, keep_last=5, copy_to=f"{folder}/far") as checkpoints:
+            checkpoints.save(1, state(1), {"step": 1})
+    return [name[:10] for name in copied], [event for event, fields in events if "/far" in fields.get("to", "")]
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_other_storage_gets_from_each_machine_what_it_has(ranks: RankPool, tmp_path: Path, spoil: bool) -> None:
+    """The manifest comes last, from the first; a copy that arrives damaged is nobody's, and made again."""
+    found = ranks.run(save_and_copy_on, 4, str(tmp_path), spoil)
+    assert [row["good"] for row in verify(tmp_path / "far")] == [True]
+    assert [path.name for path in (tmp_path / "far").iterdir()] == [listing.name_of(1)]
+    own, other = found[0][0], found[2][0]
+    assert set(own) == {"data-00000", "data-00001", "manifest.j", "meta.json", "tensors.js"} and own[-1] == "manifest.j"
+    assert set(other) == {"data-00002", "data-00003"}
+    assert found[1][0] == found[3][0] == []
+    assert found[0][1] == (["checkpoint_copy_failed"] if spoil else []) + ["checkpoint_copied"]
+
+
+def test_a_copy_of_which_a_machine_has_lost_its_part_is_not_sealed(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, 4, str(tmp_path), [1])
+    for path in (tmp_path / "machine-1").rglob("data-00003*"):
+        path.unlink()
+    assert ["data-00003" in text for text in ranks.run(copy_on, 4, str(tmp_path))] == [True] * 4
+    assert list((tmp_path / "far").iterdir()) == []
+
+
+def copy_on(folder: str) -> str:
+    with open_(folder, copy_to=f"{folder}/far") as checkpoints:
+        here = checkpoints._near
+        assert here is not None
+        if not here.is_first:
+            return "data-00003, told to the first of each machine"
+        with pytest.raises(OSError, match="is on no machine") as caught:
+            mirror.copy_checkpoint(here.place / listing.name_of(1), f"{folder}/far", here.mirroring)
+    return str(caught.value)
+
+
 def bad_copies(folder: str) -> list[str]:
     """The second machine's first copy arrives with a changed byte; it is tried again with the next one."""
     events: list[tuple[str, dict[str, Any]]] = []
-    honest, spoilt = near.copy_files, []
+    honest, spoilt = mirror.copy_files, []
 
     def spoil(source: Path, target: Path, names: Any) -> None:
         honest(source, target, names)
@@ -119,7 +171,7 @@ def bad_copies(folder: str) -> list[str]:
             path.write_bytes(b"!" + path.read_bytes()[1:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(near, "copy_files", spoil)
+        patch.setattr(mirror, "copy_files", spoil)
         with open_(folder, events, keep_last=5) as checkpoints:
             checkpoints.save(1, state(1), {"step": 1}, wait=True)
             checkpoints._near.settle()  # type: ignore[union-attr]

@@ -54,11 +54,16 @@ class Checkpoints:
         self._failure: BaseException | None = None
         self._staging: Staging | None = None
         self._team = new_team()
-        self._mirror = Mirror(options.copy_to, report) if options.copy_to and self._team.is_first else None
-        self._near = Near(options.local, self.directory, self._team, report, self._arrived, options.keep_last) if options.local else None
+        self._mirror: Mirror | None = None
+        self._near: Near | None = None
+        if options.local:
+            own = (options.keep_last, options.copy_to is not None)
+            self._near = Near(options.local, self.directory, self._team, report, self._arrived, self._protected, *own)
         # Where saves go first, and whether this rank makes the directories there.
         self._place = self._near.place if self._near else self.directory
         self._makes = self._near.is_first if self._near else self._team.is_first
+        if options.copy_to and self._makes:
+            self._mirror = Mirror(options.copy_to, report, self._near.mirroring if self._near else None)
         if self._makes:
             clean(self._place)
         if self._team.is_first:
@@ -170,9 +175,13 @@ class Checkpoints:
             newest = self._team.agree(listing.directories(self.directory)[-1:] if self._team.is_first else [])
             taken_back = newest and undone and undone(listing.step_of(newest[0]), listing.read_meta(newest[0])["meta"])
             if newest and not taken_back and (near := self._near.files(newest[0], local_parts(state))) is not None:
+                self._copy_on(newest[0])
                 return load(newest[0], state, self.identity, verified=True, team=self._team, near=near)
         path = self.latest_good(undone=undone)
-        return None if path is None else self.load(path, state)
+        if path is None:
+            return None
+        self._copy_on(path)
+        return self.load(path, state)
 
     def _settle(self) -> None:
         """Let everything arrive in the run's directory that is on its way there, from this process or from one that was killed."""
@@ -228,16 +237,21 @@ class Checkpoints:
         made = documents(written, {listing.META: document}) if self._team.is_first else {}
         return made if self._near is None else self._near.share(made)
 
-    def _arrived(self, final: Path) -> None:
-        """A checkpoint is whole in the run's directory: copy it on, and see which may go. At the first rank."""
+    def _arrived(self, path: Path) -> None:
+        """A checkpoint is whole in the run's directory: copy it on from `path`, where this rank has it, and see which may go."""
         if self._mirror is not None:
-            self._mirror.add(final)
-        self._prune(listing.step_of(final))
+            self._mirror.add(path)
+        if self._team.is_first:
+            for step in prune(self.directory, self.options, listing.step_of(path), self.total_tokens, self._protected()):
+                self.report("checkpoint_pruned", step=step)
 
-    def _prune(self, newest: int) -> None:
-        protected = self._mirror.protected() if self._mirror else set()
-        for step in prune(self.directory, self.options, newest, self.total_tokens, protected):
-            self.report("checkpoint_pruned", step=step)
+    def _copy_on(self, path: Path) -> None:
+        """If the run was killed before the copy of its last checkpoint was whole."""
+        if self._mirror is not None:
+            self._mirror.add(self._place / path.name)
+
+    def _protected(self) -> set[Path]:
+        return self._mirror.protected() if self._mirror else set()
 
     def _explain(self, step: int, error: OSError) -> UserError:
         before = listing.directories(self.directory)

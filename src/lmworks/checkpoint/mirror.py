@@ -9,11 +9,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lmworks.checkpoint import manifest
+from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.priority import yield_to_training
+from lmworks.checkpoint.publish import nothing, publish
+from lmworks.checkpoint.team import Team
 from lmworks.errors import UserError
 from lmworks.files import sync_directory
 
@@ -22,10 +25,13 @@ _BLOCK = 1 << 22
 
 class Mirror:
     """Copies checkpoints one after the other in a thread. A failed copy is reported and tried again with the next one and at the
-    end; it never stops the run, whose own checkpoints are whole."""
+    end; it never stops the run, whose own checkpoints are whole.
 
-    def __init__(self, target: str, report: Callable[..., None]) -> None:
-        self.target, self.report = target, report
+    team: who copies together, each what it has; all call `add` and `close` alike.
+    """
+
+    def __init__(self, target: str, report: Callable[..., None], team: Team | None = None) -> None:
+        self.target, self.report, self._team = target, report, team or Team()
         self.failed: dict[Path, str] = {}
         self._queue: queue.Queue[Path | None] = queue.Queue()
         self._waiting: set[Path] = set()
@@ -37,7 +43,7 @@ class Mirror:
         """Copy `path`, and what failed before, when its turn comes; until then `protected` names it."""
         for one in (*list(self.failed), path):
             self.failed.pop(one, None)
-            if one.exists() and one not in self._waiting:
+            if one not in self._waiting:
                 self._waiting.add(one)
                 self._queue.put(one)
         if self._thread is None:
@@ -55,8 +61,7 @@ class Mirror:
             self._thread.join()
             self._thread = None
         for path in list(self.failed):
-            if path.exists():
-                self._copy(path)
+            self._copy(path)
 
     def _run(self) -> None:
         yield_to_training()
@@ -65,44 +70,116 @@ class Mirror:
             self._waiting.discard(path)
 
     def _copy(self, path: Path) -> None:
+        self.failed.pop(path, None)
+        if not all(self._team.all(path.exists())):  # pruned since its copy failed
+            return
         begin = time.monotonic()
         try:
-            where = copy_checkpoint(path, self.target)
+            copied = copy_checkpoint(path, self.target, self._team)
         except Exception as error:
             self.failed[path] = str(error)
-            self.report("checkpoint_copy_failed", path=str(path), to=self.target, reason=str(error))
+            if self._team.is_first:
+                self.report("checkpoint_copy_failed", path=str(path), to=self.target, reason=str(error))
         else:
-            self.failed.pop(path, None)
-            self.report("checkpoint_copied", path=str(path), to=where, seconds=round(time.monotonic() - begin, 3))
+            if copied and self._team.is_first:
+                to = f"{self.target.rstrip('/')}/{path.name}"
+                self.report("checkpoint_copied", path=str(path), to=to, seconds=round(time.monotonic() - begin, 3))
 
 
-def copy_checkpoint(source: Path, target: str) -> str:
-    """Copy a checkpoint below `target` (a directory or an fsspec URL), the manifest last, and verify it there; returns where it is.
+def copy_checkpoint(source: Path, target: str, team: Team | None = None) -> bool:
+    """Copy a checkpoint below `target` (a directory or an fsspec URL), the manifest last; returns False if it is there and whole already.
 
-    A copy that is already there and whole is left alone. Raises OSError if the copy differs.
+    Each member of `team` copies the data that it has in its `source` and compares what arrived with the manifest; the first adds the
+    documents and seals. Raises OSError, on all members, if the copy differs.
     """
-    files = manifest.entries(source)
-    return _copy_to_url(source, target, files) if "://" in target else _copy_to_directory(source, Path(target), files)
-
-
-def _copy_to_directory(source: Path, target: Path, files: dict[str, manifest.Entry]) -> str:
-    final, aside = target / source.name, target / f".{source.name}.part"
-    if final.exists() and manifest.problem(final) is None and manifest.entries(final) == files:
-        return str(final)
-    shutil.rmtree(aside, ignore_errors=True)
+    team = team or Team()
+    place = _Url(target, source.name) if "://" in target else _Directory(target, source.name)
+    files = team.together(lambda: manifest.entries(source))
+    if all(team.all(place.holds(source, files, (team.rank, team.size)))):
+        return False
+    mine = {name: files[name] for name in files if (source / name).exists() and (name.startswith("data-") or team.is_first)}
     try:
-        aside.mkdir(parents=True)
-        copy_files(source, aside, (*files, manifest.NAME))
-        sync_directory(aside)
-        if (reason := manifest.problem(aside)) is not None:
-            raise OSError(f"the copy of {source} in {target} is bad: {reason}")
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(aside, final)
-        sync_directory(target)
+        team.together(place.begin if team.is_first else nothing)
+        team.together(lambda: place.bring(source, mine))
+        brought = {name for names in team.gather(sorted(mine)) for name in names}
+        team.together(partial(_seal, place, source, sorted(files.keys() - brought)) if team.is_first else nothing)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return str(final)
+        if team.is_first:
+            place.clear()
+    return True
+
+
+def _seal(place: _Directory | _Url, source: Path, absent: list[str]) -> None:
+    if absent:
+        raise OSError(f"{absent[0]} of {source} is on no machine")
+    place.seal(source)
+
+
+class _Directory:
+    """A checkpoint below a directory; it is made aside."""
+
+    def __init__(self, target: str, name: str) -> None:
+        self.final = Path(target) / name
+        self._aside = listing.aside_name(self.final)
+
+    def holds(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
+        """Whether the copy is there, and this member's share of it as it should be."""
+        try:
+            return manifest.entries(self.final) == files and manifest.problem(self.final, share) is None
+        except (ValueError, OSError):
+            return False
+
+    def begin(self) -> None:
+        self.clear()
+        self._aside.mkdir(parents=True)
+
+    def bring(self, source: Path, files: dict[str, manifest.Entry]) -> None:
+        copy_files(source, self._aside, files)
+        if (reason := manifest.differing(self._aside, files)) is not None:
+            raise OSError(f"the copy of {source} in {self.final.parent} is bad: {reason}")
+
+    def seal(self, source: Path) -> None:
+        copy_files(source, self._aside, [manifest.NAME])
+        sync_directory(self._aside)
+        publish(self._aside, self.final)
+
+    def clear(self) -> None:
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+class _Url:
+    """A checkpoint below an fsspec URL. An object store has no rename of directories: without its manifest the copy does not count, so
+    that goes first and comes last."""
+
+    def __init__(self, target: str, name: str) -> None:
+        self._filesystem, root = _filesystem(target)
+        self._target, self._final = target, f"{root.rstrip('/')}/{name}"
+
+    def holds(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
+        """Whether the copy has been sealed; each file was compared before that."""
+        seal = f"{self._final}/{manifest.NAME}"
+        return bool(self._filesystem.exists(seal) and self._filesystem.cat_file(seal) == (source / manifest.NAME).read_bytes())
+
+    def begin(self) -> None:
+        self._filesystem.makedirs(self._final, exist_ok=True)
+        if self._filesystem.exists(f"{self._final}/{manifest.NAME}"):
+            self._filesystem.rm_file(f"{self._final}/{manifest.NAME}")
+
+    def bring(self, source: Path, files: dict[str, manifest.Entry]) -> None:
+        for name, entry in files.items():
+            self._filesystem.put_file(str(source / name), f"{self._final}/{name}")
+            hasher = hashlib.sha256()
+            with self._filesystem.open(f"{self._final}/{name}", "rb") as handle:
+                while block := handle.read(_BLOCK):
+                    hasher.update(block)
+            if hasher.hexdigest() != entry.sha256:
+                raise OSError(f"{self._target}: the copy of {name} differs from {source / name}")
+
+    def seal(self, source: Path) -> None:
+        self._filesystem.put_file(str(source / manifest.NAME), f"{self._final}/{manifest.NAME}")
+
+    def clear(self) -> None:
+        """What is not sealed does not count."""
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
@@ -114,25 +191,6 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             writer.flush()
             os.fsync(writer.fileno())
             os.posix_fadvise(writer.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _copy_to_url(source: Path, target: str, files: dict[str, manifest.Entry]) -> str:
-    filesystem, root = _filesystem(target)
-    final = f"{root.rstrip('/')}/{source.name}"
-    filesystem.makedirs(final, exist_ok=True)
-    # An object store has no rename of directories: without its manifest the copy does not count, so that goes first and comes last.
-    if filesystem.exists(f"{final}/{manifest.NAME}"):
-        filesystem.rm_file(f"{final}/{manifest.NAME}")
-    for name, entry in files.items():
-        filesystem.put_file(str(source / name), f"{final}/{name}")
-        hasher = hashlib.sha256()
-        with filesystem.open(f"{final}/{name}", "rb") as handle:
-            while block := handle.read(_BLOCK):
-                hasher.update(block)
-        if hasher.hexdigest() != entry.sha256:
-            raise OSError(f"{target}: the copy of {name} differs from {source / name}")
-    filesystem.put_file(str(source / manifest.NAME), f"{final}/{manifest.NAME}")
-    return f"{target.rstrip('/')}/{source.name}"
 
 
 def _filesystem(target: str) -> tuple[Any, str]:

@@ -2,7 +2,8 @@
 
 Every rank writes its files to its own machine. Then the first rank of each machine copies that machine's files to the shared
 directory, and the first of all seals it there: the shared checkpoint is whole or absent like any other. Until then a marker in
-the shared directory, `.step-00000100.local`, says that one is on its way, so that the next start can finish the copy.
+the shared directory, `.step-00000100.local`, says that one is on its way, so that the next start can finish the copy. Copies on other
+storage (`mirror`) are made from the machines' disks in the same way.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmworks.checkpoint import listing, manifest
-from lmworks.checkpoint.mirror import copy_files
+from lmworks.checkpoint.mirror import copy_checkpoint
 from lmworks.checkpoint.priority import yield_to_training
-from lmworks.checkpoint.publish import nothing, publish
 from lmworks.checkpoint.team import Team, new_team
 from lmworks.files import sync_directory
 
@@ -32,21 +31,24 @@ if TYPE_CHECKING:
 class Near:
     """The directory of this machine below `root` for the run whose checkpoints belong into `shared`.
 
-    finished: called at the first rank with the path of a checkpoint that has arrived. keep: copied checkpoints that stay here.
-    All ranks of `team` make one; ranks of one machine (or rather, of one directory on one machine) share it.
+    finished: called at the first rank of each machine with the path here of a checkpoint that has arrived. protected: paths here that
+    must stay. keep: copied checkpoints that stay here. further: they are copied on from here, by the team `mirroring`. All ranks of
+    `team` make one; ranks of one machine (or rather, of one directory on one machine) share it.
     """
 
     def __init__(
-        self, root: str, shared: Path, team: Team, report: Callable[..., None], finished: Callable[[Path], None], keep: int
+        self, root: str, shared: Path, team: Team, report: Callable[..., None], finished: Callable[[Path], None],
+        protected: Callable[[], set[Path]], keep: int, further: bool,
     ) -> None:
         whole = str(shared.resolve())
         self.place = Path(root) / f"{shared.resolve().parent.name}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
-        self.shared, self.report, self.finished, self.keep = shared, report, finished, keep
+        self.shared, self.report, self.finished, self.protected, self.keep = shared, report, finished, protected, keep
         self._all = team
         machines = team.all(f"{socket.gethostname()} {self.place.resolve()}")
         firsts = [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
         self.is_first = team.rank in firsts
         self._saving, self._copying = new_team(firsts), new_team(firsts)
+        self.mirroring = new_team(firsts) if further else Team()  # its threads must not mix their messages with these
         # One may wait while another is copied. A third save waits for that: the disk here would otherwise fill.
         self._queue: queue.Queue[str | None] = queue.Queue(maxsize=1)
         self._failed: list[str] = []
@@ -120,52 +122,27 @@ class Near:
 
     def _copy(self, name: str) -> None:
         """Called by the first rank of each machine; they succeed or fail together."""
-        begin, final, team = time.monotonic(), self.shared / name, self._copying
-        aside = listing.aside_name(final)
+        begin, final, is_first = time.monotonic(), self.shared / name, self._copying.is_first
         try:
-            team.together(partial(_make_anew, aside) if team.is_first else nothing)
-            team.together(lambda: self._bring(self.place / name, aside))
-            team.together(partial(self._seal, self.place / name, aside, final) if team.is_first else nothing)
+            copy_checkpoint(self.place / name, str(self.shared), self._copying)
         except Exception as error:
             self._failed.append(name)
-            if team.is_first:
-                shutil.rmtree(aside, ignore_errors=True)
+            if is_first:
                 self.report("checkpoint_copy_failed", path=str(self.place / name), to=str(self.shared), reason=str(error))
             return
-        if team.is_first:
+        if is_first:
+            listing.marker(final).unlink(missing_ok=True)
             self.report("checkpoint_copied", path=str(self.place / name), to=str(final), seconds=round(time.monotonic() - begin, 3))
-            self.finished(final)
+        self.finished(self.place / name)
         self._forget_old()
-
-    def _bring(self, source: Path, aside: Path) -> None:
-        """Copy the data files of this machine, and compare what arrived with the manifest."""
-        files = manifest.entries(source)
-        mine = {path.name: files[path.name] for path in sorted(source.glob("data-*")) if path.name in files}
-        copy_files(source, aside, mine)
-        if (reason := manifest.differing(aside, mine)) is not None:
-            raise OSError(f"the copy of {source} in {self.shared} is bad: {reason}")
-
-    def _seal(self, source: Path, aside: Path, final: Path) -> None:
-        files = manifest.entries(source)
-        copy_files(source, aside, [name for name in files if not name.startswith("data-")] + [manifest.NAME])
-        if absent := [name for name in files if not (aside / name).exists()]:
-            raise OSError(f"{absent[0]} of {source} is on no machine")
-        sync_directory(aside)
-        publish(aside, final)
-        listing.marker(final).unlink(missing_ok=True)
 
     def _forget_old(self) -> None:
         """Of the copied ones the newest stay; by their time, since after a rollback a later one may have a smaller number."""
         here = [path for path in listing.directories(self.place) if (path / manifest.NAME).exists()]
         here.sort(key=lambda path: (path / manifest.NAME).stat().st_mtime_ns, reverse=True)
         for path in here[self.keep:]:
-            if not listing.marker(self.shared / path.name).exists():
+            if path not in self.protected() and not listing.marker(self.shared / path.name).exists():
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _make_anew(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
 
 
 def _seal_of(path: Path) -> str:
