@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
@@ -179,8 +180,8 @@ def _first_stage_has_the_documents_of_other_micro_batches(patch: pytest.MonkeyPa
 
 
 def _gradients_are_divided_by_the_micro_batches(patch: pytest.MonkeyPatch) -> None:
-    schedule = pipeline.Schedule1F1B
-    patch.setattr(pipeline, "Schedule1F1B", lambda stage, **options: schedule(stage, **options | {"scale_grads": True}))
+    schedule = pipelining.Schedule1F1B
+    patch.setattr(pipelining, "Schedule1F1B", lambda stage, **options: schedule(stage, **options | {"scale_grads": True}))
 
 
 TP, EP, DP, PP = {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2}, {"pp": 2}

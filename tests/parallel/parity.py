@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,12 @@ def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = R
         counts = result.counts_LE
     weights = {name: whole(value) for name, value in model.state_dict().items()}
     return Trained(losses, norms, grads, weights, None if counts is None else counts.numpy(), extras)
+
+
+@cache
+def alone(kind: str, micro_batch: int = 1, rows: int = ROWS) -> Trained:
+    """The same steps in one process, once for all tests that compare with it."""
+    return train({}, kind, micro_batch, rows)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:

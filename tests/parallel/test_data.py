@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallel.parity import compare, train
+from parallel.parity import alone, compare, train
 from rank_pool import RankPool
 
 LAYOUTS = [
@@ -19,4 +19,4 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
 def test_equals_one_process(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
     world = layout["dp_shard"] * layout.get("dp_replicate", 1)
-    compare(train({}, kind), ranks.run(train, world, layout, kind))
+    compare(alone(kind), ranks.run(train, world, layout, kind))

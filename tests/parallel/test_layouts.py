@@ -6,13 +6,12 @@ process (`parity.compare`, with its tolerances). The rooms' own tests have the m
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from lmworks.recipe.after import Layout, world_size
-from parallel.parity import Trained, compare, train
+from parallel.parity import alone, compare, train
 from rank_pool import RankPool
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -37,15 +36,10 @@ def _name(layout: dict[str, Any]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-@cache
-def _alone(kind: str) -> Trained:
-    return train({}, kind)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     if kind == "dense" and "ep" in layout:
         pytest.skip("no experts")
-    compare(_alone(kind), ranks.run(train, world_size(Layout(**layout)), layout, kind))
+    compare(alone(kind), ranks.run(train, world_size(Layout(**layout)), layout, kind))

@@ -6,7 +6,7 @@ import pytest
 
 from lmworks.recipe.after import Layout, world_size
 from parallel.mutations import MISTAKES, train_mistaken
-from parallel.parity import compare, train
+from parallel.parity import alone, compare
 from rank_pool import RankPool
 
 
@@ -15,4 +15,4 @@ from rank_pool import RankPool
 def test_is_found(ranks: RankPool, name: str) -> None:
     found = ranks.run(train_mistaken, world_size(Layout.model_validate(MISTAKES[name].layout)), name)
     with pytest.raises(AssertionError):
-        compare(train({}, MISTAKES[name].kind), found)
+        compare(alone(MISTAKES[name].kind), found)
