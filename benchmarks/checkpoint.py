@@ -5,7 +5,7 @@
 
 The state is 100 MB: weights and two moments of a stack of square matrices, sharded with FSDP2 where there are two ranks. A step is a
 forward, a backward and an update, on one thread per rank. Each save is followed by steps until it is on the disk, and by three
-quiet ones. Prints medians for lmworks (copy, write, hash, sync, read back and hash again) and for torch's own `async_save` (which
+quiet ones. Prints medians for lmworks (copy, write, hash, sync, read back and compare) and for torch's own `async_save` (which
 does not hash or read back).
 """
 
