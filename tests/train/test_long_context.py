@@ -10,41 +10,51 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from lmworks.metrics.log import read
 from lmworks.parallel.model import ParallelModel
+from lmworks.recipe.model import Rope
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load
 from lmworks.train import trainer
-from lmworks.train.far import Far, positions
 from lmworks.train.pretrain import stages
 from tiny_run import Tiny, know_the_peak
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
-TOKENS = ("384Ki", "128Ki", "128Ki", "96Ki", "72Ki", "96Ki")
+TOKENS = ("512Ki", "192Ki", "192Ki", "192Ki", "192Ki", "192Ki")
+YARN = {"scaling": "yarn", "original_length": "2048 tokens"}
+ROPES: tuple[dict[str, Any] | None, ...] = (
+    None, {"theta": 40_000.0}, {"theta": 200_000.0}, YARN | {"factor": 2.0}, YARN | {"factor": 3.0}, YARN | {"factor": 4.0},
+)  # fmt: skip
+HELD_OUT = "typing"
+LEAST = 60_000  # bytes of a file: only long ones have far positions
+MARGIN = 0.05  # nats per token by which the loss falls in each extension, at least
 
 RECIPE = """
 name: long
 seed: 5
 threads: 1
 corpus:
-  validation_bytes: 400KB
-  validation_fraction: 0.1
+  steps: [{{step: clean}}]
   dedup: {{minhash: null}}
+  decontaminate: null
+  validation_fraction: 0.1
+  validation_bytes: 200KB
   sources:
     - {{name: code, kind: code, path: {texts}, include: "*.py", domain: code, language: code, licence: PSF-2.0}}
-tokenizer: {{vocab_size: 1024, sample_bytes: 1MB}}
-model: {{hidden_size: 96, layers: 3, heads: 3, kv_heads: 1, head_dim: 32, ffn_size: 256, qk_norm: true}}
-optimizer: {{learning_rate: 0.006, adam_learning_rate: 0.006}}
+tokenizer: {{vocab_size: 768, sample_bytes: 1MB}}
+model: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, ffn_size: 128, qk_norm: true}}
+optimizer: {{learning_rate: 0.02, adam_learning_rate: 0.02}}
+stability: {{spike: null}}
 train:
   micro_batch: 1
   precision: fp32
   compile: false
   validate_every: 100%
+  validate_bytes_per_domain: 20000
   sample_every: 100%
   save_every: 100%
   log_every: 20 steps
@@ -59,85 +69,95 @@ def phase(index: int) -> str:
     length = LENGTHS[index]
     lines = {
         "name": f"to-{length}", "tokens": TOKENS[index], "mixture": {"code": 1.0}, "sequence_length": f"{length} tokens",
-        "batch": f"{length * max(1, 8192 // length)} tokens", "learning_rate_scale": 1.0 if index == 0 else 0.5,
-        "schedule": {"kind": "constant", "warmup": "5%"}, "needle": length == LENGTHS[-1],
+        "batch": f"{4096 if index == 0 else 8192 // length * length} tokens", "schedule": {"kind": "constant", "warmup": "5%"},
+        "needle": length == LENGTHS[-1], "rope": ROPES[index],
     }  # fmt: skip
-    if length == 2048:
-        lines["rope"] = {"theta": 100_000.0}
-    return f"    - {json.dumps(lines)}"
+    return f"    - {json.dumps({key: value for key, value in lines.items() if value is not None})}"
 
 
-@torch.no_grad()
-def losses(model: ParallelModel, rows: list[Batch]) -> dict[tuple[int, int], float]:
-    """Mean loss in each stretch of positions between two of the lengths."""
-    whole = model.whole
-    assert whole is not None
-    found = []
-    for row in rows:
-        hidden, _ = whole.hidden(torch.from_numpy(row.tokens).long(), torch.from_numpy(row.cu_seqlens))
-        labels = torch.from_numpy(row.labels[0]).long()
-        parts = [F.cross_entropy(whole.logits(h), t, ignore_index=IGNORE, reduction="none") for h, t in
-                 zip(hidden[0].split(1024), labels.split(1024), strict=True)]  # fmt: skip
-        found.append(torch.cat(parts).numpy())
-    loss = np.concatenate(found)
-    place = np.concatenate([positions(row)[0] for row in rows])
-    valid = np.concatenate([row.labels[0] for row in rows]) != IGNORE
-    return {(a, b): float(loss[valid & (a <= place) & (place < b)].mean()) for a, b in pairwise((0, *LENGTHS))}
+def rows_of(text: np.ndarray, length: int, positions: range) -> list[Batch]:
+    """Text that nobody was trained on, with labels at these positions."""
+    rows = []
+    for start in range(0, len(text) - length - 1, length):
+        row = text[start : start + length + 1].astype(np.int32)[None]
+        labels = row[:, 1:].copy()
+        labels[:, [place for place in range(length) if place not in positions]] = IGNORE
+        rows.append(Batch(row[:, :-1], labels, np.array([0, length], np.int32), 0, 0))
+    return rows
+
+
+def loss(model: ParallelModel, rows: list[Batch], rope: Rope) -> float:
+    """Nats per token under these positions; the model comes back as it was."""
+    now = model.parts[0].rope
+    model.set_rope(rope)
+    model.eval()
+    value = sum(map(model.nats, rows)) / sum(row.valid_tokens for row in rows)
+    model.train()
+    model.set_rope(now)
+    return value
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each extension the loss of the new positions falls, and comes nearer to that of the first 256."""
+    """Behind the length that was trained before: under the old positions, with the new ones at the boundary, and after the phase."""
     know_the_peak()
-    (tmp_path / "texts").mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py")):
-        if path.stat().st_size > 60_000 and not {"site-packages", "test", "tests", "pydoc_data"} & set(path.parts):
-            name = "_".join(path.relative_to(library).parts)
-            (tmp_path / "texts" / name).write_text(path.read_text(encoding="utf-8", errors="replace"), encoding="utf-8")
+    (tmp_path / "code").mkdir()
+    for path in sorted(library.glob("*.py")):
+        if path.stem != HELD_OUT and path.stat().st_size > LEAST:
+            (tmp_path / "code" / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
     recipe = tmp_path / "long.yaml"
-    recipe.write_text(RECIPE.format(texts=tmp_path / "texts", phases="\n".join(map(phase, range(len(LENGTHS))))))
+    recipe.write_text(RECIPE.format(texts=tmp_path / "code", phases="\n".join(map(phase, range(len(LENGTHS))))))
     run = Tiny(recipe, tmp_path / "run")
     run.walk(last="shards")
 
+    tokenizer = load(run.run_dir / "tokenizer")
     resolved = run.resolve().recipe
-    batches = Batches(resolved, run.run_dir / "shards")
-    rows = Far(batches, resolved, load(run.run_dir / "tokenizer"))._furthest(LENGTHS[-1])
-    courses = stages(resolved, batches)
-    measured: list[dict[tuple[int, int], float]] = []
+    courses = stages(resolved, Batches(resolved, run.run_dir / "shards"))
+    last = Batches(resolved, run.run_dir / "shards").steps - 1
+    ropes = [stage.rope for stage in courses]
+    ids = np.array(tokenizer.encode((library / f"{HELD_OUT}.py").read_text(encoding="utf-8"))[: 4 * LENGTHS[-1] + 1])
+    rows = [rows_of(ids, length, range(before, length)) for before, length in pairwise((0, *LENGTHS))]
+    near = [rows_of(ids, length, range(LENGTHS[0])) for length in LENGTHS]
+    firsts = {stage.first_step: stage.index for stage in courses}
+    found: dict[int, dict[str, float]] = {}
 
-    def measure(model: ParallelModel, index: int) -> None:
-        """As the phase left the model, under its own positions."""
-        now = model.parts[0].rope
-        rope = courses[index].rope
-        assert rope is not None
-        model.set_rope(rope)
-        model.eval()
-        measured.append(losses(model, rows))
-        model.train()
-        model.set_rope(now)
+    def ended(model: ParallelModel, index: int) -> None:
+        rope, earlier = ropes[index], ropes[max(0, index - 1)]
+        assert rope is not None and earlier is not None
+        found[index] |= {"after": loss(model, rows[index], rope), "under the old": loss(model, rows[index], earlier)}
+        found[index] |= {"near": loss(model, near[index], rope)}
 
     honest = trainer.train_step
-    firsts = {stage.first_step: stage.index for stage in courses[1:]}
 
     def observed(model: ParallelModel, optimizer: Any, batch: Batch, **options: Any) -> Any:
-        if batch.step in firsts:
-            measure(model, firsts[batch.step] - 1)
+        if (index := firsts.get(batch.step)) is not None:
+            if index:
+                ended(model, index - 1)
+            rope, earlier = model.parts[0].rope, ropes[max(0, index - 1)]
+            assert earlier is not None
+            assert rope == ropes[index], "the phase boundary has changed the positions"
+            found[index] = {"near before": loss(model, near[index], earlier)}
+            found[index] |= {"before": loss(model, rows[index], earlier), "boundary": loss(model, rows[index], rope)}
         result = honest(model, optimizer, batch, **options)
-        if batch.step == batches.steps - 1:
-            measure(model, len(courses) - 1)
+        if batch.step == last:
+            ended(model, len(courses) - 1)
         return result
 
     monkeypatch.setattr(trainer, "train_step", observed)
     run.pretrain()
 
-    table = Table("trained to", *(f"{a:,}-{b:,}" for a, b in measured[0]), title="loss by position, nats per token")
-    for length, found in zip(LENGTHS, measured, strict=True):
-        table.add_row(f"{length:,}", *(f"{value:.3f}" for value in found.values()))
+    table = Table("context", *found[0], title="nats per token at the positions that each extension adds, and at the first 256")
+    for length, values in zip(LENGTHS, found.values(), strict=True):
+        table.add_row(f"{length:,}", *(f"{value:.3f}" for value in values.values()))
     Console(width=120).print(table)
-    near = (0, LENGTHS[0])
-    for (before, after), stretch in zip(pairwise(measured), list(measured[0])[1:], strict=True):
-        assert after[stretch] < before[stretch]
-        assert after[stretch] - after[near] < before[stretch] - before[near]
+    metrics = read(run.run_dir)[-1]
+    print({name: value for name, value in metrics.items() if name.startswith(("needle", "validation/position"))})
+    assert metrics["needle/chance"] == 0.25 and 0 <= metrics["needle/accuracy"] <= 1
+    assert f"needle/{LENGTHS[-1]}/10" in metrics and "validation/position/4096" in metrics
+    for index, length in enumerate(LENGTHS[1:], start=1):
+        values = found[index]
+        assert values["after"] < values["before"] - MARGIN, length
+        assert values["after"] < values["under the old"], f"{length}: it was trained under the new positions"
