@@ -73,7 +73,7 @@ def load_and_compare(directory: str, layout: dict[str, Any]) -> list[str]:
     return [name for name, tensor in whole().items() if not torch.equal(full(state["model"][name]), tensor)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
 def test_any_layout_loads_on_any_other(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     worlds = list(MESHES)

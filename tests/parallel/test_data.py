@@ -15,8 +15,19 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mla", "mtp"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_equals_one_process(ranks: RankPool, kind: str, layout: dict[str, Any]) -> None:
+def _name(layout: dict[str, Any]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in layout.items())
+
+
+KINDS = ("tied", "dense", "moe", "mla", "mtp")
+# Each layout and each kind of model once in the fast tests; the other products are slow.
+CASES = [
+    pytest.param(layout, kind, marks=[] if row == column else pytest.mark.slow, id=f"{_name(layout)}-{kind}")
+    for row, layout in enumerate(LAYOUTS) for column, kind in enumerate(KINDS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
     world = layout["dp_shard"] * layout.get("dp_replicate", 1)
     compare(alone(kind), ranks.run(train, world, layout, kind))

@@ -10,7 +10,7 @@ import torch
 from lmworks.errors import UserError
 from lmworks.model.moe import run_sorted, run_sorted_plain
 from lmworks.model.router import Router
-from parallel.parity import MODELS, compare, train
+from parallel.parity import MODELS, alone, compare, train
 from rank_pool import RankPool
 
 FAST: list[tuple[int, dict[str, Any], str]] = [
@@ -26,7 +26,7 @@ def _name(value: Any) -> str:
 
 @pytest.mark.parametrize(("world", "layout", "kind"), FAST, ids=_name)
 def test_equals_one_process(ranks: RankPool, world: int, layout: dict[str, Any], kind: str) -> None:
-    compare(train({}, kind), ranks.run(train, world, layout, kind))
+    compare(alone(kind), ranks.run(train, world, layout, kind))
 
 
 def test_all_tokens_may_go_to_one_rank(ranks: RankPool) -> None:
@@ -55,7 +55,7 @@ def _train_few(layout: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}], ids=str)
 def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any]) -> None:
-    compare(train({}, "moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, options))
+    compare(alone("moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, options))
 
 
 def _train(layout: dict[str, Any], options: dict[str, Any]) -> Any:

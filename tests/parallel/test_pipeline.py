@@ -5,7 +5,6 @@ Losses, all gradients and all updated weights are compared with one process (`pa
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from lmworks.parallel.parallelize import build
 from lmworks.plan.schedule import alive, bubble
 from lmworks.recipe.after import Layout
 from lmworks.recipe.training import Checkpoints as Options
-from parallel.parity import Trained, batch_of, compare, recipe_of, train, whole
+from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
 from rank_pool import RankPool
 
 KINDS = ("dense", "tied", "moe", "mla", "mtp")
@@ -54,20 +53,15 @@ def _world(layout: dict[str, Any]) -> int:
     return layout["pp"] * layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
 
 
-@cache
-def _one_process(kind: str, micro_batch: int = 1, rows: int = 8) -> Trained:
-    return train({}, kind, micro_batch, rows)
-
-
 @pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    compare(_one_process(kind), ranks.run(train, _world(layout), layout, kind))
+    compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), SLOW, ids=_name)
 def test_every_model_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    compare(_one_process(kind), ranks.run(train, _world(layout), layout, kind))
+    compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +75,13 @@ def test_every_model_equals_one_process(ranks: RankPool, layout: dict[str, Any],
 )
 def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, micro_batch: int) -> None:
     """Blank micro-batches that fill a round count nowhere: not in gradients, losses, nor tokens per expert."""
-    compare(_one_process("mtp", micro_batch, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch, rows))
+    compare(alone("mtp", micro_batch, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch, rows))
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [({"activation_checkpointing": "full"}, 1e-5)], ids=["recomputed"])
 def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any], tolerance: float) -> None:
     """Tokens per expert are of the first pass: recomputation counts nothing twice."""
-    compare(_one_process("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", options), tolerance)
+    compare(alone("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", options), tolerance)
 
 
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Trained:

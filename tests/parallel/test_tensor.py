@@ -13,7 +13,7 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.tensor import problems
 from lmworks.recipe.after import Layout
-from parallel.parity import batch_of, compare, recipe_of, train
+from parallel.parity import alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 
 FAST: list[tuple[dict[str, Any], str]] = [
@@ -34,11 +34,11 @@ def _world(layout: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("layout", "kind"), FAST, ids=_name)
 def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
-    compare(train({}, kind), ranks.run(train, _world(layout), layout, kind))
+    compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
 def test_also_when_recomputed(ranks: RankPool) -> None:
-    compare(train({}, "moe"), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
+    compare(alone("moe"), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
 
 
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Any:
