@@ -23,7 +23,8 @@ from tiny_run import Tiny, curve
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
 
-ADAMW = ["optimizer.kind=adamw", "optimizer.eps=1e-4"]  # a larger eps: with 1e-8, first updates are signs of rounding
+# A larger eps: with 1e-8, first updates are signs of rounding. Saved where it is stopped.
+ADAMW = ["optimizer.kind=adamw", "optimizer.eps=1e-4", "train.save_every=100%", "checkpoints.asynchronous=false"]
 SEGMENTS = [
     (["layout.zero=3", "train.deepspeed.offload=cpu"], 9),
     (["layout.zero=1", "train.deepspeed.offload=cpu"], 18),
@@ -60,8 +61,8 @@ def losses(run: Path) -> list[float]:
 
 
 def test_a_run_that_changes_its_engine_equals_one_that_does_not(tiny: Tiny, tmp_path: Path) -> None:
-    """The same batches in the same order, the same figures; losses of the two differ by rounding, which some thirty steps of AdamW
-    at a high rate let grow to 1e-3 and less."""
+    """The same batches in the same order, the same figures; losses of the two differ by rounding (2e-7 in 26 steps; norms 1e-5),
+    which more steps of AdamW at a high rate may let grow."""
     plain, mixed = tiny.copy(tmp_path / "plain"), tiny.copy(tmp_path / "mixed")
     plain.pretrain(*ADAMW)
     pool = RankPool()
@@ -77,7 +78,7 @@ def test_a_run_that_changes_its_engine_equals_one_that_does_not(tiny: Tiny, tmp_
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for name in ("train/valid_tokens", "train/tokens", "train/batch_tokens", "optim/adam_learning_rate", "optim/learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected], name
-    for name, tolerance in (("train/loss", 1e-3), ("optim/grad_norm", 1e-2), ("train/z_loss", 1e-3)):
+    for name, tolerance in (("train/loss", 1e-4), ("optim/grad_norm", 1e-3), ("train/z_loss", 1e-4)):
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=tolerance), name
     measured = [(line["step"], line["validation/bits_per_byte"]) for line in found if "validation/bits_per_byte" in line]
     assert [step for step, _ in measured] == [8, 16, 24, 32, 33]
