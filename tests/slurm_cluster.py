@@ -95,6 +95,12 @@ def cluster(folder: Path) -> Iterator[Path]:
             raise RuntimeError(f"Slurm did not come up: {told.stdout}{told.stderr}")
         yield conf
     finally:
+        for _ in range(60):  # jobs would outlive the daemons
+            subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, check=False)
+            left = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True, check=False)
+            if not left.stdout.strip():
+                break
+            time.sleep(0.5)
         for process in reversed(running):
             process.terminate()
         for process in reversed(running):
