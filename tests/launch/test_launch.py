@@ -135,7 +135,7 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
               "--cpus-per-task=24", "--signal=B:USR1@120", "--exclude=bad", "--no-kill"]  # fmt: skip
     assert [option for option in wanted if f"#SBATCH {option}" not in lines] == []
     assert lines.index("module load python") < len(lines) - 1
-    assert "lmworks.cli.rank run a.yaml --set seed=3 &" in script
+    assert lines[lines.index("code=$?") - 1].endswith("lmworks.cli.rank run a.yaml --set seed=3")
     assert "--gpus" not in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
