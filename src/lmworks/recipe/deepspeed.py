@@ -21,7 +21,7 @@ class DeepSpeed(Node):
 
     offload: Place = Field("none", description="where optimizer state lies and is updated: on the GPU, in CPU memory, on a disk")
     offload_weights: Place = Field("none", description="where weights wait until a layer needs them; with layout.zero 3")
-    path: str | None = Field(None, description="directory on the fast disk of each machine, for nvme; what is there after a run is of no more use")
+    path: str | None = Field(None, description="directory on the fast disk of each machine, for nvme; of no use after the run")
 
     @model_validator(mode="after")
     def _consistent(self) -> DeepSpeed:
