@@ -133,6 +133,9 @@ class Campaign:
             running = [pool.submit(self.play, seed) for seed in todo]
             try:
                 for future in as_completed(running):
+                    if (error := future.exception()) is not None:  # no outcome: the next call tries again
+                        print(f"not done: {error!r}", flush=True)
+                        continue
                     outcome = future.result()
                     jsonl.append(fd, outcome)
                     progress.advance()
