@@ -107,7 +107,7 @@ def test_preflight_on_ranks_ends_with_its_own_code(tiny: Tiny, tmp_path: Path) -
     """A failed check is the user's to mend: no rank is started again for it."""
     run = tiny.copy(tmp_path / "run")
     assert launch(run, "2", stage="preflight") == 0
-    shard = next((run.run_dir / "shards").glob("*.bin"))
+    shard = next((run.run_dir / "shards").rglob("*.bin"))
     content = bytearray(shard.read_bytes())
     content[0] ^= 1
     shard.write_bytes(content)
