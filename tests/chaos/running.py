@@ -66,6 +66,7 @@ class Run:
             if place.is_mount():
                 subprocess.run(["umount", "--lazy", str(place)], check=True)
         shutil.rmtree(self.dir, ignore_errors=True)
+        self._output.unlink(missing_ok=True)
         self.mounted = None
 
     # Processes.
@@ -126,8 +127,14 @@ class Run:
         return found
 
     def end(self) -> None:
-        """SIGKILL to all processes, at once."""
+        """SIGKILL to all processes, also those whose parent is gone."""
         self.kill(self.tree())
+        self.kill([process for process in psutil.process_iter() if self._is_ours(process)])
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return str(process.environ().get("LMWORKS_CHAOS")) == str(self.dir / "chaos")
+        return False
 
     @staticmethod
     def kill(processes: list[psutil.Process]) -> None:
