@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lmworks import progress
 from lmworks.checkpoint.checkpoints import Checkpoints
@@ -19,7 +18,7 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics import system
 from lmworks.metrics.log import MetricLog
-from lmworks.model.balance import set_temperature, statistics
+from lmworks.model.balance import set_temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
@@ -31,6 +30,7 @@ from lmworks.train.course import Course, Stage
 from lmworks.train.detail import LayerSignals, passing
 from lmworks.train.guard import Guard
 from lmworks.train.mixture import Follower
+from lmworks.train.readings import Clock, experts, losses
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, train_step
@@ -42,18 +42,6 @@ from lmworks.watch.signals import Stop, graceful_stop
 from lmworks.watch.spike import Limits
 
 _COMPARE_EVERY = 20  # steps between comparisons of the ranks' own times
-
-
-@dataclass
-class Clock:
-    """Where the wall time since the last metrics line went, in seconds, and what was done in it."""
-
-    step: float = 0.0
-    own: float = 0.0  # of this rank alone, before it meets the others
-    data_wait: float = 0.0
-    save: float = 0.0
-    steps: int = 0
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,7 +236,7 @@ class Trainer:
             if done or self.step % self._validate_steps == 0:
                 values |= self._validation()
             if done or self.step % self._log_steps == 0:
-                values |= self._step_metrics(result, batch, self._clock) | self._slowest()
+                values |= self._step_metrics(result, batch) | self._slowest()
                 self._clock = Clock()
             if values:
                 self.metrics.write(self.step, values)
@@ -370,38 +358,23 @@ class Trainer:
         self._measured = {self.step: metric} if metric is not None and math.isfinite(metric) else {}
         return values | {"perf/validation_seconds": time.monotonic() - began}
 
-    def _step_metrics(self, result: StepResult, batch: Batch, clock: Clock) -> dict[str, float]:
-        loss = float(result.loss)
+    def _step_metrics(self, result: StepResult, batch: Batch) -> dict[str, float]:
+        length = batch.tokens.shape[1]
         rates = self.optimizer.learning_rates(self._rate)
-        per_token = self.flops_per_token(batch.tokens.shape[1])
         values = {
-            "train/loss": loss,
-            "train/perplexity": math.exp(min(loss, 80.0)) if math.isfinite(loss) else loss,
-            "train/z_loss": float(result.z_loss),
             "train/tokens": self._trained(),
             "train/batch_tokens": self.course.tokens_before(self.step) - self.course.tokens_before(self.step - 1),
-            "train/valid_tokens": result.valid_tokens,
-            "train/sequence_length": batch.tokens.shape[1],
+            "train/sequence_length": length,
             "train/phase": self._stage.index if self._stage else 0,
             "train/bad_steps": self.bad_total,
             "train/spikes": self.guard.policy.spike_total,
             "optim/learning_rate": rates.get("muon", rates.get("adamw", 0.0)),
             "optim/adam_learning_rate": rates.get("adamw", 0.0),
-            "optim/grad_norm": float(result.grad_norm),
-            "perf/tokens_per_second": clock.tokens / max(clock.step, 1e-9),
-            "perf/step_seconds": clock.step / max(1, clock.steps),
-            "perf/data_wait": clock.data_wait,
-            "perf/save_seconds": clock.save,
-            "perf/mfu": system.mfu(per_token * clock.tokens, clock.step, self.peak),
-            "perf/memory": system.memory_bytes(),
         }
-        if result.auxiliary_loss is not None:
-            values["train/auxiliary_loss"] = float(result.auxiliary_loss)
-        if result.mtp_loss is not None:
-            values["train/mtp_loss"] = float(result.mtp_loss)
         if self.scaler is not None:
             values["optim/loss_scale"] = self.scaler.scale.item()
-        return values | self._expert_metrics(result.counts_LE) | system.gpu_metrics()
+        clock = self._clock.metrics(self.flops_per_token(length), self.peak)
+        return values | losses(result) | clock | experts(self.model, result.counts_LE) | system.gpu_metrics()
 
     def _slowest(self) -> dict[str, float]:
         """Now and then, who holds up the others."""
@@ -415,25 +388,6 @@ class Trainer:
         """Tokens that were trained on before `step`: all that come before it but those left out."""
         before = self.course.tokens_before
         return before(self.step) - sum(before(stop) - before(start) for start, stop in self.guard.skips.before(self.step))
-
-    def _expert_metrics(self, counts_LE: Tensor | None) -> dict[str, float]:
-        moe = self.model.config.moe
-        if counts_LE is None or moe is None:
-            return {}
-        layers = statistics(counts_LE, moe.capacity_factor)
-        bias_L = self.model.largest_biases()
-        values: dict[str, float] = {}
-        for name, per_layer, whole in (
-            ("load_cv", layers["cv"], layers["cv"].mean()),
-            ("load_max", layers["max_ratio"], layers["max_ratio"].max()),
-            ("load_min", layers["min_ratio"], layers["min_ratio"].min()),
-            ("dead", layers["dead"], layers["dead"].sum()),
-            ("overflow", layers["overflow"], layers["overflow"].mean()),
-            ("bias_max", bias_L, bias_L.max()),
-        ):
-            values[f"experts/{name}"] = float(whole)
-            values |= {f"experts/{name}/{moe.dense_layers + i}": round(float(value), 6) for i, value in enumerate(per_layer)}
-        return values
 
     def _save(self, wait: bool) -> None:
         """Save; a failure is raised where the run ends with this save, and otherwise left to the guard."""
