@@ -14,8 +14,11 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
 from lmworks.model.transformer import Block
+from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.model import Model
-from lmworks.train.detail import largest_score, watching
+from lmworks.shards.batch import Batches
+from lmworks.train.detail import largest_score, passing, watching
+from lmworks.train.pretrain import build_model
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
@@ -113,6 +116,19 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
         assert 0 < sum(norm**2 for norm in norms) <= line["optim/grad_norm"] ** 2 * 1.0001  # the two ends of the model have the rest
         for name in ("activation_rms", "attention_logit_max", "update_ratio"):
             assert all(0 < line[f"layers/{layer}/{name}"] < 100 for layer in range(layers))
+
+
+def scores_of_a_pass(tiny: Tiny, ranks: int) -> dict[str, float]:
+    recipe = tiny.resolve(f"layout.cp={ranks}").recipe
+    seen = passing(build_model(recipe, Ranks(recipe.layout)), Batches(recipe, tiny.run_dir / "shards").batch(0))
+    return seen.logits()
+
+
+def test_queries_see_the_keys_of_all_ranks(ranks, tiny: Tiny) -> None:
+    """A sequence that two ranks share: what one finds, the ranks find together."""
+    (alone,), shared = ranks.run(scores_of_a_pass, 1, tiny, 1), ranks.run(scores_of_a_pass, 2, tiny, 2)
+    together = {name: max(found[name] for found in shared) for name in alone}
+    np.testing.assert_allclose(list(together.values()), list(alone.values()), rtol=1e-5)  # another order of sums
 
 
 def test_the_ledger_says_where_a_bad_step_began(tiny_copy: Tiny) -> None:

@@ -39,6 +39,10 @@ class Visible:
         place_S = torch.arange(self.keys, device=self.first_BT.device)
         return ((self.first_BT[:, :, None] <= place_S) & (place_S <= self.last_BT[:, :, None]))[:, None]
 
+    def whole(self, key_BKSC: Tensor) -> Tensor:
+        """All keys that are seen, for a layer's own: the same, unless others hold some."""
+        return key_BKSC
+
     def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(C)) v over what is seen, (B, H, T, V), in memory linear in the length."""
         if self.blocks is not None:

@@ -108,6 +108,9 @@ class SharedVisible(Visible):
     group: str = ""
     size: int = 1
 
+    def whole(self, key_BKTC: Tensor) -> Tensor:
+        return _gather(key_BKTC, key_BKTC[..., :0], self.group, self.size)[0]
+
     def attend(self, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor) -> Tensor:
         scale = query_BHTC.shape[-1] ** -0.5
         return attend_shared(query_BHTC, key_BKTC, value_BKTV, self.first_BT, self.last_BT, scale, self.group, self.size)[0]

@@ -113,7 +113,8 @@ class Seen:
             tensor.register_hook(lambda grad: self._finite.append((f"gradient of {name}", torch.isfinite(grad).all())))
 
     def scores(self, name: str, query_BHTC: Tensor, key_BKSC: Tensor, visible: Any) -> None:
-        largest = largest_score(query_BHTC.detach(), key_BKSC.detach(), None if visible is None else visible.dense())
+        key, mask = (key_BKSC, None) if visible is None else (visible.whole(key_BKSC.detach()), visible.dense())
+        largest = largest_score(query_BHTC.detach(), key.detach(), mask)
         self._logits.setdefault(name, []).append(largest)
 
 
