@@ -41,7 +41,7 @@ def append(fd: int, record: dict[str, Any]) -> None:
         while data[written:]:
             written += os.write(fd, data[written:])
     except OSError:
-        if os.fstat(fd).st_size == begin + written:  # nobody else has written meanwhile
+        if written and os.fstat(fd).st_size == begin + written:  # nobody else has written meanwhile
             os.ftruncate(fd, begin)
         raise
 
