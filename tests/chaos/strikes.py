@@ -151,11 +151,16 @@ def _make_room(run: Run) -> None:
 
 
 def _mend_disk(run: Run) -> Callable[[int], bool]:
+    """Makes room, where that was not done while the run was already ending, and has it started again, once."""
+    mended = False
+
     def mend(code: int) -> bool:
-        if run.plan.kind != "full disk" or code != 2 or not (run.mounted and (run.mounted / "filler").exists()):
+        nonlocal mended
+        if run.plan.kind != "full disk" or code != 2 or mended:
             return False
         assert "is full" in run.said(), f"a full disk is not named: {run.said()[-400:]}"
         _make_room(run)
+        mended = True
         return True
 
     return mend
