@@ -43,8 +43,7 @@ def attend_blocks_backward(
     """Gradients of query, key and value."""
     query, grad = _grouped(query_BHTC, key_BKTC), _grouped(grad_BHTV, key_BKTC)
     # what the softmax takes off each score's gradient: the sum over keys of weight times gradient
-    mean = (grad_BHTV.float() * out_BHTV.float()).sum(-1, keepdim=True)
-    mean = _grouped(mean, key_BKTC)
+    mean = _grouped((grad_BHTV.float() * out_BHTV.float()).sum(-1, keepdim=True), key_BKTC)
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_key = torch.zeros(key_BKTC.shape, dtype=torch.float32, device=key_BKTC.device)
     grad_value = torch.zeros(value_BKTV.shape, dtype=torch.float32, device=key_BKTC.device)

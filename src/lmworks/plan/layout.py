@@ -65,7 +65,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
-    if bf16 or "CPU" in cluster.device:
+    if bf16 or cluster.on_cpu:
         yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
     yield from stage_problems(recipe.model, layout, recipe.train)
     ranks = layout.dp_shard * layout.cp

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from lmworks.plan.schedule import alive
-from lmworks.recipe.after import Cluster, Layout
+from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
@@ -231,8 +231,7 @@ def _stage_memory(
         head = chunk * model.vocab_size * (8 + element) / layout.tp + passes * 4 * model.vocab_size * model.hidden_size / layout.tp
     else:
         head = 0.0
-    world = layout.pp * layout.dp_replicate * ranks * layout.tp
-    runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
+    runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world_size(layout) > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
     return Memory(
         {
             "weights": weights,
