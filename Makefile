@@ -8,8 +8,10 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
 
+# Each worker has worlds of up to 8 ranks of its own: allow 6 GB of memory for one.
+WORKERS ?= 2
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m slow --timeout 7200

@@ -40,7 +40,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny) -> None:
-    longer = "train.phases.general.tokens=24000 tokens"
+    longer = "train.phases.general.tokens=12000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
     with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         metrics = tiny_copy.run_dir / "metrics.jsonl"

@@ -57,7 +57,7 @@ def finished(page: Page, answers: int = 1) -> None:
     page.wait_for_function("n => document.querySelectorAll('.turn.assistant:not(.writing) .foot span').length === n", arg=answers)
 
 
-def test_a_message_gets_a_streamed_answer(page: Page, server: Any) -> None:
+def test_a_message_gets_a_streamed_answer(page: Page, server: Any, slow: None) -> None:
     page.goto(server.url)
     assert page.title() == "tiny · lmworks"
     # Count how often the answer grows: a streamed answer grows many times, one that comes whole once.
@@ -66,6 +66,8 @@ def test_a_message_gets_a_streamed_answer(page: Page, server: Any) -> None:
         new MutationObserver(() => { const body = document.querySelector('.body'); if (body) lengths.add(body.textContent.length); })
             .observe(document.getElementById('log'), { subtree: true, childList: true, characterData: true });
     }""")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Longest answer").fill("32")
     say(page, "Hello <b>there</b>")
     finished(page)
     assert page.evaluate("lengths.size") > 5

@@ -46,7 +46,7 @@ def test_keys_tell_apart_what_only_looks_alike() -> None:
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("size", [3, 4])
 def test_small_ranges_take_every_order_equally_often(size: int) -> None:
     trials = 40 * math.factorial(size)
     seen = Counter(tuple(permute(np.arange(size), size, derive_key(trial, size))) for trial in range(trials))
