@@ -250,6 +250,24 @@ def test_ranks_that_compute_something_else_are_found(tiny: Tiny, played_by: Call
     assert found.result == "fail" and "the layout changes what is learnt" in found.advice
 
 
+@pytest.mark.slow
+def test_deepspeed_goes_through_its_own_steps(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps process groups in globals: its ranks, and the first batches in one process, are processes of their own."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
+    overrides = ("layout={dp_shard: 2, zero: 3}", "optimizer.kind=adamw", "train.deepspeed={offload: cpu, offload_weights: cpu}")
+    context = context_of(tiny, *overrides)
+    found = layouts.same_steps(context)
+    assert found.result == "ok" and "weights by" in found.text and "gradients" not in found.text, found
+    assert layouts.same_start(context).result == "ok"
+    (batch,) = world.run(first_batches_of, 1, tiny, overrides)
+    assert batch.result == "ok", batch
+
+
+def first_batches_of(tiny: Tiny, overrides: tuple[str, ...]) -> Finding:
+    know_the_peak()
+    return steps.first_batches(context_of(tiny, *overrides))
+
+
 def test_parts_that_do_not_know_their_place_are_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = layouts.normal_part
     monkeypatch.setattr(layouts, "normal_part", lambda seed, name, shape, begins, sizes: honest(seed, name, shape, [0] * len(shape), sizes))

@@ -5,6 +5,7 @@ DeepSpeed keeps process groups in globals, so all that needs a world is done in 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 from lmworks.checkpoint import Checkpoints
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
+from lmworks.parallel.zero_offload import _shape
+from lmworks.plan.memory import memory
+from lmworks.recipe.load import load_cluster
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Checkpoints as Saving
 from lmworks.train.pretrain import with_optimizer
@@ -26,11 +31,11 @@ from lmworks.watch.spike import Limits
 from parallel.parity import LENGTH, MODELS, ROWS, STEPS, batch_of, recipe_of, whole
 from rank_pool import RankPool
 
-# Starting DeepSpeed compiles a kernel for collectives between CPU ranks, once, for a minute or more.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
 
 MODELS["wide"] = MODELS["dense"] | {"hidden_size": 512, "ffn_size": 1024, "layers": 1}  # what is below 1 MiB on a rank is not worth a disk
+MODELS["large"] = MODELS["dense"] | {"hidden_size": 512, "ffn_size": 2048, "layers": 4}
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "1": ("moe", 1, {}, {}),
     "1-cpu": ("dense", 1, {"offload": "cpu"}, {"rows": 7}),
@@ -117,7 +122,33 @@ def everything(folder: Path) -> dict[str, Any]:
     """All that needs DeepSpeed and two ranks, by the test that looks at it."""
     found: dict[str, Any] = {name: trained(kind, zero, options, 2, **train) for name, (kind, zero, options, train) in CASES.items()}
     found["bad"], found["resharded"] = bad_steps(), resharded(folder)
+    found["held"] = {name: held(zero, options) for name, (_, zero, options, _) in CASES.items()}
     return found
+
+
+def held(zero: int, options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes of the tensors that this rank has between two steps, and what the plan says of them."""
+    before = tensors()
+    recipe, model, optimizer = engine("large", zero, options, 2)
+    model.train()
+    step(recipe, model, optimizer, 0)
+    counted = sum(tensors().values()) - sum(before.values())
+    planned = dict(memory(recipe, load_cluster("2-cores"), recipe.layout, LENGTH, 1, 1).components)
+    whole_model = 4.0 * sum(_shape(parameter).numel() for parameter in model.parameters())
+    if zero == 3:
+        planned["weights"] -= whole_model  # gathered for the length of a layer
+    else:
+        planned["in transit"] = 0.0  # in the backward
+        planned["gradients"] -= whole_model if zero == 1 else 0.0  # until the last micro-batch is reduced
+        planned["gradients"] -= whole_model / 2 if not options else 0.0  # let go of in the step
+    return counted, sum(size for name, size in planned.items() if name not in ("activations", "head and loss", "runtime"))
+
+
+def tensors() -> dict[int, int]:
+    """Bytes of every storage there is, by its address."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not isinstance(one, FakeTensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in alive)}
 
 
 def on_disk(folder: Path) -> dict[str, Any]:
@@ -239,6 +270,13 @@ def compare(case: tuple[str, int, dict[str, Any], dict[str, Any]], ranks: list[F
             np.testing.assert_array_equal(one.counts, expected.counts)
     close(together([one.weights for one in ranks]), expected.weights, 0, least=2e-5)
     close(together([one.moments for one in ranks]), expected.moments, 1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_holds_what_was_planned(found: list[dict[str, Any]], name: str) -> None:
+    """Beyond the plan, DeepSpeed has buffers of the size of the largest parameter, which here is a twelfth of the model."""
+    for counted, planned in (one["held"][name] for one in found):
+        assert 0.97 * planned < counted < 1.3 * planned
 
 
 def test_a_bad_step_changes_no_bit(found: list[dict[str, Any]]) -> None:

@@ -131,6 +131,50 @@ def test_memory_components_by_hand() -> None:
     assert (parts["weights"], parts["fp32 master"]) == (4 * total, 0)
 
 
+DEEPSPEED = ("optimizer.kind=adamw", "train.compile=false", "train.deepspeed={offload: cpu}")
+
+
+def test_memory_under_deepspeed_by_hand() -> None:
+    """All in fp32; tests/parallel/test_zero_offload.py counts the tensors that there are."""
+    cluster, total = load_cluster("64xh100"), 113_266_944
+    share, whole = 4 * total / 64, 4 * total
+
+    def held(zero: int, *changes: str) -> tuple[dict[str, float], dict[str, float]]:
+        recipe = load_recipe("dense-125m", [*DEEPSPEED, f"layout.zero={zero}", *changes]).recipe
+        found = memory(recipe, cluster, Layout(dp_shard=64, zero=zero), 2048, 1, 1)  # type: ignore[arg-type]
+        return found.components, found.elsewhere
+
+    parts, elsewhere = held(1)
+    assert (parts["weights"], parts["gradients"], parts["optimizer state"]) == (whole, whole, 0)
+    assert elsewhere == {"CPU memory": 4 * share}  # weights, gradients and two moments
+    parts, elsewhere = held(2, "train.deepspeed.offload=none")
+    assert (parts["weights"], parts["fp32 master"], parts["gradients"], parts["optimizer state"]) == (whole, share, share, 2 * share)
+    assert elsewhere == {}
+    disk = ("train.deepspeed={offload: nvme, offload_weights: cpu, path: /fast}",)
+    parts, elsewhere = held(3, *disk)
+    assert (parts["weights"], parts["gradients"], parts["optimizer state"]) == (whole, 0, 0)  # all fit into what may be whole at a time
+    assert elsewhere == {"CPU memory": 2 * share, "disk": 4 * share}
+
+
+def test_deepspeed_gets_data_ranks_only() -> None:
+    """Where the model of the automatic layout would be split, state leaves the device instead; other axes are named."""
+    cluster = load_cluster("64xh100")
+    small = cluster.model_copy(update={"memory_gib": 24.0})
+    phases = "train.phases=[{name: all, tokens: 1B, mixture: {web: 1.0}, sequence_length: 4Ki, batch: 1Mi}]"
+    base = [phases, *DEEPSPEED[:2], "train.micro_batch=1", "train.activation_checkpointing=full"]
+    without = make_plan(load_recipe("smollm3-3b", base).recipe, "", small).phases[0].placed.layout
+    assert without.tp > 1 or without.pp > 1
+    recipe = load_recipe("smollm3-3b", [*base, DEEPSPEED[2], "layout.zero=2"]).recipe
+    placed = make_plan(recipe, "", small).phases[0].placed
+    assert (placed.layout.dp_shard, placed.layout.zero) == (64, 2)
+    assert placed.memory.total < 24 * GIB and placed.memory.elsewhere["CPU memory"] > 0
+    with pytest.raises(UserError, match=r"train.deepspeed does not combine with tp: .*; the nearest legal layout is DP64, ZeRO-2"):
+        make_plan(recipe, "", small, Layout(dp_shard=32, tp=2, zero=2))
+    said = io.StringIO()
+    Console(file=said, width=120).print(render(make_plan(recipe, "", small)))
+    assert "beside it: CPU memory" in said.getvalue()
+
+
 def test_zero_shards_one_thing_after_the_other() -> None:
     recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("64xh100")
     levels = [memory(recipe, cluster, Layout(dp_shard=64, zero=level), 4096, 1, 1).components for level in (0, 1, 2, 3)]  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from lmworks.parallel.mesh import Ranks, backend_for
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.view import derive
 from lmworks.precision import dtype_for
-from lmworks.recipe.deepspeed import DeepSpeed
+from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Optimizer as Options
 
@@ -220,6 +220,8 @@ def _library(options: DeepSpeed) -> ModuleType:
         import deepspeed
     except ImportError:
         raise UserError("train.deepspeed needs DeepSpeed: pip install 'lmworks[deepspeed]'") from None
+    # Else collectives in shared memory would be compiled for minutes before the first step on CPUs, where gloo is there.
+    deepspeed.ops.__compatible_ops__ = {}
     if options.path is not None:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -242,12 +244,13 @@ def _settings(options: DeepSpeed, zero: int, clip: float, largest: int) -> dict[
         places["offload_param"] = {"device": options.offload_weights, "nvme_path": options.path, "buffer_size": largest}
     # Whatever is asked of a parameter on disk reads the whole piece that it is a part of: one piece for each.
     pieces = {"sub_group_size": 1} if options.offload == "nvme" else {}
+    live = {"stage3_max_live_parameters": LIVE, "stage3_prefetch_bucket_size": BUCKET} if zero == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its figures: the trainer says which is the last
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,  # FlatAdamW: elementwise, as ZeRO asks
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that is compiled at the start
-        "zero_optimization": {"stage": zero} | places | pieces,
+        "zero_optimization": {"stage": zero, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} | live | places | pieces,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from lmworks.errors import UserError
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.plan.schedule import bubble
+from lmworks.recipe import deepspeed
 from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.products import product_problems
 from lmworks.recipe.recipe import Recipe
@@ -68,6 +69,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if bf16 or cluster.on_cpu:
         yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
     yield from stage_problems(recipe.model, layout, recipe.train)
+    yield from (text for _, text in deepspeed.problems(recipe.model_copy(update={"layout": layout})))
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"

@@ -6,6 +6,7 @@ data ranks, ZeRO-2 also gradients, ZeRO-3 also the compute copy (then two layers
 Experts are sharded over `ep` first, so only dp_shard * cp / ep ranks share one expert.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms
 split over `tp` too (sequence parallelism). A pipeline keeps several micro-batches' (`schedule.alive`).
+Under `train.deepspeed` weights, gradients and moments are fp32, and some of them lie elsewhere (`_by_deepspeed`).
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from functools import lru_cache
 
 from lmworks.plan.schedule import alive
 from lmworks.recipe.after import Cluster, Layout, world_size
+from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed, Place
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 from lmworks.recipe.stages import rank_layers
 
 GIB = 2**30
+_PLACES = {"cpu": "CPU memory", "nvme": "disk"}
 _CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are kept on CPUs; see lmworks.model.attention
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank."""
+    """Bytes on the fullest rank: on its device, and what DeepSpeed keeps of it in CPU memory or on a disk."""
 
     components: dict[str, float]
     stage: int = 0
+    elsewhere: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -180,6 +184,56 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
     return local, largest
 
 
+def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, averaged: bool) -> dict[str, float]:
+    """What outlives a micro-batch, with FSDP2 and our optimizers; `element` bytes for a number of the compute copy."""
+    weights = master = gradients = states = 0.0
+    ranks = layout.dp_shard * layout.cp
+    for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
+        share1, share2, share3 = (degree if layout.zero >= level else 1 for level in (1, 2, 3))
+        weights += group.count * element / share3
+        master += group.count * 4 / share1 if element < 4 else 0
+        gradients += group.count * 4 / share2
+        states += (group.muon * 4 + group.adam * 8 + (group.count * 4 if averaged else 0)) / share1
+    if layout.zero == 3 and ranks > 1:
+        weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
+    return {"weights": weights, "fp32 master": master, "gradients": gradients, "optimizer state": states}
+
+
+def _by_deepspeed(
+    engine: DeepSpeed, local: _Local, largest: _Local, layout: Layout, on_cpu: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What outlives a micro-batch under DeepSpeed 0.19, on the device and elsewhere, in fp32.
+
+    ZeRO-1 and 2 keep whole weights on the device, and copies of this rank's share where the optimizer works. ZeRO-1 keeps whole gradients,
+    too, until the last micro-batch. ZeRO-3 copies its share only to another place, and has gradients twice in its step. Where the optimizer
+    is on CPU, its gradients follow it; where it is on a disk, one copy of them does.
+    """
+    count = local.shared.count + local.experts.count
+    everything, share = 4 * count, 4 * count / layout.dp_shard
+    found = {"weights": 0.0, "fp32 master": 0.0, "gradients": 0.0, "optimizer state": 0.0, "in transit": 4.0 * BUCKET}
+    elsewhere: dict[str, float] = {}
+
+    def keep(name: str, size: float, place: Place) -> None:
+        if place == "none" or (place == "cpu" and on_cpu):
+            found[name] += size
+        else:
+            elsewhere[_PLACES[place]] = elsewhere.get(_PLACES[place], 0.0) + size
+
+    if layout.zero == 3:
+        keep("weights", share, engine.offload_weights)
+        keep("weights", min(everything, max(4.0 * LIVE, 8 * (largest.shared.count + largest.experts.count))), "none")
+        keep("gradients", share, "none" if engine.offload == "none" else "cpu")
+    else:
+        keep("weights", everything, "none")
+        keep("gradients", everything if layout.zero == 1 else 0.0, "none")
+        keep("gradients", share if layout.zero == 2 and engine.offload == "cpu" else 0.0, engine.offload)
+    if layout.zero < 3 or engine.offload != "none":
+        keep("fp32 master", share, engine.offload)
+    keep("gradients", share if layout.zero > 1 or engine.offload != "none" else 0.0, engine.offload)
+    keep("optimizer state", 2 * share, engine.offload)
+    return found, elsewhere
+
+
 def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int) -> Memory:
     """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch` sequences per step."""
     stages = set(range(layout.pp)) if layout.layers_per_stage else {0, layout.pp - 1, layout.pp // 2}
@@ -198,30 +252,25 @@ def _stage_memory(
     precision = recipe.train.precision
     element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
     local, largest = _local(model, layout, stage, muon)
-    weights = master = gradients = states = 0.0
-    ranks = layout.dp_shard * layout.cp
-    for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
-        share1, share2, share3 = (degree if layout.zero >= level else 1 for level in (1, 2, 3))
-        weights += group.count * element / share3
-        master += group.count * 4 / share1 if element < 4 else 0
-        gradients += group.count * 4 / share2
-        states += (group.muon * 4 + group.adam * 8 + (group.count * 4 if optimizer.ema else 0)) / share1
-    if layout.zero == 3 and ranks > 1:
-        weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
+    elsewhere: dict[str, float] = {}
+    if recipe.train.deepspeed is None:
+        kept = _by_us(local, largest, layout, element, optimizer.ema > 0)
+    else:
+        kept, elsewhere = _by_deepspeed(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
 
     tokens = micro_batch * length / layout.cp
-    kept = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
+    cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     mode = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
     kept_alive = alive(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
-        bytes_per_token = layer_activations(model, layer, layout, element, kept)
+        bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
         stored += bytes_per_token[mode]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
-            bytes_per_token = layer_activations(model, model.layers + depth, layout, element, kept)
+            bytes_per_token = layer_activations(model, model.layers + depth, layout, element, cpu_length)
             stored += bytes_per_token[mode] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (kept_alive * stored + working)
@@ -232,15 +281,4 @@ def _stage_memory(
     else:
         head = 0.0
     runtime = 0.6 * GIB if cluster.on_cpu else (1.5 + (1.0 if world_size(layout) > 1 else 0.0)) * GIB + 0.04 * cluster.memory_gib * GIB
-    return Memory(
-        {
-            "weights": weights,
-            "fp32 master": master,
-            "gradients": gradients,
-            "optimizer state": states,
-            "activations": activations,
-            "head and loss": head,
-            "runtime": runtime,
-        },
-        stage,
-    )
+    return Memory({**kept, "activations": activations, "head and loss": head, "runtime": runtime}, stage, elsewhere)

@@ -197,6 +197,7 @@ def plain(plan: Plan) -> dict[str, Any]:
             "accumulation": placed.accumulation,
             "memory": placed.memory.components,
             "memory_total": placed.memory.total,
+            "memory_elsewhere": placed.memory.elsewhere,
             "memory_available": plan.cluster.memory_gib * GIB,
         }
     sums = (

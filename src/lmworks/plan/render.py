@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmworks.plan.layout import describe
-from lmworks.plan.memory import GIB
+from lmworks.plan.memory import GIB, Memory
 from lmworks.plan.plan import Plan, days
 
 
@@ -108,16 +108,21 @@ def _layouts(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    """Components down, phases across; phases with equal memory share a column."""
+    """Components down, phases across; phases with equal memory share a column. Below, what does not lie on the device."""
     columns: dict[tuple[float, ...], list[str]] = {}
     for phase in plan.phases:
-        columns.setdefault(tuple(round(value / GIB, 2) for value in phase.placed.memory.components.values()), []).append(phase.name)
+        held = phase.placed.memory
+        sizes = (*held.components.values(), *held.elsewhere.values())
+        columns.setdefault(tuple(round(value / GIB, 2) for value in sizes), []).append(phase.name)
     names = [group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in columns.values()]
     table = _table(f"\nMemory of the fullest rank, GiB of {plan.cluster.memory_gib:g}", "", *names)
-    components = plan.phases[0].placed.memory.components if plan.phases else {}
-    for row, name in enumerate(components):
+    held = plan.phases[0].placed.memory if plan.phases else Memory({})
+    inside = len(held.components)
+    for row, name in enumerate(held.components):
         table.add_row(name, *(f"{values[row]:.2f}" for values in columns))
-    table.add_row("all", *(f"{sum(values):.2f}" for values in columns), style="bold")
+    table.add_row("all", *(f"{sum(values[:inside]):.2f}" for values in columns), style="bold")
+    for row, name in enumerate(held.elsewhere, inside):
+        table.add_row(f"beside it: {name}", *(f"{values[row]:.2f}" for values in columns))
     return table
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lmworks.recipe.recipe import Recipe
 
 Place = Literal["none", "cpu", "nvme"]
+BUCKET = 1 << 26  # numbers that are reduced or gathered at a time: enough for the full bandwidth, and 256 MB
+LIVE = 1 << 28  # numbers of weights that may be whole at a time under ZeRO-3
 
 
 class DeepSpeed(Node):

@@ -78,7 +78,8 @@ def same_steps(context: Context) -> Finding:
             return _differs("an updated weight", layout, of_weight)
         if missing := sorted(set(one.weights) - seen):
             return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
-        texts.append(f"{describe(layout)}: loss off by {of_loss:.0e}, gradients by {of_grad:.0e}, weights by {of_weight:.0e} of a step")
+        gradients = f" gradients by {of_grad:.0e}," if any(found.grads for found in many) else ""
+        texts.append(f"{describe(layout)}: loss off by {of_loss:.0e},{gradients} weights by {of_weight:.0e} of a step")
     return Finding("ok", "; ".join(texts), figures=figures)
 
 
@@ -86,10 +87,12 @@ def worlds(context: Context) -> list[tuple[Layout, Trained, list[Trained]]]:
     """Each layout scaled down, with what one process and what its ranks computed; made once for all checks."""
     if "worlds" not in context.memory:
         recipe = small_recipe(context.recipe)
+        with_engine = recipe.train.model_copy(update={"deepspeed": context.recipe.train.deepspeed})
+        among_ranks = recipe.model_copy(update={"train": with_engine})
         made: list[tuple[Layout, Trained, list[Trained]]] = []
         if layouts := small_layouts(context.layout):
             (one,) = world.run(train, 1, recipe, Layout())
-            made = [(layout, one, world.run(train, world_size(layout), recipe, layout)) for layout in layouts]
+            made = [(layout, one, world.run(train, world_size(layout), among_ranks, layout)) for layout in layouts]
         context.memory["worlds"] = made
     found: list[tuple[Layout, Trained, list[Trained]]] = context.memory["worlds"]
     return found

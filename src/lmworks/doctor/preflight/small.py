@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
@@ -17,6 +16,7 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Tokens
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
+from lmworks.train.pretrain import with_optimizer
 from lmworks.train.step import train_step
 
 _AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
@@ -26,7 +26,7 @@ RATE = 0.02
 
 
 def small_recipe(recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, head_dim: int = 16) -> Recipe:
-    """The same kind of model (attention, positions, experts, latents, layers ahead, tied or not) and optimizer, in fp32."""
+    """The same kind of model (attention, positions, experts, latents, layers ahead, tied or not) and optimizer, in fp32, by our engine."""
     model = recipe.model
     heads = 4
     changes: dict[str, object] = {
@@ -46,7 +46,7 @@ def small_recipe(recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, he
         changes |= {"head_dim": 12, "kv_heads": heads}
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"layers": 1})
-    train = recipe.train.model_copy(update={"precision": "fp32", "compile": False, "micro_batch": 1})
+    train = recipe.train.model_copy(update={"precision": "fp32", "compile": False, "micro_batch": 1, "deepspeed": None})
     rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema": 0.0}
     optimizer = recipe.optimizer.model_copy(update=rates)
     return recipe.model_copy(update={"model": model.model_copy(update=changes), "train": train, "optimizer": optimizer})
@@ -67,7 +67,10 @@ def small_layouts(layout: Layout) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came out, by name, whole: first weights; losses and gradient norms of the steps; gradients of the first; last weights."""
+    """What came out, by name, whole: first weights; losses and gradient norms of the steps; gradients of the first; last weights.
+
+    DeepSpeed lets go of gradients in its step, so there are none of it.
+    """
 
     start: dict[str, np.ndarray]
     losses: list[float]
@@ -81,7 +84,7 @@ def train(recipe: Recipe, layout: Layout) -> Trained:
     ranks = Ranks(layout)
     model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
     start = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(model, recipe.optimizer, recipe.model.layers, ranks.groups())
+    model, optimizer = with_optimizer(recipe, model)
     model.train()
     losses, norms = [], []
     grads: dict[str, np.ndarray] = {}

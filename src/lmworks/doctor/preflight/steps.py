@@ -15,17 +15,15 @@ import torch
 
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.metrics import system
-from lmworks.optim.placement import local
+from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import alone
-from lmworks.parallel.model import ParallelModel
-from lmworks.parallel.parallelize import build
 from lmworks.plan.flops import per_token
 from lmworks.plan.memory import GIB, memory
 from lmworks.plan.plan import days
 from lmworks.plan.render import size
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe
-from lmworks.train.pretrain import device_for, stages
+from lmworks.train.pretrain import build_model, device_for, stages, with_optimizer
 
 _WATCH = 0.005  # seconds between looks at the memory of a process
 _PATIENCE = 120.0  # seconds; more than this is not for a check
@@ -54,8 +52,11 @@ def first_batches(context: Context) -> Finding:
     figures: dict[str, float] = {}
     result = 0
     low, high = expected_loss(recipe)
+    updates: Updates | None = None
     with peak(device) as built:
-        model = ParallelModel(build(recipe, ranks, device), ranks)
+        model = build_model(recipe, ranks)
+        if recipe.train.deepspeed is not None:
+            model, updates = with_optimizer(recipe, model)
     model.train()
     order = context.batches.order
     for stage in stages(recipe, context.batches):
@@ -69,17 +70,18 @@ def first_batches(context: Context) -> Finding:
         with peak(device) as worked:
             sums = model.total(model.forward_backward(whole.rows(*model.rows(taken)), taken, micro, 1 / valid))
         loss = float(sums.cross_entropy) / valid
-        grads = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        broken = sum(not bool(torch.isfinite(grad).all()) for grad in grads)
+        norm = float(model.clip(0.0))
+        if updates is not None:
+            updates.step(finite=False)  # drops the gradients, wherever DeepSpeed has them
         for parameter in model.parameters():
             parameter.grad = None
         used, planned = built.bytes + worked.bytes, _planned(context, recipe, stage.index, micro)
         name = stage.name
         figures |= {f"{name}/loss": loss, f"{name}/peak_bytes": used, f"{name}/planned_bytes": planned}
         texts.append(f"{name}: {micro} x {stage.sequence_length:,} tokens, loss {loss:.2f}, {size(used)} used, {size(planned)} planned")
-        if not math.isfinite(loss) or broken:
+        if not math.isfinite(loss) or not math.isfinite(norm):
             result = 2
-            advice.append(f"{name}: loss {loss}, {broken} gradients are not finite; try train.precision=fp32, and look at model.init_std")
+            advice.append(f"{name}: loss {loss}, norm of the gradients {norm}; try train.precision=fp32, and look at model.init_std")
         elif not low <= loss <= high:
             result = 2
             advice.append(f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at init_std")
@@ -107,12 +109,13 @@ def micro_batch(recipe: Recipe, length: int, pipelined: bool) -> int:
 
 
 def _planned(context: Context, recipe: Recipe, index: int, micro: int) -> float:
-    """Bytes of weights, gradients and activations that the plan counts for a phase; optimizer and runtime are not in the measurement."""
+    """Bytes that the plan counts for a phase of what is in the measurement: not the runtime, and of the optimizer only DeepSpeed's."""
     if context.ranks is not None:
         parts = context.plan.phases[index].placed.memory.components
     else:
         parts = memory(recipe, context.machine, Layout(), int(recipe.train.phases[index].sequence_length), micro, 1).components
-    return sum(value for name, value in parts.items() if name not in ("optimizer state", "runtime", "fp32 master"))
+    left_out = ("runtime",) if recipe.train.deepspeed else ("optimizer state", "runtime", "fp32 master")
+    return sum(value for name, value in parts.items() if name not in left_out)
 
 
 def _too_much(context: Context) -> Finding | None:
