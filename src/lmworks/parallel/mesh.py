@@ -136,6 +136,11 @@ def alone() -> Ranks:
     return Ranks(Layout())
 
 
+def own_device() -> torch.device:
+    """This rank's GPU if there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def backend_for(device: torch.device) -> str:
     """What the ranks of such devices talk with; messages of the host always go through gloo."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -24,7 +24,7 @@ from lmworks.model.loss import HeadLoss
 from lmworks.model.transformer import Experts, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
-from lmworks.parallel.mesh import Ranks, backend_for
+from lmworks.parallel.mesh import Ranks, backend_for, own_device
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.view import derive
 from lmworks.precision import dtype_for
@@ -76,7 +76,7 @@ class ZeroModel(ParallelModel):
         options = recipe.train.deepspeed
         assert options is not None
         deepspeed = _library(options)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device()
         if not dist.is_initialized():  # one process that nobody launched
             dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
         model.compute_dtype = dtype_for(recipe.train.precision, device)

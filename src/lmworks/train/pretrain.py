@@ -13,7 +13,7 @@ from lmworks.files import sha256_file
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.optim.schedules import Schedules
-from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.mesh import Ranks, alone, own_device
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.start import launched
@@ -87,12 +87,11 @@ def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
 
 
 def device_for(recipe: Recipe) -> torch.device:
-    """This rank's GPU if there is one, else the CPU, with the recipe's threads where it is not shared with other ranks."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if not launched():
+    """This rank's, where it is a CPU with the recipe's threads unless other ranks share it."""
+    device = own_device()
+    if device.type == "cpu" and not launched():
         torch.set_num_threads(recipe.threads or 1)
-    return torch.device("cpu")
+    return device
 
 
 def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
