@@ -72,7 +72,7 @@ def test_a_copy_that_differs_is_not_published_and_is_tried_again(tmp_path, monke
 
     monkeypatch.setattr(mirror_module.shutil, "copyfileobj", spoil)
     events = run(tmp_path / "run", tmp_path / "shared", steps=2)
-    assert "SHA-256 differs" in next(fields["reason"] for event, fields in events if event == "checkpoint_copy_failed")
+    assert "its hash differs" in next(fields["reason"] for event, fields in events if event == "checkpoint_copy_failed")
     copied = [fields["path"][-1] for event, fields in events if event == "checkpoint_copied"]
     assert sorted(copied) == ["1", "2"]
     assert not list((tmp_path / "shared").glob(".*"))

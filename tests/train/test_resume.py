@@ -171,7 +171,7 @@ def test_with_no_good_checkpoint_nothing_is_started_over(tiny_copy: Tiny, undist
         harm(path, "flipped")
     lines = curve(run.run_dir)
     said = rf"no checkpoint in .*/checkpoints is good, and {len(found)} were set aside as damaged"
-    with pytest.raises(UserError, match=said + r" \(the newest: data-.*SHA-256 differs\)\): step-.*; restore one from a copy, or delete"):
+    with pytest.raises(UserError, match=said + r" \(the newest: data-.*its hash differs\)\): step-.*; restore one from a copy, or delete"):
         run.pretrain(*OPTIONS)
     with pytest.raises(UserError, match=said + r": step-.*; restore one from a copy, or delete that folder to train from the start"):
         run.pretrain(*OPTIONS)

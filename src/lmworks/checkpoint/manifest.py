@@ -1,4 +1,4 @@
-"""The manifest: size and SHA-256 of each file of a checkpoint, written last, and of itself.
+"""The manifest: size and hash (BLAKE3) of each file of a checkpoint, written last, and of itself.
 
 A directory without a manifest is no checkpoint. Every byte of a checkpoint is covered: the files by their hashes, the manifest by
 the hash that it carries over its other entries and by being written in one canonical form only.
@@ -6,7 +6,6 @@ the hash that it carries over its other entries and by being written in one cano
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from blake3 import blake3
+
 NAME = "manifest.json"
 _BLOCK = 1 << 20
 _Item = TypeVar("_Item")
@@ -22,16 +23,21 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: its size in bytes and the hex SHA-256 of its content."""
+    """One file: its size in bytes and the hex BLAKE3 of its content."""
 
     bytes: int
-    sha256: str
+    blake3: str
+
+
+def entry_of(data: bytes) -> Entry:
+    """What a manifest says of a file of these bytes."""
+    return Entry(len(data), blake3(data).hexdigest())
 
 
 def canonical(files: dict[str, Entry]) -> bytes:
     """The one way in which a manifest of `files` is written."""
-    body: dict[str, Any] = {"format": 1, "files": {name: vars(files[name]) for name in sorted(files)}}
-    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    body: dict[str, Any] = {"format": 2, "files": {name: vars(files[name]) for name in sorted(files)}}
+    body["blake3"] = blake3(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
@@ -41,7 +47,7 @@ def write_synced(path: Path, data: bytes) -> Entry:
         handle.write(data)
         handle.flush()
         os.fsync(handle.fileno())
-    return Entry(len(data), hashlib.sha256(data).hexdigest())
+    return entry_of(data)
 
 
 def entries(directory: Path) -> dict[str, Entry]:
@@ -51,7 +57,7 @@ def entries(directory: Path) -> dict[str, Entry]:
     except FileNotFoundError:
         raise ValueError(f"{NAME} is missing") from None
     try:
-        files = {str(name): Entry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in json.loads(data)["files"].items()}
+        files = {str(name): Entry(int(entry["bytes"]), str(entry["blake3"])) for name, entry in json.loads(data)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{NAME} is not readable") from None
     if canonical(files) != data or any(Path(name).name != name for name in files):
@@ -81,8 +87,8 @@ def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int],
 
 
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    hasher, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    """Hex BLAKE3 of a file's bytes."""
+    hasher, block = blake3(), memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as handle:
         while count := handle.readinto(block):
             hasher.update(block[:count])
@@ -96,8 +102,8 @@ def _check(path: Path, expected: Entry, reasons: dict[str, str], advance: Callab
         size = path.stat().st_size
         if size != expected.bytes:
             reasons[path.name] = f"{path.name} has {size} bytes, not {expected.bytes}"
-        elif hash_file(path, advance) != expected.sha256:
-            reasons[path.name] = f"{path.name} has other content than was written (SHA-256 differs)"
+        elif hash_file(path, advance) != expected.blake3:
+            reasons[path.name] = f"{path.name} has other content than was written (its hash differs)"
     except FileNotFoundError:
         reasons[path.name] = f"{path.name} is missing"
     except OSError as error:

@@ -8,7 +8,6 @@ the boxes of thousands of ranks. PyTorch's own storage keeps its table as a pick
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from lmworks.checkpoint import manifest
@@ -89,7 +89,7 @@ def write_parts(
 
 
 def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]:
-    hasher, offset = hashlib.sha256(), 0
+    hasher, offset = blake3(), 0
     with open(path, "xb", buffering=0) as handle:
         for part in parts:
             data = raw_bytes(part.values())
@@ -110,13 +110,15 @@ def _write_file(path: Path, parts: Sequence[Part]) -> tuple[manifest.Entry, str]
 
 
 def _reads_back(path: Path, parts: Sequence[Part]) -> bool:
-    """Whether the disk returns what memory holds. Comparing costs a fraction of hashing again, in time that training could use."""
+    """Whether the disk returns what memory holds. Comparing asks for less of what training could use than hashing again."""
+    found = bytearray()  # compared as one piece of memory, eighty times as fast as a memoryview of it
     with open(path, "rb", buffering=0) as handle:
         for part in parts:
             data = raw_bytes(part.values())
             for begin in range(0, data.nbytes, _COMPARED):
                 expected = data[begin:begin + _COMPARED]
-                found = bytearray(expected.nbytes)
+                if len(found) != expected.nbytes:
+                    found = bytearray(expected.nbytes)
                 if handle.readinto(found) != expected.nbytes or found != expected:
                     return False
     return True
@@ -154,7 +156,7 @@ def documents(written: Sequence[Written], small: dict[str, Any]) -> dict[str, by
     made = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in small.items()}
     made[TABLE] = b"".join(one.table for one in written)
     files = {name: entry for one in written for name, entry in one.files.items()}
-    files |= {name: manifest.Entry(len(data), hashlib.sha256(data).hexdigest()) for name, data in made.items()}
+    files |= {name: manifest.entry_of(data) for name, data in made.items()}
     return made | {manifest.NAME: manifest.canonical(files)}
 
 
