@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts cores that the other workers use, too
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes says something of what else the machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip

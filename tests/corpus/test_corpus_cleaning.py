@@ -89,7 +89,7 @@ def test_text_that_is_well_is_left_alone() -> None:
         assert clean(topic, mojibake=True) == clean(topic)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*"Ã¶Â°â€™œ\x9dРїСЂ√© é\n\xa0a1\u0301", "ï»¿", "schÃ¶n", "Ãƒ\x83Â¶"]), max_size=16).map("".join))
 def test_mending_twice_is_mending_once(text: str) -> None:
     once = clean(text, mojibake=True)

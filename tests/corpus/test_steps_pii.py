@@ -166,7 +166,7 @@ def test_almost_nothing_is_masked_in_reference_prose_and_library_code() -> None:
     assert len(others) <= 2, others
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.sampled_from([value for values in PLANTED.values() for value in values] + STAYS + list("+-.@ 1a(:\n5<")), max_size=12),
     st.booleans(),

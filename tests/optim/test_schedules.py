@@ -103,7 +103,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Phase], list[list[int]]]:
     return phases, batches
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(runs())
 def test_closed_form_equals_a_walk(run: tuple[list[Phase], list[list[int]]]) -> None:
     try:
@@ -113,7 +113,7 @@ def test_closed_form_equals_a_walk(run: tuple[list[Phase], list[list[int]]]) -> 
     assert ours == pytest.approx(walk(*run), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(runs())
 def test_never_negative_and_never_above_the_larger_of_peak_and_start(run: tuple[list[Phase], list[list[int]]]) -> None:
     phases, batches = run

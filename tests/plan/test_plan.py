@@ -205,7 +205,7 @@ def test_checkpointing_and_length_move_activations() -> None:
     assert activations("none", 4096) == 2 * activations("none", 2048)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(length=st.integers(1, 64), window=st.integers(1, 80), every=st.sampled_from([0, 2]))
 def test_attention_pairs_are_counted(length: int, window: int, every: int) -> None:
     """The closed form equals counting the keys of each query, layer by layer."""

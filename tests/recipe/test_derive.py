@@ -80,7 +80,7 @@ def test_max_length_follows_the_extension(write: Write) -> None:
     assert "original_length" in str(resolved.origins["model.max_length"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.floats(2e6, 4e11),
     vocab=st.sampled_from([4096, 32_768, 151_552]),
@@ -103,7 +103,7 @@ def test_shapes_are_sound(size: float, vocab: int, experts: tuple[int, int] | No
     assert count_active(model) <= count(model)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=st.integers(10_000, 10**14), length=st.sampled_from([128, 512, 2048, 32_768]))
 def test_batches_are_sound(tokens: int, length: int) -> None:
     batch = laws.batch_tokens(tokens, length)

@@ -183,7 +183,9 @@ def test_a_terminal(terminal: Terminal) -> None:
     assert re.search(r"(\d+) tokens, \d+ tokens/s · stopped", terminal.until("you › "))
     terminal.type("word " * 600 + "\r")
     assert re.search(r"the prompt has [\d,]+ tokens and this model's\s+context is 256", terminal.until("shorten(?s:.*)you › "))
-    terminal.type("half a line\x03")  # at the prompt it clears the line
+    terminal.type("half a line")
+    terminal.until("half a line")  # a signal between the prompt and the wait for a key is seen only at the next key
+    terminal.type("\x03")  # at the prompt it clears the line
     terminal.until(r"Ctrl-D leaves(?s:.*)you › ")
     terminal.type("/reset\r")
     terminal.until(r"The conversation is forgotten(?s:.*)you › ")
