@@ -204,9 +204,9 @@ def _by_deepspeed(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What outlives a micro-batch under DeepSpeed 0.19, on the device and elsewhere, in fp32.
 
-    ZeRO-1 and 2 keep whole weights on the device, and copies of this rank's share where the optimizer works. ZeRO-1 keeps whole gradients,
-    too, until the last micro-batch. ZeRO-3 copies its share only to another place, and has gradients twice in its step. Where the optimizer
-    is on CPU, its gradients follow it; where it is on a disk, one copy of them does.
+    ZeRO-1 and 2 keep whole weights on the device, and a copy of this rank's share where the optimizer works; ZeRO-3 copies its share to
+    another place only. Gradients are added up whole (ZeRO-1) or in shares, beside the optimizer but never on a disk, and ZeRO-3 and an optimizer
+    elsewhere get a copy of them for the step.
     """
     count = local.shared.count + local.experts.count
     everything, share = 4 * count, 4 * count / layout.dp_shard
@@ -222,14 +222,16 @@ def _by_deepspeed(
     if layout.zero == 3:
         keep("weights", share, engine.offload_weights)
         keep("weights", min(everything, max(4.0 * LIVE, 8 * (largest.shared.count + largest.experts.count))), "none")
-        keep("gradients", share, "none" if engine.offload == "none" else "cpu")
     else:
         keep("weights", everything, "none")
-        keep("gradients", everything if layout.zero == 1 else 0.0, "none")
-        keep("gradients", share if layout.zero == 2 and engine.offload == "cpu" else 0.0, engine.offload)
     if layout.zero < 3 or engine.offload != "none":
         keep("fp32 master", share, engine.offload)
-    keep("gradients", share if layout.zero > 1 or engine.offload != "none" else 0.0, engine.offload)
+    if layout.zero == 1:
+        keep("gradients", everything, "none")
+    else:
+        keep("gradients", share, "none" if engine.offload == "none" else "cpu")
+    if layout.zero == 3 or engine.offload != "none":
+        keep("gradients", share, engine.offload)
     keep("optimizer state", 2 * share, engine.offload)
     return found, elsewhere
 
