@@ -205,8 +205,8 @@ def _by_deepspeed(
     """What outlives a micro-batch under DeepSpeed 0.19, on the device and elsewhere, in fp32.
 
     ZeRO-1 and 2 keep whole weights on the device, and a copy of this rank's share where the optimizer works; ZeRO-3 copies its share to
-    another place only. Gradients are added up whole (ZeRO-1) or in shares, beside the optimizer but never on a disk, and ZeRO-3 and an optimizer
-    elsewhere get a copy of them for the step.
+    another place only. Gradients are added up whole (ZeRO-1) or in shares, beside the optimizer but never on a disk; ZeRO-3, and any
+    optimizer elsewhere, gets a copy of them for the step.
     """
     count = local.shared.count + local.experts.count
     everything, share = 4 * count, 4 * count / layout.dp_shard
