@@ -20,7 +20,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _redistribute, debug
 
     torch.set_num_threads(1)
     while (job := jobs.get()) is not None:
@@ -37,6 +37,7 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
                 dist.destroy_process_group()
             _redistribute.clear_redistribute_planner_cache()  # plans of one world name its groups, and meshes of the next are equal
             _redistribute._gen_transform_infos.cache_clear()
+            debug._clear_sharding_prop_cache()  # nor the meshes that its operations gave their results
             gc.collect()  # a group's threads end with the last object that knows it, and models are cycles
 
 
