@@ -251,7 +251,7 @@ def test_ranks_that_compute_something_else_are_found(tiny: Tiny, played_by: Call
 
 
 @pytest.mark.slow
-def test_deepspeed_goes_through_its_own_steps(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_goes_through_its_own_steps(tiny: Tiny) -> None:
     """It keeps process groups in globals: its ranks, and the first batches in one process, are processes of their own."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
     overrides = ("layout={dp_shard: 2, zero: 3}", "optimizer.kind=adamw", "train.deepspeed={offload: cpu, offload_weights: cpu}")

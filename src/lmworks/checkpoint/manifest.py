@@ -88,12 +88,17 @@ def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int],
 
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """Hex BLAKE3 of a file's bytes."""
-    hasher, block = blake3(), memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as handle:
-        while count := handle.readinto(block):
-            hasher.update(block[:count])
-            if advance is not None:
-                advance(count)
+        return hash_of(handle, advance)
+
+
+def hash_of(handle: Any, advance: Callable[[int], None] | None = None) -> str:
+    """Hex BLAKE3 of what is left to read of an open binary file, wherever it lies."""
+    hasher, block = blake3(), memoryview(bytearray(_BLOCK))
+    while count := handle.readinto(block):
+        hasher.update(block[:count])
+        if advance is not None:
+            advance(count)
     return hasher.hexdigest()
 
 

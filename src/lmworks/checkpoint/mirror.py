@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import nothing, publish
@@ -169,11 +167,9 @@ class _Url:
     def bring(self, source: Path, files: dict[str, manifest.Entry]) -> None:
         for name, entry in files.items():
             self._filesystem.put_file(str(source / name), f"{self._final}/{name}")
-            hasher = blake3()
             with self._filesystem.open(f"{self._final}/{name}", "rb") as handle:
-                while block := handle.read(_BLOCK):
-                    hasher.update(block)
-            if hasher.hexdigest() != entry.blake3:
+                arrived = manifest.hash_of(handle)
+            if arrived != entry.blake3:
                 raise OSError(f"{self._target}: the copy of {name} differs from {source / name}")
 
     def seal(self, source: Path) -> None:
