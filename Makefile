@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Everything lives in .venv; delete it and it is made again.
+# Two commands: `make quickstart` and `make test`. Everything lives in .venv, engines of slow tests in .venv-engines; delete them and they are made again.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,8 +13,16 @@ WORKERS ?= 2
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-slow: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m slow --timeout 7200
+# All slow tests, or with SLICE=K/N one of N pieces; what passed before under the same sources is not repeated. Engines go below ENGINES.
+# SYSTEM=--system also installs packages of the system, as root. UNTIL is when to end, in seconds since 1970. RECORD=--record-durations.
+SLICE ?=
+UNTIL ?=
+ENGINES ?= $(CURDIR)/.venv-engines
+RESULTS ?= runs/slow/results.jsonl
+_PART = $(if $(SLICE),--slice=$(SLICE)) $(if $(UNTIL),--until=$(UNTIL))
+slow: $(VENV)/slow.stamp
+	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python tests/slow_needs.py $(_PART) $(SYSTEM) $(RECORD)
+	LMWORKS_ENGINES=$(ENGINES) $(BIN)/python -m pytest --slow-suite $(_PART) $(RECORD) --results=$(RESULTS) -n $(WORKERS) --dist worksteal --timeout 7200
 
 # Runs with a random fault at a random moment, each compared with one that was left alone; goes on where it was.
 RUNS ?= 200
@@ -31,7 +39,7 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python -m lmworks.recipe.reference > docs/recipe.md
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV)-* runs
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lmworks needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
@@ -44,3 +52,7 @@ $(VENV)/quickstart.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quickstart,dev]'
 	touch $@ $(VENV)/quickstart.stamp
+
+$(VENV)/slow.stamp: $(VENV)/dev.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[slow]'
+	touch $@

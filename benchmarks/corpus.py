@@ -90,7 +90,7 @@ def timed(command: list[str], folder: Path) -> tuple[float, float]:
     """Seconds by the clock and of CPU time, of the command and all it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     with contextlib.suppress(ChildProcessError):

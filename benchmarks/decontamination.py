@@ -9,6 +9,7 @@ shown, since an encyclopedia may well hold what a test asks.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import textwrap
 import time
@@ -49,17 +50,45 @@ def wrapped(item: Item, asked: Question, rng: random.Random) -> str:
     return "\n".join(f"> {line}" for line in textwrap.wrap(f"Q: {asked.text} A: {asked.answer}", 32, break_long_words=False))
 
 
+def tagged(item: Item, asked: Question, rng: random.Random) -> str:
+    """A tag around each word, as highlighters and spans for speech leave them."""
+    return " ".join(f"<b>{word}</b>" for word in verbatim(item, asked, rng).split())
+
+
+def entities(item: Item, asked: Question, rng: random.Random) -> str:
+    return "&nbsp;".join(verbatim(item, asked, rng).split())
+
+
+def dumped(item: Item, asked: Question, rng: random.Random) -> str:
+    """A line of JSON."""
+    return json.dumps({"question": asked.text, "choices": [choice.strip() for choice in item.continuations], "answer": asked.answer})
+
+
+def altered(item: Item, asked: Question, rng: random.Random) -> str:
+    """One word in ten is another."""
+    words = verbatim(item, asked, rng).split()
+    for place in rng.sample(range(len(words)), len(words) // 10):
+        words[place] = rng.choice(["something", "nobody", "here", "instead"])
+    return " ".join(words)
+
+
 def question_only(item: Item, asked: Question, rng: random.Random) -> str:
     return asked.text
 
 
-LAYOUTS: tuple[Plant, ...] = (verbatim, template, shouted, wrapped, question_only)
+def answer_only(item: Item, asked: Question, rng: random.Random) -> str:
+    return asked.answer or item.text
+
+
+LAYOUTS: tuple[Plant, ...] = (
+    verbatim, template, shouted, wrapped, tagged, entities, dumped, altered, question_only, answer_only
+)  # fmt: skip
 
 
 def judged(gate: Gate, documents: list[str]) -> dict[int, list[Match]]:
-    found = Findings.joined([(first, gate.scan(units(documents[first : first + 200]))) for first in range(0, len(documents), 200)])
+    found = Findings.joined([(first, gate.scan(documents[first : first + 200])) for first in range(0, len(documents), 200)])
     seen = gate.seen([found])
-    matches = {number: gate.judge(units([documents[number]]), seen) for number in gate.suspects(found, seen)}
+    matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
     return {number: passages for number, passages in matches.items() if passages}
 
 

@@ -16,11 +16,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch counts cores that the other workers use, too
 
 import tiny_run
+from lmworks import machine
 from rank_pool import RankPool
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+# Measuring the peak takes a second in every process, and only perf/mfu and plans depend on it.
+os.environ[machine.VARIABLE] = f"peak=1e11,{os.environ.get(machine.VARIABLE, '')}"
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says something of what else the machine does.
@@ -29,6 +32,9 @@ settings.load_profile("untimed")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+
+pytest_plugins = ["slow_suite"]
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +47,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
 def tiny_copy(tiny: tiny_run.Tiny, tmp_path: Path) -> tiny_run.Tiny:
     """A copy of that run directory of the test's own."""
     return tiny.copy(tmp_path / "run")
+
+
+@pytest.fixture(params=["bf16 products", "no bf16 products"])
+def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """The test runs twice: on a processor that multiplies bf16 matrices, and on one that does not, whichever this one is."""
+    found: bool = request.param == "bf16 products"
+    monkeypatch.setenv(machine.VARIABLE, f"{os.environ[machine.VARIABLE]},bf16={'yes' if found else 'no'}")
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
+
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,8 +25,13 @@ def _serve(rank: int, jobs: Any, results: Any) -> None:
     from torch.distributed.tensor import _redistribute, debug
 
     torch.set_num_threads(1)
+    frozen = False
     while (job := jobs.get()) is not None:
-        function, world, store, seconds, args = job
+        if not frozen:
+            gc.freeze()  # what is imported stays: 300,000 objects to look at in each collection below, a fifth of what tests of ranks cost
+            frozen = True
+        function, world, store, seconds, args, told = job
+        os.environ["LMWORKS_MACHINE"] = told
         try:
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
@@ -52,7 +59,8 @@ class RankPool:
     """`run(function, world, *args)` calls `function(*args)` on ranks 0 .. world - 1 of a new gloo world and returns what each returned.
 
     `function` must be importable (a function of a test module) and results picklable: numpy arrays or plain values rather than tensors.
-    An exception on a rank is raised here with the rank's traceback; after it, and after a time-out, the processes are started anew.
+    What is said of the machine here (`LMWORKS_MACHINE`) is said there. An exception on a rank is raised here with the rank's traceback;
+    after it, and after a time-out, the processes are started anew.
     """
 
     def __init__(self) -> None:
@@ -62,7 +70,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory()
         self._number = 0
 
-    def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = PATIENCE) -> list[Any]:
         while len(self._workers) < world:
             jobs = self._context.Queue()
             process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
@@ -71,7 +79,7 @@ class RankPool:
         self._number += 1
         store = str(Path(self._folder.name) / f"store-{self._number}")
         for _, jobs in self._workers[:world]:
-            jobs.put((function, world, store, seconds, args))
+            jobs.put((function, world, store, seconds, args, os.environ.get("LMWORKS_MACHINE", "")))
         found: dict[int, Any] = {}
         failures: dict[int, str] = {}
         most = 0

@@ -87,7 +87,7 @@ def cluster(folder: Path) -> Iterator[Path]:
             running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(1)
         for _ in range(60):
-            told = subprocess.run(["sinfo", "--noheader", "--format=%T"], env=environment, capture_output=True, text=True, check=False)
+            told = subprocess.run(["sinfo", "-h", "--format=%T"], env=environment, capture_output=True, encoding="utf-8", check=False)
             if "idle" in told.stdout:
                 break
             time.sleep(1)
@@ -97,7 +97,7 @@ def cluster(folder: Path) -> Iterator[Path]:
     finally:
         for _ in range(60):  # jobs would outlive the daemons
             subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, check=False)
-            left = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True, check=False)
+            left = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, encoding="utf-8", check=False)
             if not left.stdout.strip():
                 break
             time.sleep(0.5)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lmworks.model.init import initialize
-from lmworks.model.transformer import Transformer
-from lmworks.optim.groups import Group
-from lmworks.optim.muon import Muon
+from lmworks.optim.optimizer import Optimizer
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.load import load_recipe
-from lmworks.train.pretrain import build_model
+from lmworks.train.pretrain import build_model, with_optimizer
 
 CPU = torch.device("cpu")
 
@@ -35,5 +32,11 @@ def test_a_processor_without_bf16_products_computes_in_fp32(monkeypatch: pytest.
     recipe = load_recipe("quickstart", ["model.layers=2", "threads=1"]).recipe
     assert recipe.train.precision == "auto"
     assert build_model(recipe).compute_dtype == fast
-    matrix = {"w": torch.nn.Parameter(initialize(Transformer(recipe.model), 1).head.weight.detach())}
-    assert Muon([Group("muon", 0.01, 0.0, matrix)]).dtype == fast
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_newton_schulz_runs_in_the_type_of_the_recipe_whatever_the_processor(has_bf16: bool, precision: str) -> None:
+    recipe = load_recipe("quickstart", ["model.layers=2", "threads=1", f"train.precision={precision}"]).recipe
+    _, optimizer = with_optimizer(recipe, build_model(recipe))
+    assert isinstance(optimizer, Optimizer)
+    assert optimizer.muon.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)

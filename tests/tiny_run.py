@@ -16,7 +16,6 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.storage import Reader
-from lmworks.metrics import system
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
@@ -140,17 +139,11 @@ def write_texts(folder: Path) -> Path:
 
 def prepare(folder: Path) -> Tiny:
     """Texts, recipe, and a run directory up to its shards."""
-    know_the_peak()
     recipe = folder / "tiny.yaml"
     recipe.write_text(RECIPE.format(texts=write_texts(folder / "texts")))
     made = Tiny(recipe, folder / "run")
     made.walk(last="shards")
     return made
-
-
-def know_the_peak() -> None:
-    """Spare the second that measuring the matrix-multiply peak takes; only perf/mfu depends on it."""
-    system._peaks["cpu", 1] = 1e11
 
 
 def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:

@@ -1,129 +1,333 @@
-"""Confines itself and becomes another program: the first half of `lmworks.sandbox`, run as a script by an interpreter of its own.
+"""Builds a sandbox around an untrusted Python program and reports how it ended: the other half of `lmworks.sandbox`, run as a script.
 
-    python -I confine.py '{"seconds": 5, ...}' FOLDER PROGRAM
+    python -I confine.py '{"seconds": 5, ...}' < PROGRAM        prints {"outcome": ..., "detail": ...}
 
-Imports nothing but the standard library. Exit code 125 with a line on standard error: the kernel lacks something, and nothing was run.
-Landlock: landlock(7). The numbers of its system calls are the same on all architectures.
+It imports nothing but the standard library. Three processes: this one, which stands outside and keeps the time; the first process of the
+namespace, whose end the kernel makes the end of all others in it; and below that the program, which can reach neither of the two.
+See user_namespaces(7), mount_setattr(2), landlock(7) and seccomp(2).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
 import resource
+import select
 import signal
 import stat
 import struct
 import sys
+import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-REFUSED = 125
 NOBODY = 65534
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+FOLDER, PROGRAM, BASE = "/sandbox", "/program.py", "/usr"  # what the program may write; what it is; any directory to mount its root on
+READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero")
+MOST_FILES = 4096
+TAIL, LINE = 4096, 300
+
+NAMESPACES = 0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000  # mounts, IPC, users, processes, network
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 0x1, 0x4, 0x1, 0x2
+# the numbers of these system calls are the same on all processors
+OPEN_TREE, MOVE_MOUNT, MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 428, 429, 442, 444, 445, 446
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 EXECUTE, WRITE, READ, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 OF_A_FILE = EXECUTE | WRITE | READ | 1 << 14
 RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # files; version 5 adds ioctl on devices
-READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+
+PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables below, and AUDIT_ARCH of seccomp
+CLONE, SOCKET = (56, 220), (41, 198)
+CLONE3 = 435
+DENIED = (
+    *((57, None), (58, None)),  # fork, vfork: one process, so that the limit of its memory is that of all
+    *((319, 279), (447, 447), (29, 194), (64, 190), (68, 186)),  # memfd_create, memfd_secret, shmget, semget, msgget: memory beside it
+    *((248, 217), (249, 218), (250, 219)),  # add_key, request_key, keyctl: the keyrings of whoever started this
+    *((272, 97), (308, 268), (165, 40), (166, 39), (155, 41), (161, 51)),  # unshare, setns, mount, umount2, pivot_root, chroot
+    *((number, number) for number in (*range(428, 434), 442, 467)),  # the newer calls around mounts
+    *((101, 117), (310, 270), (311, 271), (438, 438)),  # ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
+    *((103, 116), (298, 241), (321, 280), (323, 282)),  # syslog, perf_event_open, bpf, userfaultfd: of the machine, not of a program
+    *((425, 425), (426, 426), (427, 427)),  # io_uring, which would do all of this without being asked
+)
+CLONE_THREAD, AF_INET, AF_INET6, X32 = 0x10000, 2, 10, 0x40000000
+LOAD, IF_EQUAL, IF_FROM, IF_ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
+ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x50000
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
-def refuse(what: str) -> NoReturn:
-    print(f"no sandbox: {what}", file=sys.stderr, flush=True)
-    os._exit(REFUSED)
+class Refused(Exception):
+    """The kernel lacks something, and nothing is run."""
 
 
 def check(result: int, what: str) -> int:
-    """The result of a call, unless it failed."""
+    """The result of a call. Raises `Refused` if it failed."""
     if result < 0:
-        refuse(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def unshare(*own: str) -> None:
-    """Into namespaces of its own; as nobody, to whom the paths `own` are given, where root started it and nobody can get at Python."""
-    if os.geteuid() == 0 and all(reachable(path) for path in (sys.executable, sys.base_prefix)):
-        for path in own:
-            os.chown(path, NOBODY, NOBODY)
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    check(_libc.unshare(CLONE_NEWUSER), "user namespace")
-    check(_libc.unshare(CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS | CLONE_NEWPID), "network and process namespaces")
+def prctl(option: int, value: int, pointer: object = None) -> int:
+    """prctl(2) with arguments as wide as it reads them."""
+    rest = (pointer, ctypes.c_ulong(0), ctypes.c_ulong(0))
+    return int(_libc.prctl(option, ctypes.c_ulong(value), *rest))
 
 
-def reachable(path: str) -> bool:
-    """Whether anybody may go there."""
-    whole = Path(path).resolve()
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in (whole, *whole.parents))
+def enter_namespaces() -> None:
+    """Into namespaces in which there is one user, nobody: whoever started this, or outside too nobody, where root did."""
+    root = os.geteuid() == 0
+    user, group = (NOBODY, NOBODY) if root else (os.geteuid(), os.getegid())
+    if root:
+        try:
+            os.setgroups([])
+        except PermissionError:
+            raise Refused("root has started it, and may not become another user here") from None
+    entered, tell = os.pipe()
+    mapper = os.fork()
+    if mapper == 0:  # who is in the namespace may not map a user other than itself
+        os.close(tell)
+        os._exit(write_maps(os.getppid(), user, group) if os.read(entered, 1) else 0)
+    check(_libc.unshare(NAMESPACES), "user, process, network and mount namespaces")
+    os.write(tell, b".")
+    _, status = os.waitpid(mapper, 0)
+    if status:
+        raise Refused(f"users of the namespace: {os.strerror(os.waitstatus_to_exitcode(status))}")
 
 
-def landlock(folder: str) -> None:
-    """From here on: read and execute under `READABLE` and the interpreter, everything under `folder`, nothing elsewhere."""
-    version = check(_libc.syscall(LANDLOCK_CREATE, None, 0, 1), "Landlock")
+def write_maps(process: int, user: int, group: int) -> int:
+    """Give the namespace of a process its one user and group; the number of the error, 0 for none."""
+    try:
+        for name, content in (("setgroups", "deny"), ("gid_map", f"{NOBODY} {group} 1"), ("uid_map", f"{NOBODY} {user} 1")):
+            Path(f"/proc/{process}/{name}").write_text(content, encoding="ascii")
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def build_root(source: bytes, room: int) -> list[str]:
+    """Move into a root directory with nothing in it but what Python needs, to read only, the program, and `room` bytes of `FOLDER`.
+
+    Returns the trees that are there. Nothing of it lies on a disk, and nothing is left when the last process ends.
+    """
+    links: dict[str, str] = {}
+    found: set[str] = set()
+    for path in filter(os.path.exists, (*READABLE, sys.executable, sys.prefix, sys.base_prefix)):
+        found.add(follow(path, links))
+    trees = sorted(tree for tree in found if found.isdisjoint(map(str, Path(tree).parents)))
+    check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mounts of its own")
+    opened = [read_only(tree) for tree in trees]
+    os.setgid(NOBODY)  # by now root has gone through the directories that only root may enter
+    os.setuid(NOBODY)
+    check(_libc.mount(b"sandbox", BASE.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=755"), "a root directory")
+    for tree, place in zip(trees, opened, strict=True):
+        whole = stat.S_ISDIR(os.fstat(place).st_mode)
+        os.makedirs(BASE + (tree if whole else os.path.dirname(tree)), exist_ok=True)
+        if not whole:
+            Path(BASE + tree).touch()
+        check(_libc.syscall(MOVE_MOUNT, place, b"", AT_FDCWD, os.fsencode(BASE + tree), MOVE_MOUNT_F_EMPTY_PATH), tree)
+        os.close(place)
+    for link, target in links.items():
+        if not any(Path(link).is_relative_to(tree) for tree in trees):
+            os.makedirs(BASE + os.path.dirname(link), exist_ok=True)
+            os.symlink(target, BASE + link)
+    Path(BASE + PROGRAM).write_bytes(source)
+    os.mkdir(BASE + FOLDER)
+    options = f"mode=700,size={room},nr_inodes={MOST_FILES}".encode()
+    check(_libc.mount(b"sandbox", (BASE + FOLDER).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), "a directory to write in")
+    os.chroot(BASE)
+    os.chdir(FOLDER)
+    check(set_attributes(AT_FDCWD, b"/", 0, MOUNT_ATTR_RDONLY), "a root directory to read only")
+    return trees
+
+
+def follow(path: str, links: dict[str, str]) -> str:
+    """Where a path leads to, by way of symbolic links that are noted in `links`."""
+    at, left = "/", path.split("/")
+    while left:
+        name = left.pop(0)
+        if name == "..":
+            at = os.path.dirname(at)
+        elif name not in ("", "."):
+            step = os.path.join(at, name)
+            if os.path.islink(step):
+                links[step] = os.readlink(step)
+                left = links[step].split("/") + left
+                at = "/" if links[step].startswith("/") else at
+            else:
+                at = step
+    return at
+
+
+def read_only(tree: str) -> int:
+    """A file or directory with all that is mounted below it, as a mount that can be read only, not yet at any place."""
+    place = check(_libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(tree), OPEN_TREE_CLONE | AT_RECURSIVE), f"mount of {tree}")
+    os.set_inheritable(place, False)
+    check(set_attributes(place, b"", AT_EMPTY_PATH | AT_RECURSIVE, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID), f"{tree} to read only")
+    return place
+
+
+def set_attributes(place: int, path: bytes, flags: int, attributes: int) -> int:
+    """mount_setattr(2)."""
+    wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    return int(_libc.syscall(MOUNT_SETATTR, place, path, flags, wanted, ctypes.c_size_t(len(wanted))))
+
+
+def landlock(trees: list[str]) -> None:
+    """A second wall: read and execute under `trees`, read the program, everything under `FOLDER`, nothing elsewhere."""
+    version = check(_libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = RIGHTS_BY_VERSION.get(version, RIGHTS_BY_VERSION[3])
     attributes = struct.pack("=Q", handled)
-    rules = check(_libc.syscall(LANDLOCK_CREATE, attributes, len(attributes), 0), "Landlock rules")
-    for path in {*READABLE, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)}:
-        allow(rules, path, (EXECUTE | READ | READ_DIR) & handled)
-    allow(rules, "/dev/null", (READ | WRITE) & handled)
-    allow(rules, folder, handled)
+    rules = check(_libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "Landlock rules")
+    for path, rights in (*((tree, EXECUTE | READ | READ_DIR) for tree in trees), (PROGRAM, READ), ("/dev/null", WRITE), (FOLDER, handled)):
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not stat.S_ISDIR(os.fstat(place).st_mode):
+            rights &= OF_A_FILE
+        check(_libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights & handled, place), 0), f"Landlock rule for {path}")
+        os.close(place)
     check(_libc.syscall(LANDLOCK_RESTRICT, rules, 0), "Landlock")
     os.close(rules)
 
 
-def allow(rules: int, path: str, rights: int) -> None:
-    """Add a path that is there to the rules."""
-    try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return
-    if not stat.S_ISDIR(os.fstat(place).st_mode):
-        rights &= OF_A_FILE
-    beneath = struct.pack("=Qi", rights, place)
-    check(_libc.syscall(LANDLOCK_ADD, rules, 1, beneath, 0), f"Landlock rule for {path}")
-    os.close(place)
-
-
 def limit(limits: dict[str, float]) -> None:
-    """Resource limits; the processor's is in whole seconds."""
-    for which, most in (
-        (resource.RLIMIT_CPU, math.ceil(limits["seconds"])),
-        (resource.RLIMIT_AS, int(limits["memory"])),
-        (resource.RLIMIT_FSIZE, int(limits["file_bytes"])),
-        (resource.RLIMIT_NOFILE, int(limits["files"])),
-        (resource.RLIMIT_NPROC, int(limits["processes"])),
-        (resource.RLIMIT_CORE, 0),
+    """Resource limits, where they are not lower already. The processor's is in whole seconds: SIGXCPU, and SIGKILL a second later."""
+    seconds = math.ceil(limits["seconds"])
+    for which, soft, hard in (
+        (resource.RLIMIT_CPU, seconds, seconds + 1),
+        (resource.RLIMIT_AS, int(limits["memory"]), int(limits["memory"])),
+        (resource.RLIMIT_FSIZE, int(limits["file_bytes"]), int(limits["file_bytes"])),
+        (resource.RLIMIT_NOFILE, int(limits["files"]), int(limits["files"])),
+        (resource.RLIMIT_NPROC, int(limits["threads"]), int(limits["threads"])),
+        (resource.RLIMIT_CORE, 0, 0),
     ):
-        resource.setrlimit(which, (most, most))
+        _, highest = resource.getrlimit(which)
+        hard = hard if highest == resource.RLIM_INFINITY else min(hard, highest)
+        resource.setrlimit(which, (min(soft, hard), hard))
 
 
-def main(limits: dict[str, float], folder: str, program: str) -> NoReturn:
-    """Confine this process, then become the program in a child; this process waits and passes its end on."""
-    unshare(folder, program)
-    child = os.fork()
-    if child == 0:
-        check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "end with the parent")
-        check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-        landlock(folder)
-        limit(limits)
+def filter_calls() -> None:
+    """From here on: threads but no other processes, no sockets but of the internet (and no network for them), none of `DENIED`."""
+    column, processor = PROCESSORS[os.uname().machine]
+    denied = [number for row in DENIED if (number := row[column]) is not None]
+    rules = [
+        *((LOAD, 0, 0, 4), (IF_EQUAL, 1, 0, processor), (RETURN, 0, 0, KILL)),  # numbers of 32-bit programs are others
+        *((LOAD, 0, 0, 0), (IF_FROM, 0, 1, X32), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
+        # its flags lie in memory, where no filter can see them; the C library then takes clone
+        *((IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
+        *(rule for number in denied for rule in ((IF_EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL | errno.EPERM))),
+        *((IF_EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, 16), (IF_ANY_OF, 0, 1, CLONE_THREAD)),
+        *((RETURN, 0, 0, ALLOW), (RETURN, 0, 0, FAIL | errno.EPERM)),
+        *((IF_EQUAL, 0, 5, SOCKET[column]), (LOAD, 0, 0, 16), (IF_EQUAL, 1, 0, AF_INET), (IF_EQUAL, 0, 1, AF_INET6)),
+        *((RETURN, 0, 0, ALLOW), (RETURN, 0, 0, FAIL | errno.EAFNOSUPPORT)),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(rules), ctypes.addressof(code)))
+    check(prctl(PR_SET_SECCOMP, 2, program), "seccomp")
+
+
+def become(said: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
+    """Confine this process and become the program, whose output goes to `said`. What it has not been given, it loses here."""
+    os.setsid()  # signals to its group reach nobody else
+    for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (said, 1), (said, 2)):
+        os.dup2(place, number)
+    check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no new privileges")
+    landlock(trees)
+    limit(limits)
+    filter_calls()
+    try:
+        os.execv(sys.executable, [sys.executable, "-s", "-P", "-X", "utf8", PROGRAM])
+    except OSError as error:
+        whose = "; where root starts the sandbox, everybody must be able to read Python"
+        raise Refused(f"{sys.executable}: {error.strerror}{whose if error.errno == errno.EACCES else ''}") from None
+
+
+def first_process(tell: int, said: int, limits: dict[str, float], trees: list[str]) -> None:
+    """What the first process of the namespace does: start the program, and tell how it ended. With this one all others end."""
+    check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "end with the parent")
+    os.write(tell, b"\n")  # fails where the parent is gone already
+    program = os.fork()
+    if program == 0:
         try:
-            os.execv(sys.executable, [sys.executable, "-I", "-X", "utf8", program])
-        except OSError as error:
-            refuse(f"{sys.executable}: {error}")
-    signal.signal(signal.SIGALRM, lambda number, frame: os.kill(child, signal.SIGKILL))
-    signal.setitimer(signal.ITIMER_REAL, limits["seconds"])
-    _, status = os.waitpid(child, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    ended = os.waitstatus_to_exitcode(status)
-    late = ended == -signal.SIGKILL
-    os._exit(128 + signal.SIGALRM if late else ended if ended >= 0 else 128 - ended)
+            become(said, limits, trees)
+        except (Refused, OSError) as error:
+            os.write(tell, json.dumps({"refused": str(error)}).encode())
+        finally:
+            os._exit(1)
+    os.close(said)
+    _, status, used = os.wait4(program, 0)
+    ended = {"code": os.waitstatus_to_exitcode(status), "cpu": used.ru_utime + used.ru_stime}
+    os.write(tell, b"\n" + json.dumps(ended).encode())
+
+
+def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
+    """Run the program until it ends or its time is over; its outcome and detail."""
+    (report, tell), (output, said) = os.pipe(), os.pipe()
+    first = os.fork()
+    if first == 0:
+        try:
+            first_process(tell, said, limits, trees)
+        finally:
+            os._exit(0)
+    os.close(tell)
+    os.close(said)
+    told, tail, late, ends = b"", b"", False, [report, output]
+    deadline = time.monotonic() + limits["seconds"]
+    while report in ends and not late:
+        left = deadline - time.monotonic()
+        for end in select.select(ends, [], [], max(left, 0))[0]:
+            data = os.read(end, 1 << 16)
+            if not data:
+                ends.remove(end)
+            elif end == report:
+                told += data
+            else:
+                tail = (tail + data)[-TAIL:]
+        late = left <= 0
+    os.kill(first, signal.SIGKILL)  # a child of this process, so the number is still its own
+    os.waitpid(first, 0)  # returns when all in the namespace have ended
+    while data := os.read(report, 1 << 16):
+        told += data
+    while data := os.read(output, 1 << 16):
+        tail = (tail + data)[-TAIL:]
+    lines = tail.decode("utf-8", "replace").strip().splitlines()
+    ended = json.loads(told.strip().partition(b"\n")[0] or b"{}")
+    return verdict(ended, lines[-1][:LINE] if lines else "", late, limits["seconds"])
+
+
+def verdict(ended: dict[str, Any], line: str, late: bool, seconds: float) -> tuple[str, str]:
+    """(outcome, detail) from what the first process told, the last line of output, and whether the time was over."""
+    code = ended.get("code")
+    if "refused" in ended:
+        return "refused", f"no sandbox: {ended['refused']}"
+    if code == 0:
+        return "passed", ""
+    used_up = code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended["cpu"] >= math.ceil(seconds))
+    if used_up or (code is None and late):
+        return "timeout", f"over {seconds:g} s"
+    if code is None:
+        return "failed", "the system ended it"
+    return "failed", line or f"exit code {code if code > 0 else 128 - code}"
+
+
+def main(limits: dict[str, float]) -> None:
+    """Read the program, run it, and print its outcome."""
+    source = sys.stdin.buffer.read()
+    try:
+        if os.uname().machine not in PROCESSORS or sys.maxsize < 1 << 32:
+            raise Refused(f"none for {os.uname().machine}, only for {' and '.join(PROCESSORS)}")
+        os.umask(0o022)
+        enter_namespaces()
+        outcome, detail = watch(limits, build_root(source, int(limits["file_bytes"])))
+    except (Refused, OSError) as error:
+        outcome, detail = "refused", f"no sandbox: {error}"
+    print(json.dumps({"outcome": outcome, "detail": detail}))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(json.loads(sys.argv[1]))

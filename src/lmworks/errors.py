@@ -1,8 +1,13 @@
 """The one exception that a user can cause and mend."""
 
+from lmworks.masking import mask
+
 
 class UserError(ValueError):
     """Something the user can put right. The message is one line: what is wrong, where, and what to do.
 
-    The command line prints it without a traceback and exits with code 2.
+    The command line prints it without a traceback and exits with code 2. Credentials in URLs are masked, whoever wrote the message.
     """
+
+    def __init__(self, *what: object) -> None:
+        super().__init__(*(mask(one) if isinstance(one, str) else one for one in what))

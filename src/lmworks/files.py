@@ -24,8 +24,8 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or a forbidden path into a `UserError` of one line."""
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Turn a full disk into a `UserError` of one line."""
     try:
         yield
     except OSError as error:
@@ -33,6 +33,16 @@ def explain_os_errors(path: Path) -> Iterator[None]:
             raise UserError(
                 f"the disk of {path} is full: free some space and run the same command again; nothing finished was lost"
             ) from error
+        raise
+
+
+@contextmanager
+def explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or a forbidden path into a `UserError` of one line."""
+    try:
+        with explain_full_disk(path):
+            yield
+    except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {path}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
         raise
@@ -58,20 +68,22 @@ def atomic_path(path: Path) -> Iterator[Path]:
             aside.unlink(missing_ok=True)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, atomically."""
+def write_bytes(path: Path, data: bytes, private: bool = False) -> None:
+    """Replace `path` with `data`, atomically. A `private` file is its owner's alone from its first byte on."""
     with atomic_path(path) as aside:
-        aside.write_bytes(data)
+        aside.unlink(missing_ok=True)  # what a killed process of the same number has left
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as handle:
+            handle.write(data)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, private: bool = False) -> None:
     """Replace `path` with `text` in UTF-8, atomically."""
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8"), private)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, private: bool = False) -> None:
     """Replace `path` with `value` as readable JSON, atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", private)
 
 
 def read_json(path: Path) -> Any:

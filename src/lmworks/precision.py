@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmworks import machine
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,19 +24,7 @@ def has_bf16(device: torch.device) -> bool:
 
     A CPU that must widen them first takes several times as long as in fp32.
     """
-    return _all_ranks_have_bf16 and multiplies_bf16(device)
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """The same of this device alone."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        able = torch.cpu.get_capabilities()
-        return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16", "sve_bf16"))
-    return False
+    return _all_ranks_have_bf16 and machine.multiplies_bf16(device)
 
 
 def dtype_for(precision: str, device: torch.device) -> torch.dtype:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-console = Console(stderr=True, highlight=False)
+from lmworks.terminal import Terminal, plain
+
+console = Terminal(stderr=True)
 _LOG_EVERY_SECONDS = 15.0
 
 
@@ -57,7 +58,7 @@ class _LogBar(Bar):
             rate = (self._done - self._first) / max(now - self._start, 1e-9)
             left = (self._total - self._done) / rate if rate > 0 else float("inf")
             line += f" of {self._total:,.0f} ({100 * self._done / self._total:.0f}%), ETA {clock(left)}"
-        print(f"{line}  {self._note}".rstrip(), file=sys.stderr, flush=True)
+        print(plain(f"{line}  {self._note}".rstrip()), file=sys.stderr, flush=True)
 
 
 def clock(seconds: float) -> str:
@@ -78,8 +79,8 @@ def bar(label: str, total: float | None = None, done: float = 0) -> Iterator[Bar
     if not console.is_terminal:
         yield _LogBar(label, total, done)
         return
-    columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=28), TaskProgressColumn(), TimeElapsedColumn(),
-               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    columns = (TextColumn("{task.description:<22}", markup=False), BarColumn(bar_width=28), TaskProgressColumn(), TimeElapsedColumn(),
+               TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))
     with Progress(*columns, console=console, transient=False) as progress:
         task = progress.add_task(label, total=total, completed=int(done), note="")
         yield _TerminalBar(progress, task)

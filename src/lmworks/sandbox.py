@@ -1,43 +1,48 @@
-"""Programs that nobody has read, run where they can do little harm. Linux only.
+"""Untrusted Python programs, run where they can do little harm. Linux on x86_64 and aarch64 only.
 
-What the kernel enforces: no network at all (a network namespace of its own); no reading of files other than the interpreter's and
-the system's libraries, and no writing outside a temporary directory that is removed afterwards (Landlock); no sight of other processes,
-and none left behind (a process namespace); limits on CPU time, memory, size of a file, open files and processes; no gain of privileges; a
-clean environment without keys. Where one of the namespaces or Landlock is missing, nothing is run.
+What the kernel enforces: no network at all (a network namespace of its own, and only sockets of the internet protocols); a root
+directory in which there is nothing but the interpreter and the system's libraries, to read only, and a directory in memory, of limited
+size, to write in (a mount namespace, and Landlock as a second wall); no sight of other processes (a process namespace, no /proc); one
+process, in which there may be threads, so that the limits of memory and of CPU time hold for all that a program does; no keyrings, no
+shared memory, no namespaces, mounts or tracing of its own (seccomp); no gain of privileges, and never root's user number, whoever starts
+it; a clean environment without keys. Time is kept, and the program ended, by a process that it cannot reach. Where one of these is
+missing, nothing is run.
 
-What it does not promise: it is no virtual machine, so a hole in the kernel is a hole in it; programs share the machine's clock, cores
-and disk, so one can slow others down and write to the disk for as long as it runs; whether a program meets its time limit depends on the
-machine; a socket that is a file can be talked to where its permissions allow it; and the number of processes is not limited where root
-starts it with a Python that lies where nobody else can go.
+What it does not promise: it is no virtual machine, so a hole in the kernel is a hole in it; programs share the machine's clock and cores,
+so one can slow others down; whether a program meets its time limit depends on the machine. What the interpreter and its packages lie in
+can be read by a program; where root starts it, only what anybody may read of that.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from lmworks import machine
+
 _LAUNCHER = Path(__file__).with_name("confine.py")
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-_REFUSED = 125
-_GRACE = 2.0
-_TAIL = 300
+_ENVIRONMENT = {
+    "HOME": "/sandbox", "TMPDIR": "/sandbox", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+}
+_GRACE = 60.0  # seconds in which the launcher, which keeps the time itself, begins and answers
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. `seconds` is wall time, and CPU time rounded up; `memory` is address space, in bytes."""
+    """What one program may use. `seconds` is wall time, and CPU time rounded up; `memory` is address space, in bytes.
+
+    `file_bytes` is the size of a file, and of all that it writes; those lie in memory too, beside `memory`.
+    """
 
     seconds: float = 5.0
     memory: int = 512 << 20
     file_bytes: int = 16 << 20
-    processes: int = 32
+    threads: int = 32
     files: int = 64
 
 
@@ -52,44 +57,17 @@ class Ran:
 def run_python(source: str, limits: Limits | None = None) -> Ran:
     """Run a Python program of any origin and see whether it exits with 0. Reads nothing from the user; its output is thrown away."""
     limits = limits or Limits()
-    if sys.platform != "linux":
-        return Ran("refused", "the sandbox needs Linux")
-    with tempfile.TemporaryDirectory(prefix="lmworks-sandbox-", ignore_cleanup_errors=True) as folder:
-        program, output = Path(folder, "program.py"), Path(folder, "output")
-        program.write_text(source, encoding="utf-8", errors="surrogatepass")
-        environment = {"HOME": folder, "TMPDIR": folder, **_ENVIRONMENT}
-        command = [sys.executable, "-I", str(_LAUNCHER), json.dumps(asdict(limits)), folder, str(program)]
-        with output.open("wb") as sink:
-            process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
-            )
-            try:
-                code = process.wait(limits.seconds + _GRACE)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
-        return _verdict(code, _last_line(output), limits)
-
-
-def _verdict(code: int | None, line: str, limits: Limits) -> Ran:
-    if code is None or code in (128 + signal.SIGXCPU, 128 + signal.SIGALRM):
-        return Ran("timeout", f"over {limits.seconds:g} s")
-    if code == _REFUSED and line.startswith("no sandbox: "):
-        return Ran("refused", line)
-    return Ran("passed", "") if code == 0 else Ran("failed", line or f"exit code {code}")
-
-
-def _last_line(output: Path) -> str:
-    size = output.stat().st_size
-    with output.open("rb") as written:
-        written.seek(max(0, size - 4096))
-        lines = written.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:_TAIL] if lines else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the whole session; the first process of a namespace takes the others with it."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    if not machine.sandbox():
+        return Ran("refused", "this machine has none")
+    command, pipe = [sys.executable, "-I", str(_LAUNCHER), json.dumps(asdict(limits))], subprocess.PIPE
+    with subprocess.Popen(command, cwd="/", env=_ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as launcher:
+        try:
+            answer, trouble = launcher.communicate(source.encode("utf-8", "surrogatepass"), limits.seconds + _GRACE)
+        except subprocess.TimeoutExpired:
+            return Ran("timeout", f"over {limits.seconds:g} s")
+        finally:
+            launcher.kill()
+    if launcher.returncode:
+        lines = trouble.decode("utf-8", "replace").strip().splitlines() or [f"exit code {launcher.returncode}"]
+        return Ran("refused", f"no sandbox: {lines[-1]}")
+    return Ran(**json.loads(answer))

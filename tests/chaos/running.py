@@ -83,6 +83,7 @@ class Run:
         """A process of the command line, with the campaign's hook in all that are its ranks."""
         paths = [str(HOOK), str(Path(sys.modules["lmworks"].__file__ or "").parents[1])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "LMWORKS_CHAOS": str(self.dir / "chaos")}
+        environment["LMWORKS_MACHINE"] = "peak=1e11"  # only perf/mfu depends on it, and measuring it takes a second
         return psutil.Popen(
             [sys.executable, "-m", "lmworks.cli.main", *words], env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **options
         )
@@ -141,7 +142,7 @@ class Run:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=30)
+        psutil.wait_procs(processes, timeout=120)
 
     @staticmethod
     def signal(processes: list[psutil.Process], number: int) -> None:

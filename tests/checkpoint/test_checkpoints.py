@@ -17,6 +17,7 @@ from lmworks.checkpoint import storage as storage_module
 from lmworks.errors import UserError
 from lmworks.recipe.training import Checkpoints as Options
 from lmworks.recipe.units import Duration
+from patience import PATIENCE
 
 IDENTITY = {"hidden_size": 8, "betas": (0.9, 0.95)}
 
@@ -96,7 +97,7 @@ def test_training_may_go_on_while_a_save_is_under_way(tmp_path, monkeypatch):
     staged = []
 
     def held(self, aside, parts, document):
-        gate.wait(20)
+        gate.wait(PATIENCE)
         staged.append(next(part for part in parts if part.name == "model/head.weight").values().data_ptr())
         return write(self, aside, parts, document)
 

@@ -232,7 +232,7 @@ def kill_and_check(directory: Path, kills: int, seed: int) -> None:
     for _ in range(kills):
         process = subprocess.Popen(
             [sys.executable, "-c", _SAVER, str(directory), str(Path(__file__).parent)],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert process.stdout is not None
         assert process.stdout.readline() == f"start {last}\n"

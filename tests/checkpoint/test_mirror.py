@@ -15,6 +15,7 @@ from lmworks.checkpoint import mirror as mirror_module
 from lmworks.checkpoint.mirror import copy_checkpoint
 from lmworks.errors import UserError
 from lmworks.recipe.training import Checkpoints as Options
+from patience import PATIENCE
 
 
 def make_state(value: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -110,7 +111,7 @@ def test_training_goes_on_and_nothing_waiting_is_pruned(tmp_path, monkeypatch):
     gate, copy = threading.Event(), mirror_module.copy_checkpoint
 
     def slow(*arguments):
-        gate.wait(20)
+        gate.wait(PATIENCE)
         return copy(*arguments)
 
     monkeypatch.setattr(mirror_module, "copy_checkpoint", slow)

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, mirror, near, newest_good, storage, verify
+from lmworks.checkpoint import checkpoints as checkpoints_
+from lmworks.errors import UserError
 from lmworks.recipe.training import Checkpoints as Options
 from rank_pool import RankPool
 
@@ -184,6 +186,75 @@ def test_a_bad_copy_is_not_published_and_is_tried_again(ranks: RankPool, tmp_pat
     events = ranks.run(bad_copies, 4, str(tmp_path))[0]
     assert events == ["checkpoint", "checkpoint_copy_failed", "checkpoint", "checkpoint_copied", "checkpoint_copied"]
     assert [(row["step"], row["good"]) for row in verify(tmp_path / "run" / "checkpoints")] == [(1, True), (2, True)]
+
+
+def needed_here(folder: str) -> list[int]:
+    """What each save of this rank has asked its own disk for, and how much all ranks write."""
+    asked: list[int] = []
+    honest = checkpoints_._begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints_, "_begin", lambda aside, needed: (asked.append(needed), honest(aside, needed))[1])
+        with open_(folder) as checkpoints:
+            checkpoints.save(1, state(1), {"step": 1})
+    return asked
+
+
+def test_a_machine_needs_room_for_what_its_own_ranks_write(ranks: RankPool, tmp_path: Path) -> None:
+    asked = ranks.run(needed_here, 4, str(tmp_path))
+    own = [sum(path.stat().st_size for path in (tmp_path / f"machine-{one}").rglob("data-*")) for one in (0, 1)]
+    assert asked == [[own[0]], [], [own[1]], []] and sum(own) > max(own)
+
+
+def fail_after(folder: str, what: str) -> tuple[list[str], list[str], bool]:
+    """Three saves; the ledger, or the pruning, fails on the first rank each time. What was loaded again, and what was kept."""
+
+    def report(event: str, **fields: Any) -> None:
+        if what == "ledger" and dist.get_rank() == 0:
+            raise UserError("the disk of ledger.jsonl is full")
+
+    def prune(*arguments: Any, **options: Any) -> list[int]:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "pruning":
+            patch.setattr(checkpoints_, "prune", prune)
+        with Checkpoints(Path(folder), Options(keep_last=1), {}, report=report) as all_:
+            outcomes = []
+            for step in (1, 2, 3):
+                try:
+                    all_.save(step, state(step), {"step": step}, wait=True)
+                    outcomes.append("saved")
+                except UserError as error:
+                    outcomes.append(str(error))
+            found = state(0)
+            all_.load_latest(found)
+    return outcomes, [path.name for path in listing.directories(Path(folder))], holds(found, 3)
+
+
+@pytest.mark.parametrize("what", ["ledger", "pruning"])
+def test_what_the_first_rank_does_after_a_save_is_no_failure_of_the_save(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    """It alone would try again, in a collective that the others do not enter."""
+    found = ranks.run(fail_after, 2, str(tmp_path / "run"), what)
+    assert [outcomes for outcomes, _, _ in found] == [["saved"] * 3] * 2
+    assert all(loaded for _, _, loaded in found)
+    kept = [listing.name_of(step) for step in ((1, 2, 3) if what == "pruning" else (3,))]
+    assert found[0][1] == kept
+
+
+def test_a_thread_that_copies_outlives_what_fails_after_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prune(*arguments: Any, **options: Any) -> list[int]:
+        raise PermissionError(13, "Permission denied")
+
+    def forget(self: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints_, "prune", prune)
+    monkeypatch.setattr(near.Near, "_forget_old", forget)
+    with open_(str(tmp_path)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"model": {"weight": torch.full((5,), float(step))}}, {"step": step})
+        checkpoints._near.settle()  # type: ignore[union-attr]
+    assert [row["good"] for row in verify(tmp_path / "run" / "checkpoints")] == [True] * 3
 
 
 def test_one_process_alone(tmp_path: Path) -> None:

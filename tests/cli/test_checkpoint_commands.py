@@ -75,7 +75,7 @@ def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkey
 def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: Lmworks, run: Tiny) -> None:
     last, whole = checkpoint(run.run_dir, STEPS), curve(run.run_dir)
     (run.run_dir / "evaluate").mkdir()
-    (run.run_dir / "evaluate" / "stage.json").write_text('{"stamp": "x", "done": true}')
+    (run.run_dir / "evaluate" / "stage.json").write_text('{"stage": "evaluate", "done": true}')
     done = lmworks("ckpt", "rollback", run.run_dir, 20)
     assert done.code == 0, done.err
     assert "the next run goes on from step 20\n" in done.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -53,19 +54,29 @@ def test_sample(lmworks: Lmworks, tiny: Tiny) -> None:
 
 
 def test_text_is_printed_as_it_is(lmworks: Lmworks, tmp_path: Path) -> None:
-    """Square brackets in a text are no markup."""
-    page = "A list such as [red] or [/bold] or [link=x] is only text. " * 5
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{page}\n\nPage {number}."}) + "\n" for number in range(6)))
+    """Square brackets in a text, a file's name or a licence are no markup, and no escape of theirs reaches the terminal."""
+    page = "A list such as [red] or [/bold] or [link=x] or :smile: is only text. " * 5
+    retitle, clear = "\x1b]0;mine\x07", "\x9b2J"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / f"[red]{retitle}.jsonl").write_text(
+        "".join(json.dumps({"text": f"{page}\n\nPage {number}.{retitle}{clear}"}) + "\n" for number in range(6)) + f"broken {retitle}\n"
+    )
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"name: mine\nrun_dir: {tmp_path}/run\ncorpus:\n  sources: [{{name: mine, kind: jsonl, path: {tmp_path}/texts.jsonl, licence: x, "
+        f"name: mine\nrun_dir: {tmp_path}/run\ncorpus:\n  sources: [{{name: mine, kind: jsonl, path: {tmp_path}/texts, licence: '[/x]', "
         "rules: none}]\n  dedup: {exact: false, minhash: null}\n  decontaminate: null\n"
         "tokenizer: {vocab_size: 512}\nmodel: {preset: glm-tiny}\n"
         "train: {phases: [{name: a, tokens: 1M, mixture: {mine: 1}, sequence_length: 64 tokens, batch: 1Ki}]}\n"
     )
-    assert lmworks("corpus", "prepare", recipe).code == 0
-    assert page[:58] in lmworks("corpus", "sample", recipe, "-n", 1).out
-    assert page[:58] in lmworks("corpus", "trace", tmp_path / "run", "mine/0/0").out
+    made = lmworks("corpus", "prepare", recipe)
+    assert made.code == 0 and ", [/x]" in made.out
+    shown = [lmworks("corpus", "sample", recipe, "-n", 1), lmworks("corpus", "trace", tmp_path / "run", "mine/0/0")]
+    assert all(page[:69] in one.out for one in shown)
+    unknown = lmworks("corpus", "trace", tmp_path / "run", f"[/x]{retitle}")
+    shown += [made, lmworks("corpus", "sample", recipe, "--fate", "quarantine", "--json"), unknown]
+    assert "/[red]]0;mine.jsonl" in shown[1].out and "[/x]" in unknown.err
+    for one in shown:
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", one.out + one.err)
 
 
 def test_a_token_leads_back_to_its_document(lmworks: Lmworks, tiny: Tiny) -> None:

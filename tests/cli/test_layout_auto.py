@@ -29,7 +29,9 @@ def chosen(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("way", ["local", "slurm"])
 def test_every_rank_is_told_the_layout_that_was_chosen(lmworks: Lmworks, tmp_path: Path, way: str) -> None:
     (tmp_path / "roomy.yaml").write_text(CLUSTER.format(memory=40))
-    done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", "--set", f"run_dir={tmp_path / 'run'}", "--dry-run")
+    batches = ("--set", "train.phases.general.batch=8Ki", "--set", "train.phases.anneal.batch=8Ki")  # 8 sequences at least
+    run = ("--set", f"run_dir={tmp_path / 'run'}", *batches, "--dry-run")
+    done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "roomy.yaml", *run)
     assert done.code == 0, done.err
     ranks = "4" if way == "local" else "8"
     last = chosen(done.out)

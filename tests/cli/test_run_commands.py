@@ -21,6 +21,7 @@ from lmworks.shards.batch import Batches
 from lmworks.train import trainer
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.lock import RunLock
+from patience import PATIENCE
 from tiny_run import FIRST, STEPS, Tiny, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,13 +43,14 @@ def command(*arguments: object) -> list[str]:
 def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny) -> None:
     longer = "train.phases.general.tokens=12000 tokens"
     arguments = ("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}", "--set", longer)
-    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(*arguments), **pipes, encoding="utf-8", env=ENVIRONMENT) as process:
         metrics = tiny_copy.run_dir / "metrics.jsonl"
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, said
     saved = listing.step_of(listing.directories(tiny_copy.run_dir / "checkpoints")[-1])
     assert "stopping after this step; once more to stop at once, without saving" in said
@@ -63,7 +65,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
         path = reference.run_dir / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     reference.pretrain(longer)
-    done = subprocess.run([*LMWORKS, *shlex.split(again)[1:]], capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    done = subprocess.run([*LMWORKS, *shlex.split(again)[1:]], capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert f"pretrain goes on from step {saved} of " in done.stderr
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(reference.run_dir)) == []
@@ -73,7 +75,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
 def test_two_processes_on_one_run_directory(tiny_copy: Tiny) -> None:
     with RunLock(tiny_copy.run_dir):
         again = command("run", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}")
-        done = subprocess.run(again, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+        done = subprocess.run(again, capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == (
         f"error: {tiny_copy.run_dir} is in use by process {os.getpid()} on {socket.gethostname()}; "

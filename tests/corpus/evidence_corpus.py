@@ -41,7 +41,7 @@ def rows() -> list[str]:
 
 def write(path: Path, texts: Sequence[str]) -> Path:
     lines = [json.dumps({"text": text}) for text in texts]
-    path.write_text("\n".join([*lines, '{"text": "broken', '{"text": null}']) + "\n")
+    path.write_text("\n".join([*lines, '{"text": "broken', '{"text": null}']) + "\n", encoding="utf-8")
     return path
 
 

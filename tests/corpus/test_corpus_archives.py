@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 import random
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from source_items import items, reasons, texts
+from source_items import LIMIT, items, reasons, source, texts
 
 from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers import archives, parts, read
 from lmworks.corpus.readers.repository import ordered
 
 
@@ -104,6 +107,72 @@ def test_zip_files_whose_directory_promises_too_much_are_bombs(tmp_path: Path) -
         data[at + 24 : at + 28] = (200_000_000).to_bytes(4, "little")
     path.write_bytes(data)
     assert reasons(items("text", path=str(tmp_path))) == ["bomb"]
+
+
+def headed(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.pax_headers = size, kind, pax or {}
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize("kind", ["text", "repository"])
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.tar", headed("a.txt", 10**15) + b"x" * 2000, ["bomb"]),
+        ("a.tar", headed("a", 10**15, b"Z") + b"x" * 2000, ["bomb"]),
+        ("a.tar", headed("a.txt", 5, pax={"size": str(10**15)}) + b"x" * 2000, ["bomb"]),
+        ("a.tar.gz", gzip.compress(headed("a", 300_000_000, tarfile.XHDTYPE) + b"7 a=bc\n" * 300_000, 1), ["bomb"]),
+        ("a.tar.gz", gzip.compress(headed("a", 300_000_000, tarfile.GNUTYPE_LONGNAME) + b"a" * 2_000_000, 1), ["bomb"]),
+        ("a.tar", headed("a.txt", -512) + b"x" * 2000, ["damaged_file"]),
+        ("a.tar.xz", lzma.compress(headed("a.bin", 20_000_000) + bytes(20_000_000), preset=0), ["bomb"]),
+    ],
+)  # fmt: skip
+def test_tar_files_that_promise_or_hold_too_much_are_bombs(
+    tmp_path: Path, kind: str, name: str, content: bytes, found: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    path = tmp_path if kind == "text" else tmp_path / name
+    assert [reason for reason in reasons(items(kind, path=str(path))) if reason not in ("no_text", "binary", "enormous")] == found
+
+
+def test_what_comes_out_of_an_archive_is_counted_over_all_its_members(tmp_path: Path) -> None:
+    packed = gzip.compress(b"\n" * 1_200_000)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(20):
+            add(archive, f"{number}.txt.gz", packed)
+    found = items("text", path=str(tmp_path), limit=3_000_000)
+    assert reasons(found)[-1] == "bomb" and reasons(found).count("empty_text") < 20
+    with zipfile.ZipFile(tmp_path / "a.tar", "w") as zipped:
+        zipped.writestr("a.txt.gz", gzip.compress(bytes(20_000_000)))
+    (tmp_path / "a.tar").rename(tmp_path / "a.zip")
+    assert reasons(items("text", path=str(tmp_path), layout="lines")) == ["enormous", "bomb"]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_SECONDS", 0.1), ("_MEMORY", 40 << 20)])
+def test_an_archive_that_takes_too_much_costs_itself_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    """A sparse file's map of its holes, which tarfile reads whole, under limits that are low."""
+    monkeypatch.setattr(archives, limit, value)
+    monkeypatch.setattr(archives, "_idle", [])
+    holes = b"250000\n" + b"0\n" * 500_000
+    sparse = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.txt", "GNU.sparse.realsize": "5"}
+    holed = headed("a.txt", len(holes), pax=sparse) + holes
+    (tmp_path / "a.tar").write_bytes(holed + bytes(-len(holed) % 512) + bytes(1024))
+    (tmp_path / "b.txt").write_text("after")
+    found = items("text", path=str(tmp_path))
+    assert (texts(found), reasons(found)) == (["after"], ["bomb"])
+
+
+def test_an_archive_that_is_left_in_the_middle_is_forgotten(tmp_path: Path) -> None:
+    for name in ("a.zip", "b.zip"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for number in range(3):
+                archive.writestr(f"{number}.txt", f"{name} {number}")
+    given = source("text", path=str(tmp_path / "a.zip"))
+    assert next(read(given, parts(given, 1 << 40)[0], LIMIT)).text == "a.zip 0"
+    assert texts(items("text", path=str(tmp_path))) == [f"{name} {number}" for name in ("a.zip", "b.zip") for number in range(3)]
 
 
 REPOSITORY = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE
 
-from lmworks.corpus.cleaning import clean, encodable, fingerprint_form
+from lmworks.corpus.cleaning import clean, encodable, fingerprint_form, unmangle
 from lmworks.corpus.document import Document
 from lmworks.recipe.text_steps import Clean
 
@@ -70,6 +70,26 @@ def test_equal_up_to_case_and_blanks() -> None:
 def test_mojibake_is_mended_where_asked(mangled: str, whole: str) -> None:
     assert clean(f"one line\n{mangled}\nanother", mojibake=True) == f"one line\n{whole}\nanother"
     assert clean(mangled) != whole
+
+
+def test_letters_that_look_like_controls_are_kept() -> None:
+    """Code page 850 between letters, Windows-1252 elsewhere: both are met as Latin-1."""
+    assert clean("sch\x84tzte, h\x94ren, M\x81ller, gar\x87on") == "schätzte, hören, Müller, garçon"
+    assert clean("don\x92t say \x93yes\x94 \x96 mu\x9aka, \x80 5") == "don’t say “yes” – muška, € 5"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "cp1250", "cp1251", "cp1254", "cp1257", "iso8859-2", "mac-roman", "cp437"])
+def test_all_that_ftfy_mends_is_mended(encoding: str) -> None:
+    import ftfy
+
+    mended = 0
+    for text in ARTICLE.values():
+        for line in text.split(". "):
+            mangled = "".join(bytes([byte]).decode(encoding, "ignore") or chr(byte) for byte in line.encode())
+            whole = ftfy.fix_encoding(mangled)
+            mended += whole != mangled
+            assert unmangle(mangled) == whole
+    assert mended > 10
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])

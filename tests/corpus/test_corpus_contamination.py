@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.corpus.contamination import Boilerplate, Findings, Gate, Match
-from lmworks.corpus.units import units
+from lmworks.corpus.contamination import Findings, Gate, Match, Shared, Widespread
 
 HELD = " ".join(f"held{number}" for number in range(60))
 FILLER = " ".join(f"filler{number}" for number in range(40))
@@ -16,13 +15,13 @@ FILLER = " ".join(f"filler{number}" for number in range(40))
 
 def findings(gate: Gate, documents: list[str]) -> Findings:
     """One batch each: batches must not matter."""
-    return Findings.joined([(number, gate.scan(units([document]))) for number, document in enumerate(documents)])
+    return Findings.joined([(number, gate.scan([document])) for number, document in enumerate(documents)])
 
 
 def judged(gate: Gate, documents: list[str]) -> dict[int, list[Match]]:
     found = findings(gate, documents)
     seen = gate.seen([found])
-    matches = {number: gate.judge(units([documents[number]]), seen) for number in gate.suspects(found, seen)}
+    matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
     return {number: passages for number, passages in matches.items() if passages}
 
 
@@ -51,15 +50,15 @@ def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> N
 def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
     gate = Gate(13)
     gate.protect(["held"], [HELD], evaluation=False)
-    assert not len(gate.scan(units([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"])).rows)
+    assert not len(gate.scan([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]).rows)
 
 
 def test_boilerplate_is_reported_and_drops_nothing() -> None:
     documents = [f"start{number} {part(0, 20)} end{number} {FILLER}" for number in range(11)]
     gate, found = run(documents, held=[HELD])
     assert found == {}
-    (told,) = gate.boilerplate(gate.seen([findings(gate, documents)]), 1)
-    assert told == Boilerplate(11, "held/0", part(0, 20))
+    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 1)
+    assert told == Widespread(11, "held/0", part(0, 20), let_pass=True)
 
 
 def test_ten_copies_are_still_leaks() -> None:
@@ -141,7 +140,7 @@ def test_batches_of_many_documents_find_what_single_ones_do() -> None:
     texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{part(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {part(3, 30)}", ""]
     gate = Gate(13)
     gate.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
-    whole = gate.scan(units(texts)).rows
+    whole = gate.scan(texts).rows
     assert np.array_equal(whole, findings(gate, texts).rows)
     assert set(whole[:, 0].tolist()) == {0, 2, 3}
 
@@ -162,8 +161,91 @@ def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
 
 def test_an_empty_gate_finds_nothing() -> None:
     gate = Gate(13)
-    found = gate.scan(units([FILLER]))
+    found = gate.scan([FILLER])
     seen = gate.seen([found])
     assert gate.suspects(found, seen) == []
-    assert gate.judge(units([FILLER]), seen) == []
-    assert gate.boilerplate(seen, 5) == []
+    assert gate.judge(FILLER, seen) == []
+    assert gate.widespread(seen, 5) == []
+
+
+def asked_of(questions: list[tuple[str, str]]) -> Gate:
+    gate = Gate(13)
+    gate.protect([f"own/{number}" for number in range(len(questions))], *map(list, zip(*questions, strict=True)), evaluation=True)
+    return gate
+
+
+def test_a_frequent_run_that_lies_in_the_answer_is_told_as_it_stands_there() -> None:
+    gate = asked_of([("What follows?", part(0, 30))])
+    documents = [f"start{number} {part(5, 25)} end{number}" for number in range(11)]
+    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 5)
+    assert told == Widespread(11, "own/0", part(5, 25), let_pass=False)
+
+
+def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_copied() -> None:
+    gate = asked_of([(part(0, 40), "")])
+    documents = [f"start{number} {part(0, 24)} end{number}" for number in range(30)]
+    assert sorted(judged(gate, documents)) == list(range(30))
+    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 5)
+    assert told == Widespread(30, "own/0", part(0, 24), let_pass=False)
+
+
+def test_how_a_set_asks_is_no_leak_and_told() -> None:
+    template = part(0, 20)
+    gate = asked_of([(f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}", "") for number in range(4)])
+    alike = f"{FILLER} {template} " + " ".join(f"other{place}" for place in range(20))
+    leaked = f"{FILLER} {template} " + " ".join(f"item2x{place}" for place in range(13))
+    assert sorted(judged(gate, [alike, leaked])) == [1]
+    assert gate.shared() == [Shared("own", 8, part(0, 13))]
+
+
+ITEM = (
+    "A farmer who keeps bees notices in early spring that two of his seven hives stay silent although the willows are in bloom "
+    "and the other hives fly busily. Which cause should he look for first before he opens them?"
+)
+_WORDS = ITEM.split()
+DEFACED = {
+    "tags between all words": "<b>" + "</b> <b>".join(_WORDS) + "</b>",
+    "tags with attributes": "".join(f'<span class="w {place}" id=w{place}>{word}</span>' for place, word in enumerate(_WORDS)),
+    "entities for spaces": "&nbsp;".join(_WORDS),
+    "entities in entities": "&amp;nbsp;".join(_WORDS),
+    "escaped tags": "&lt;i&gt;" + "&lt;/i&gt; &lt;i&gt;".join(_WORDS),
+    "a file of JSON": '{"q": "' + "\\n".join(_WORDS).replace("b", "\\u0062") + '"}',
+    "one word in ten changed": " ".join("something" if place % 10 == 6 else word for place, word in enumerate(_WORDS)),
+}
+
+
+@pytest.mark.parametrize("how", DEFACED)
+def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
+    text = f"{FILLER} {DEFACED[how]} {FILLER}"
+    found = judged(asked_of([(ITEM, "")]), [FILLER, text])
+    assert list(found) == [1]
+    longest = text[found[1][0].start : found[1][0].end]
+    assert len(longest) > len(DEFACED[how]) / 2
+    assert longest in DEFACED[how]
+
+
+def test_a_few_common_words_are_no_item_with_changes() -> None:
+    gate = asked_of([(ITEM, "")])
+    text = "A farmer who keeps bees notices in early summer that all of his hives are in bloom and the other hives fly."
+    assert judged(gate, [text]) == {}
+
+
+def test_a_long_answer_is_found_alone() -> None:
+    answer = "open the lid slowly and look for mites on bees"
+    assert asked([f"{FILLER} {answer} {FILLER}", answer.replace("mites", "honey")], "What now?", answer) == [0]
+
+
+PUZZLE = ("Solve: ((a + b) * (c - d)) / [e ^ f] = {g & h} | ~(i % j) + k * (l - m)", "")
+
+
+def test_symbols_count_where_an_item_is_made_of_them() -> None:
+    gate = asked_of([PUZZLE])
+    other = PUZZLE[0].replace("+", "-").replace("*", "/").replace("[e", "(e").replace("&", "<")
+    assert sorted(judged(gate, [f"{FILLER}\n{PUZZLE[0]}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
+
+
+def test_an_item_of_symbols_alone_is_looked_for() -> None:
+    maze = "##.#..#.#\n#..##.#.#\n#.#..#..#\n##...##.#"
+    gate = asked_of([(maze, "")])
+    assert gate.trivial == {}
+    assert sorted(judged(gate, [f"{FILLER}\n{maze}\n", maze.replace("..#", ".#.")])) == [0]

@@ -64,6 +64,32 @@ def test_a_story_becomes_messages_with_reasoning_and_tool_calls() -> None:
     ]  # fmt: skip
 
 
+def test_what_is_spoken_in_a_story_is_a_conversation_without_system_thoughts_and_tools(tmp_path: Path) -> None:
+    more = STORY + "\nuser:\nThank you!\n\nassistant channel=final:\nYou are welcome.\n"
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
+        archive.writestr("virtual_stories/stories/pillows_en.txt", more)
+        archive.writestr("virtual_stories/stories/pillows_ja.txt", more)
+    (talk,) = virtual_stories(tmp_path / "wheel", ("en",), "spoken")
+    assert talk == [
+        {"role": "user", "content": "Two pillows, please."}, {"role": "assistant", "content": "They are on their way."},
+        {"role": "user", "content": "Thank you!"}, {"role": "assistant", "content": "You are welcome."},
+    ]  # fmt: skip
+    assert (talk.tools, talk.origin) == ([], "virtual_stories/stories/pillows_en.txt")
+
+
+def test_exchanges_are_questions_alone_with_replies_that_are_short_and_have_no_digits(tmp_path: Path) -> None:
+    said = {"When?": "At 10.", "A list?": "This\nand that.", "In full?": "word " * 20 + ".", "Thank you!": "You are welcome."}
+    more = STORY + "".join(f"\nuser:\n{asked}\n\nassistant channel=final:\n{reply}\n" for asked, reply in said.items())
+    with zipfile.ZipFile(tmp_path / "wheel", "w") as archive:
+        archive.writestr("virtual_stories/stories/pillows_en.txt", more)
+    found = list(virtual_stories(tmp_path / "wheel", ("en",), "exchanges"))
+    assert found == [
+        [{"role": "user", "content": "Two pillows, please."}, {"role": "assistant", "content": "They are on their way."}],
+        [{"role": "user", "content": "Thank you!"}, {"role": "assistant", "content": "You are welcome."}],
+    ]
+    assert {(talk.origin, len(talk.tools)) for talk in found} == {("virtual_stories/stories/pillows_en.txt", 0)}
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -162,6 +188,12 @@ def test_a_day_is_one_document_in_the_order_of_its_years() -> None:
     ]
 
 
+def test_days_and_years_that_cannot_be_are_no_numbers() -> None:
+    names = {"day_1_month_13_births": b"x", f"day_{'1' * 5000}_month_1_births": b"x", "day_2_month_1_events": b"1" * 5000 + b" - Long ago."}
+    found = read("days", **{f"{name}.dialog": data for name, data in names.items()})
+    assert [item.text[:31] for item in found] == ["What happened on January 2\n\n111"]
+
+
 def test_programs_lose_their_scaffold() -> None:
     row = {
         "task_description": "Add.",
@@ -193,12 +225,21 @@ def well_formed(conversation: Conversation) -> bool:
     return spoken[0] == "user" and spoken[-1] == "assistant" and all(after in follows[before] for before, after in pairs) and filled
 
 
+STORIES = ("virtual-stories==0.5.0", "b45bd0afeadde815ef9eeb4da4746d9a8776c6f776efaabbfa67cec337a77004")
+
+
 @pytest.mark.slow
 def test_the_published_wheels() -> None:
-    stories = list(virtual_stories(_fetched("virtual-stories==0.5.0", "b45bd0afeadde815ef9eeb4da4746d9a8776c6f776efaabbfa67cec337a77004")))
+    stories = list(virtual_stories(_fetched(*STORIES)))
     assert Counter(story.language for story in stories) == {"en": 5431, "ja": 1968, "zh": 1667}
     assert all(map(well_formed, stories))
     assert sum(bool(story.tools) for story in stories) > 3000
+    spoken = list(virtual_stories(_fetched(*STORIES), form="spoken"))
+    assert [story.origin for story in spoken] == [story.origin for story in stories]
+    assert all(map(well_formed, spoken))
+    exchanges = list(virtual_stories(_fetched(*STORIES), ("en",), "exchanges"))
+    assert len(exchanges) > 5000
+    assert all(map(well_formed, exchanges))
     chats = list(chitchat(_fetched("chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e")))
     assert len(chats) == 4002
     assert all(map(well_formed, chats))

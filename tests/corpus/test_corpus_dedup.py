@@ -176,3 +176,22 @@ def test_without_the_option_nothing_is_cut(tmp_path: Path) -> None:
     again = passages(tmp_path, dedup={"substring": {"length": 50}})[1]
     assert again["web/0/1"] == text(2)
     assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
+
+
+def test_texts_that_differ_in_symbols_only_are_no_copies(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    names = enumerate(zip("abcdefgh", "ijklmnop", strict=True))
+    lines = [f"    {name} = {name} {{}} {other} {{}} {number}" for number, (name, other) in names]
+    body = "\n".join(lines)
+    functions = [f"def f():\n{body.format(*(rng.choice('+-*/%&|^') for _ in range(16)))}\n    return a" for _ in range(40)]
+    mazes = ["Find the way:\n" + "\n".join("".join(rng.choice("#. ") for _ in range(20)) for _ in range(8)) for _ in range(40)]
+    smileys = ["How do you feel? " + "".join(rng.choice("😀😃😄😁😆😅🤣😂") for _ in range(30)) for _ in range(40)]
+    report, left = run(tmp_path, write(tmp_path, {"code": functions, "mazes": mazes, "smileys": smileys}))
+    assert len(left) == 120, reasons(report)
+
+
+def test_prose_in_other_markup_is_a_copy(tmp_path: Path) -> None:
+    plain = [" ".join(words(number)[:40]) + ".\n" + " ".join(words(number)[40:]) for number in range(5)]
+    marked = [f"# **{one.replace('.', '!').replace(chr(10), chr(10) + '> * ')}**" for one in plain]
+    report, left = run(tmp_path, write(tmp_path, {"plain": plain, "marked": [*marked, text(99)]}))
+    assert len(left) == 6, reasons(report)

@@ -27,6 +27,7 @@ from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Corpus, Source
 from lmworks.recipe.recipe import Recipe
+from patience import PATIENCE
 
 QUESTIONS = [Question("riddles/1", "Where is the ninth zebra of them?")]
 STEPS = '''
@@ -48,7 +49,7 @@ def dies(document: Document) -> Document:
     return document
 
 def sleeps(document: Document) -> Document:
-    time.sleep(60)
+    time.sleep(600)
     return document
 
 @step(needs=["url"])
@@ -354,5 +355,5 @@ def test_workers_end_with_the_process_that_began_them(texts: Path, tmp_path: Pat
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
     assert not alive

@@ -22,7 +22,7 @@ from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Corpus, Source
 from lmworks.recipe.recipe import Recipe
-from slurm_cluster import cluster, missing
+from slurm_cluster import cluster
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +54,26 @@ def local(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def slurm_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    if why := missing():
-        pytest.skip(why)
     with cluster(tmp_path_factory.mktemp("slurm")) as conf:
         yield conf
 
 
 @pytest.mark.slow
 def test_ray_leaves_the_same(texts: Path, local: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
     prepare(recipe(texts, kind="ray"), tmp_path / "out")
     assert made(tmp_path / "out") == local
 
 
 @pytest.mark.slow
 def test_under_ray_a_step_that_fails_is_named(texts: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
     with pytest.raises(UserError, match=r"step fails .*lib/\d+/0 .*ZeroDivisionError"):
         prepare(recipe(texts, ("fails",), kind="ray"), tmp_path / "out", folder=texts)
 
 
 @pytest.mark.slow
+@pytest.mark.needs("slurm")
 def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
     monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.5)
@@ -84,6 +83,7 @@ def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.needs("slurm")
 def test_under_slurm_a_step_that_fails_is_named_and_nothing_is_left_waiting(
     texts: Path, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,7 @@ def test_under_slurm_a_step_that_fails_is_named_and_nothing_is_left_waiting(
     with pytest.raises(UserError, match=r"step fails .*lib/\d+/0 .*ZeroDivisionError"):
         prepare(recipe(texts, ("fails",), kind="slurm"), tmp_path / "out", folder=texts)
     subprocess.run(["sleep", "2"], check=True)
-    assert not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout
+    assert not subprocess.run(["squeue", "--noheader"], capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def job_of(asked: Recipe, out: Path, texts: Path) -> Job:
@@ -111,7 +111,7 @@ def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -
     assert read[-1].endswith(f'corpus task {job.out} read "$SLURM_ARRAY_TASK_ID" --of 3')
     assert "#SBATCH --mem=64G" in decide
     assert "#SBATCH --array=0-0%2" in decide
-    bash = subprocess.run(["bash", "-n"], input="\n".join(read), text=True, check=False)
+    bash = subprocess.run(["bash", "-n"], input="\n".join(read), encoding="utf-8", check=False)
     assert bash.returncode == 0
     assert any("lmworks-read" in str(shown) for shown in preview(asked, tmp_path / "out", texts))
     assert not (tmp_path / "out").exists()

@@ -250,7 +250,7 @@ print(json.dumps([found, peak() - start]))
 
 def reasons_and_peak(kind: str, path: Path) -> tuple[dict[str, int], float]:
     command = [sys.executable, "-c", _PEAK, kind, str(path)]
-    found, peak = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=500).stdout)
+    found, peak = json.loads(subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout)
     return found, peak
 
 

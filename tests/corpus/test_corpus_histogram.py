@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmworks.corpus.histogram import QUANTILES, Histogram
@@ -33,10 +33,11 @@ def test_parts_add_up_to_the_whole_in_any_order(a: list[float], b: list[float], 
 
 
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=200))
+@example([1.732483220394904e-151])
 def test_every_value_lies_in_a_bin(values: list[float]) -> None:
     bins = of(values).as_json()["bins"]
     for value in values:
-        nothing = abs(value) < 2.0**-500
+        nothing = abs(value) < 2.0**-501
         assert any(low <= (0.0 if nothing else value) <= high for low, high, _ in bins)
 
 

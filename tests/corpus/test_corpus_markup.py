@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 from source_items import items, reasons, texts
 
-from lmworks.corpus.markup.html import unescaped
-from lmworks.corpus.markup.latex import to_text
+from lmworks.corpus.markup.html import decoded, unescaped
+from lmworks.corpus.markup.latex import _BLANK, to_text
 from lmworks.corpus.readers import extraction
 
 PAGE = """<html><head><title>T</title><script>alert(1)</script></head><body><nav><a href="/">Home</a> <a href="/b">Shop</a></nav>
@@ -45,8 +46,33 @@ def test_pages_become_markdown_without_navigation(tmp_path: Path, encoding: str)
     assert item.facts == {"path": f"{tmp_path}/a.html"}
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("é".encode(), "é"),
+        (b"\xef\xbb\xbfa", "a"),
+        ("é".encode("utf-16"), "é"),
+        (b'<meta charset="latin-1">\xe9', '<meta charset="latin-1">é'),
+        (b'<meta charset="hex">\xe9', b'<meta charset="hex">\xe9'),
+        (b"<meta charset=no-such>\xe9", b"<meta charset=no-such>\xe9"),
+        (b"\xe9", b"\xe9"),
+    ],
+)
+def test_a_page_is_read_as_it_says(data: bytes, text: str | bytes) -> None:
+    assert decoded(data) == text
+
+
 def test_only_code_keeps_its_backslashes() -> None:
     assert unescaped("a\\_b `c\\_d` \\*\n```\n\\_\n```\n\\# Heading¶") == "a_b `c\\_d` *\n```\n\\_\n```\n# Heading"
+
+
+def test_long_runs_of_spaces_are_looked_through_once() -> None:
+    """Searched from each of their spaces they took minutes, in the process that reads and not in the one with limits."""
+    begin = time.process_time()
+    text = (" " * 200_000 + "x") * 2
+    assert unescaped(text + "\n## Heading \t¶  ") == text + "\n## Heading"
+    assert _BLANK.sub("\n\n", text + " \n \n\t\n") == text + "\n\n"
+    assert time.process_time() - begin < 10
 
 
 def test_a_page_that_hangs_its_parser_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,13 +93,14 @@ def test_a_parser_that_dies_is_started_again(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("trafilatura")
     with extraction.Extractor("html") as extractor:
         assert extractor.text(PAGE.encode(), "a", 1).text == TEXT_OF_PAGE
-        assert extractor._process is not None
-        extractor._process.kill()
-        extractor._process.wait()
+        process = extractor._convert._process
+        assert process is not None
+        process.kill()
+        process.wait()
         assert extractor.text(PAGE.encode(), "b", 1).reason == "kills_parser"
         assert extractor.text(PAGE.encode(), "c", 1).text == TEXT_OF_PAGE
-        last = extractor._process
-    assert last.returncode is not None
+        last = extractor._convert._process
+    assert last is not None and last.returncode is not None
 
 
 def record(
@@ -221,6 +248,22 @@ def test_notebooks_with_and_without_outputs(tmp_path: Path) -> None:
     old = {"worksheets": [{"cells": cells}]}
     (tmp_path / "a.ipynb").write_text(json.dumps(old))
     assert texts(items("notebook", path=str(tmp_path))) == ["## Old\n\n```python\nx\n```"]
+
+
+@pytest.mark.parametrize(
+    ("level", "marks"),
+    [(1, "#"), (6, "######"), (7, "######"), (10**9, "######"), (10**30, "######"), (0, "#"), (-5, "#"), ("x", "#"), (1e300, "#"),
+     (None, "#"), (["a"], "#")],
+)  # fmt: skip
+def test_headings_of_notebooks_have_levels_of_markdown(tmp_path: Path, level: object, marks: str) -> None:
+    (tmp_path / "a.ipynb").write_text(notebook({"cell_type": "heading", "level": level, "source": "Title"}))
+    assert texts(items("notebook", path=str(tmp_path))) == [f"{marks} Title"]
+
+
+def test_the_name_of_a_notebooks_language_takes_no_room(tmp_path: Path) -> None:
+    cells = [{"cell_type": "code", "source": "x"}] * 500
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "metadata": {"language_info": {"name": "a" * 5000}}}))
+    assert texts(items("notebook", limit=100_000, path=str(tmp_path))) == ["\n\n".join(["```\nx\n```"] * 500)]
 
 
 def test_notebooks_that_are_none(tmp_path: Path) -> None:

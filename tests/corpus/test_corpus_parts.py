@@ -85,18 +85,38 @@ def test_a_file_name_that_is_no_unicode(tmp_path: Path) -> None:
 
 def test_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "data" / "deep").mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "b.txt").write_text("linked")
+    (tmp_path / "data" / ".kept").mkdir()
+    (tmp_path / "data" / ".kept" / "b.txt").write_text("linked")
     (tmp_path / "data" / "deep" / "a.txt").write_text("here")
-    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "data" / ".kept")
     for number in range(5):  # each link offers every directory again: 2 ** 40 paths before the kernel stops
         (tmp_path / "data" / f"loop{number}").symlink_to(tmp_path / "data")
-    (tmp_path / "data" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "data" / "gone.txt").symlink_to("nowhere")
     (tmp_path / "data" / "self.txt").symlink_to(tmp_path / "data" / "self.txt")
-    for path in (tmp_path / "data", tmp_path / "data" / "**" / "*.txt"):
+    (tmp_path / "name").symlink_to(tmp_path / "data")
+    for path in (tmp_path / "data", tmp_path / "data" / "**" / "*.txt", tmp_path / "name"):
         found = items("text", path=str(path))
         assert sorted(texts(found)) == ["here", "linked"]
         assert reasons(found) == ["damaged_file", "damaged_file"]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("text", "txt"), ("jsonl", "jsonl"), ("parquet", "parquet"), ("code", "py")])
+def test_links_that_lead_out_of_a_source_are_not_followed(tmp_path: Path, kind: str, suffix: str) -> None:
+    (tmp_path / "secrets").mkdir()
+    secret = tmp_path / "secrets" / f"key.{suffix}"
+    secret.write_text('{"text": "a key"}')
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": ["a key"]}), secret)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "folder").symlink_to(tmp_path / "secrets")
+    (tmp_path / "data" / f"file.{suffix}").symlink_to(secret)
+    (tmp_path / "data" / f"up.{suffix}").symlink_to(f"../secrets/key.{suffix}")
+    for path in (tmp_path / "data", tmp_path / "data" / "**" / f"*.{suffix}"):
+        found = items(kind, path=str(path))
+        assert reasons(found) == ["leads_out"] * 3
+        assert sorted(Path(item.origin).name for item in found) == sorted(["folder", f"file.{suffix}", f"up.{suffix}"])
+        assert not any("a key" in item.text for item in found)
+    assert reasons(items(kind, path=str(tmp_path / "data" / f"file.{suffix}"))) == [], "named by the user"
 
 
 def test_a_pipe_among_the_files_is_passed_over(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def mine(path: Path, **more: Any) -> Source:
 
 
 def write_rows(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
     return path
 
 
@@ -110,7 +111,7 @@ def test_no_held_out_run_of_13_words_is_left_in_train_but_boilerplate(stdlib: tu
         for text in documents(out, "train", name).values():
             for gram in held & set(ngrams(units([text]).hashes, 13).tolist()):
                 counts[gram] = counts.get(gram, 0) + 1
-    boilerplate = {gram for row in report.boilerplate for gram in ngrams(units([row["passage"]]).hashes, 13).tolist()}
+    boilerplate = {gram for row in report.widespread for gram in ngrams(units([row["passage"]]).hashes, 13).tolist()}
     leaked = {gram for gram, count in counts.items() if count <= 10 and gram not in boilerplate}
     # what may remain is overhang, runs of which more than half is boilerplate
     assert len(leaked) <= 0.02 * len(held)
@@ -143,11 +144,12 @@ def test_killed_at_any_moment_and_typed_again_gives_the_same(stdlib: tuple[Path,
     out = tmp_path / "killed"
     (tmp_path / "recipe.json").write_text(recipe(DOCS, CODE).model_dump_json())
     seen = set()
-    for wait in (0.15, 0.6, 1.0):
+    for files in (1, 6, 12):
         process = subprocess.Popen([sys.executable, "-c", _RUN, str(tmp_path / "recipe.json"), str(out)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(wait)
+        while process.poll() is None and sum(path.is_file() for path in out.rglob("*")) < files:
+            time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -236,8 +238,9 @@ def test_bad_rows_never_stop_the_job(tmp_path: Path) -> None:
     with gzip.open(path, "wb", compresslevel=1) as out:
         out.write(b'{"text": "cut\n{"text": "\xff"}\n{"text": null}\n{"text": 5}\n{"text": "  "}\n{"text": "half \\ud83d"}\n')
         out.write(b'{"text": "')
-        for _ in range(200):
-            out.write(b"a" * 1_000_000)
+        million = random.Random(0).randbytes(500_000).hex().encode()  # what shrinks far more than text does is a bomb
+        for _ in range(70):
+            out.write(million)
         out.write(b'"}\n')
         out.write("".join(json.dumps({"text": text}) + "\n" for text in numbered(20)).encode())
     report = prepare(recipe(mine(path)), tmp_path / "out")
@@ -264,6 +267,18 @@ def test_a_missing_source_stops_the_run_unless_optional(tmp_path: Path) -> None:
         prepare(recipe(gone.model_copy(update={"optional": True})), tmp_path / "out")
 
 
+def test_an_optional_source_of_which_nothing_is_left_is_noted(tmp_path: Path) -> None:
+    texts = numbered(20)
+    copies = mine(write_rows(tmp_path / "b.jsonl", texts), name="copies")
+    first = mine(write_rows(tmp_path / "a.jsonl", texts))
+    with pytest.raises(UserError, match=r"source copies: nothing is left to train on of its 20 documents; see .* set optional: true"):
+        prepare(recipe(first, copies), tmp_path / "out")
+    report = prepare(recipe(first, copies.model_copy(update={"optional": True})), tmp_path / "out")
+    assert [source.name for source in report.sources] == ["mine"]
+    assert report.missing == {"copies": "nothing is left to train on of its 20 documents"}
+    assert not list((tmp_path / "out" / "train").glob("copies/*"))
+
+
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="source mine: is empty: it has no documents; check its path, include and layout"):
@@ -279,6 +294,19 @@ def test_a_source_with_nothing_usable_says_why(tmp_path: Path) -> None:
     assert "too short" in (tmp_path / "out" / "rejected.jsonl").read_text()
 
 
+def test_a_book_that_is_dropped_for_its_length_is_told_so(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    lines = (" ".join(f"{draw.choice(('the', 'and', 'sea', 'king'))} {draw.randrange(9**6):x}" for _ in range(5)) for _ in range(10_100))
+    (tmp_path / "book.txt").write_text("\n".join(lines))
+    advice = r"too_many_words 1\); a file is one document, .* such as a book: set rules: other for this source"
+    with pytest.raises(UserError, match=advice):
+        prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules=None, domain="prose")), tmp_path / "out")
+    report = prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules="other")), tmp_path / "out")
+    assert report.sources[0].train.documents == 1
+    with pytest.raises(UserError, match=r"enormous 1\); .* corpus.max_document bytes: raise that"):
+        prepare(recipe(mine(tmp_path / "book.txt", kind="text"), max_document="100 kB"), tmp_path / "out")
+
+
 def test_a_recipe_without_sources_or_with_two_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the recipe has no corpus.sources: add one"):
         prepare(recipe(), tmp_path / "out")
@@ -287,7 +315,7 @@ def test_a_recipe_without_sources_or_with_two_of_one_name(tmp_path: Path) -> Non
 
 
 def test_the_printed_table(stdlib: tuple[Path, Report]) -> None:
-    console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=140, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     console.print(table(stdlib[1]))
     text = console.export_text()
     assert "docs en" in text
@@ -302,3 +330,15 @@ def test_minhash_options_are_used(tmp_path: Path) -> None:
     strict = prepare(recipe(mine(path), dedup=Dedup(minhash=Minhash(threshold=0.99)), validation_fraction=0), tmp_path / "strict")
     lax = prepare(recipe(mine(path), dedup=Dedup(minhash=Minhash(threshold=0.7)), validation_fraction=0), tmp_path / "lax")
     assert (strict.sources[0].train.documents, lax.sources[0].train.documents) == (11, 10)
+
+
+def test_leaks_are_told_one_by_one_and_boilerplate_of_held_out_text_in_one_line() -> None:
+    passed = [{"let_pass": True, "against": f"chats/{row}", "documents": 20 + row, "passage": f"topic {row}"} for row in range(17)]
+    leaks = [{"let_pass": False, "against": f"mine/{row}", "documents": 12, "passage": f"question {row}"} for row in range(2)]
+    console = Console(width=200)
+    with console.capture() as said:
+        console.print(table(Report(widespread=[*passed, *leaks])))
+    lines = [line for line in said.get().splitlines() if "question" in line or "topic" in line]
+    assert len(lines) == 3
+    assert all(f"mine/{row}" in lines[row] and f'a leak, however frequent: "question {row}"' in lines[row] for row in range(2))
+    assert "17 passages of held-out text let pass as boilerplate" in lines[2] and '"topic 16"' in lines[2] and " 36 " in lines[2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import random
 import subprocess
 import sys
@@ -83,7 +85,7 @@ def test_200_megabytes_in_one_line_do_not_blow_memory(tmp_path: Path, kind: str)
             out.write(million)
         out.write(b"\n" + rows("after"))
     command = [sys.executable, "-c", _PEAK, "jsonl" if kind == "gz" else kind, str(path)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     assert output.strip() == {"text": "[('enormous', 400)] True"}.get(kind, "[('enormous', 400), (None, 5)] True")
 
 
@@ -138,6 +140,15 @@ def test_lines_as_documents(tmp_path: Path) -> None:
     found = items("text", path=str(tmp_path), layout="lines")
     assert texts(found) == ["eins", "zwei", "last"]
     assert reasons(found) == ["bad_utf8", "enormous"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "bz2"])
+def test_small_files_that_expand_without_measure_are_bombs(tmp_path: Path, suffix: str) -> None:
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[suffix]
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(pack(b"a" * 20_000_000))
+    (tmp_path / "b.jsonl").write_bytes(rows("after"))
+    found = items("jsonl", path=str(tmp_path))
+    assert (texts(found), reasons(found)) == (["after"], ["enormous", "bomb"])
 
 
 def test_code_trees_take_code_and_leave_the_rest(tmp_path: Path) -> None:

@@ -171,3 +171,15 @@ def test_empty_text_breaks_no_measure() -> None:
     for rules in RULES.values():
         for rule in rules:
             rule.reason(doc(""))
+
+
+def test_a_domain_counts_in_chinese_too() -> None:
+    poem, question = "床前明月光，疑是地上霜。舉頭望明月，低頭思故鄉。", "今天天气怎么样呢？"
+
+    def judged(text: str, domain: str) -> str | None:
+        batch = units([text])
+        return first_broken(Text.of(batch, 0, text), rules_for(None, domain, "zh"))
+
+    assert (judged(poem, "prose"), judged(poem, "other"), judged(question, "other")) == ("character_count", None, None)
+    assert judged("你好。", "other") == "character_count"
+    assert judged(poem, "math") is None and judged(poem, "facts") == "character_count"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.corpus.units import ngrams, ngrams_of, units, whole
+from lmworks.corpus.units import Symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units, whole
 
 HAN = "日本語の文章です"
 
@@ -29,8 +29,8 @@ def plain_units(text: str) -> list[str]:
     return found + ([current] if current else [])
 
 
-def words_of(text: str) -> list[str]:
-    batch = units([text])
+def words_of(text: str, symbols: Symbols = "") -> list[str]:
+    batch = units([text], symbols)
     return [text[start:end] for start, end in zip(batch.starts, batch.ends, strict=True)]
 
 
@@ -99,3 +99,35 @@ def test_units_are_the_same_wherever_they_stand() -> None:
     expected = {word: units([word]).hashes[0] for word in set(words)}
     assert batch.hashes[3:].tolist() == [expected[word] for word in words]
     assert len(set(expected.values())) == 8
+
+
+def test_symbols_are_units_in_lines_that_are_made_of_them() -> None:
+    assert words_of("x = y + 1\nthe value x + y of the two is what it gives", "lines")[:5] == ["x", "=", "y", "+", "1"]
+    assert "+" not in words_of("the value x + y of the two is what it gives", "lines")
+    assert words_of("####.#\n😀😃❤️", "lines") == ["#", "#", "#", "#", ".", "#", "😀", "😃", "❤"]
+    assert words_of("a, b-c. x=1", "all") == ["a", "b", "-", "c", ".", "x", "=", "1"]
+
+
+@pytest.mark.parametrize("marked", ["# {}", "* **{}**", "> {}", "1) {}", "{}\n=======", "-----\n{}", "“{}”"])
+def test_markup_of_prose_changes_nothing(marked: str) -> None:
+    text = "The herons of the lower harbor stand where the tide, at noon, has left them (so we say)."
+    plain = units([text]).hashes
+    assert np.array_equal(units([marked.format(text)], "lines").hashes[-len(plain) :], plain)
+
+
+@given(st.lists(st.text(alphabet="aB_ (+=.\nあ#", max_size=90), min_size=1, max_size=5))
+def test_symbols_are_independent_of_the_batch(texts: list[str]) -> None:
+    for symbols in ("lines", "all"):
+        batch = units(texts, symbols)
+        for document, text in enumerate(texts):
+            assert np.array_equal(batch.hashes_of(document), units([text], symbols).hashes)
+    assert symbolic(texts).tolist() == [bool(symbolic([text])[0]) for text in texts]
+
+
+def test_a_stretch_of_symbols_is_seen_in_its_text() -> None:
+    prose = "nothing but words, for quite a while. " * 8
+    brackets = "([{([{([{([{x" * 9
+    numbers, places = symbolic_stretches([prose, f"{prose} {brackets} {prose}", prose, prose])
+    assert set(numbers.tolist()) == {1} and all(len(prose) - 64 < place < len(prose) + len(brackets) + 64 for place in places)
+    assert 1 in symbolic_stretches(["", brackets, "", prose])[0]
+    assert symbolic_stretches([])[0].tolist() == []

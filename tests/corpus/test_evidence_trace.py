@@ -168,3 +168,15 @@ def test_differences(before: str, after: str, shown: list[str] | None) -> None:
 def test_many_differences_are_cut_short() -> None:
     found = differences("\n".join(f"old {number}" for number in range(99)), "\n".join(f"new {number}" for number in range(99)), most=10)
     assert len(found) == 11 and found[-1] == "... and 188 more lines"
+
+
+def test_a_document_of_repeated_passages_is_told_as_such(tmp_path: Path) -> None:
+    page = made.pages(3)
+    texts = [*page, f"{page[0][:900]} Only this is new."]
+    corpus = made.make(tmp_path, texts, dedup={"minhash": None, "substring": {"length": 50, "minimum": 0.5}}, validation_fraction=0)
+    found = trace(corpus, "pages/0/3")
+    assert (found.decision["fate"], found.decision["reason"]) == ("dedup", "repeated_passages")
+    last = found.moments[-1]
+    assert last.stage == "dedup" and last.outcome.startswith("dropped: repeated_passages, ")
+    assert any("Only this is new" in line for line in last.changed)
+    assert found.agrees

@@ -156,3 +156,17 @@ def test_a_model_on_disk_makes_the_embeddings(folder: Path) -> None:
     assert prepared.as_json()
     with pytest.raises(UserError, match=r"none has no config\.json; give the folder of an embedding model"):
         embedding(Semantic(model="none"), folder)
+
+
+def test_no_code_of_a_models_folder_is_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks at the terminal whether to trust such code; nobody is asked here."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    (folder / "m").mkdir()
+    names = {"AutoConfig": "own.Config", "AutoModel": "own.Model", "AutoTokenizer": ["own.Words", None]}
+    (folder / "m" / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    (folder / "m" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Words", "auto_map": names}))
+    (folder / "m" / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(UserError, match=r"m cannot be loaded"):
+        embedding(Semantic(model="m"), folder)
+    assert not (folder / "ran").exists()

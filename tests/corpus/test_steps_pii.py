@@ -25,11 +25,13 @@ TOKEN = "q7Jx2LmP9vRt4KzW8nBc5YdHs3FgA6uE1oTi"
 KEY = f"-----BEGIN RSA PRIVATE {'KEY'}-----\n" + "\n".join([TOKEN + TOKEN[:28]] * 6) + f"\n-----END RSA PRIVATE {'KEY'}-----"
 
 PLANTED = {
-    "email": ["john.smith@gmail.com", "a_b+c@mail.uni-koeln.de", "MARIA@FIRMA.COM", "x@y.co.uk", "li.wei@qq.com"],
+    "email": ["john.smith@gmail.com", "a_b+c@mail.uni-koeln.de", "MARIA@FIRMA.COM", "x@y.co.uk", "li.wei@qq.com",
+        "maria.holm@lund.photography"],
     "ip": ["85.214.132.117", "203.1.113.77", "2a00:1450:4001:81b::200e", "2606:4700:4700::64"],
     "phone": ["+49 30 901820", "+1 (212) 664-7665", "(212) 664-7665", "212-664-7665", "+44 20 7946 0018", "+86 10 6552 9988",
-        "+31641044153"],
-    "card": ["4539 1488 0343 6467", "4539148803436467", "5425-2334-3010-9903", "3782 822463 10013"],
+        "+31641044153", "+8613817356692"],
+    "card": ["4539 1488 0343 6467", "4539148803436467", "5425-2334-3010-9903", "3782 822463 10013",
+        "2223 0031 2200 3222", "6222 0210 0111 2345 670"],
     "iban": ["DE89 3704 0044 0532 0130 00", "GB82WEST12345698765432", "FR14 2004 1010 0505 0001 3M02 606", "NO93 8601 1117 947"],
     "secret": ["ghp_" + TOKEN, "AKIA" + "Q3EGRZK7WLM2N9XT", "sk-proj-" + TOKEN, "xoxb-" + "2094812731-" + TOKEN, KEY],
     "street": ["1247 North Oakwood Avenue", "88 Willow Creek Road, Apt 4B, Springfield, IL 62704", "23 Maple Street"],
@@ -104,7 +106,25 @@ def test_what_only_looks_like_it_stays(text: str) -> None:
     assert mask(text, ALL)[0] == text
 
 
+@pytest.mark.parametrize(("kind", "value"), [(kind, values[0]) for kind, values in PLANTED.items() if kind != "street"])
+def test_nothing_stands_between_chinese_and_an_item(kind: str, value: str) -> None:
+    assert mask(f"请联系{value}谢谢", ALL)[0] == f"请联系<{kind.upper()}>谢谢"
+    assert mask(f"联系：{value}。", ALL)[0] == f"联系：<{kind.upper()}>。"
+
+
+def test_a_key_that_is_cut_off_goes_all_the_same() -> None:
+    begun = KEY.partition("\n-----END")[0]
+    assert mask(f"here: {begun}", ALL)[0] == "here: <SECRET>"
+    assert mask(f"{begun}\n\nand prose goes on.", ALL)[0] == "<SECRET>\n\nand prose goes on."
+    assert mask(f"-----BEGIN PRIVATE {'KEY'}-----\nis how such a file begins", ALL)[0].endswith("is how such a file begins")
+
+
 def test_a_number_after_its_name_and_a_key_after_its_name() -> None:
+    assert mask("联系电话：010-65529988", ALL)[0] == "联系电话：<PHONE>"
+    assert mask("手机号13817356692", ALL)[0] == "手机号<PHONE>"
+    assert mask("ip=85.214.132.117 client_ip=14.15.16.17", ALL)[0] == "ip=<IP> client_ip=<IP>"
+    assert mask("x=85.214.132.117", ALL)[0] == "x=85.214.132.117"
+    assert mask(f"AWS_SECRET_ACCESS_KEY={TOKEN}", ALL)[0] == "AWS_SECRET_ACCESS_KEY=<SECRET>"
     assert mask("Tel.: 030 901820-12", ALL)[0] == "Tel.: <PHONE>"
     assert mask("电话: 010-65529988", ALL)[0] == "电话: <PHONE>"
     assert mask(f'client_secret = "{TOKEN}"', ALL)[0] == 'client_secret = "<SECRET>"'

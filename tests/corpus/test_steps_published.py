@@ -206,7 +206,7 @@ def test_batches_change_nothing() -> None:
 
 def test_every_bound_is_a_rule_once() -> None:
     names = [rule.name for rule in (*GOPHER, *FINEWEB)]
-    assert len(set(names)) == len(names) == 25
+    assert len(set(names)) == len(names) == 26
 
 
 _PEER = """
@@ -222,14 +222,14 @@ json.dump([{name: all(one.filter(Document(text=text, id="0")) is True for one in
 @pytest.mark.slow
 def test_decisions_agree_with_datatrove() -> None:
     """At least 99 of 100 decisions on the standard library's documentation and code, whole and in pieces."""
-    pytest.importorskip("datatrove", reason="no datatrove: pip install 'datatrove[io]' spacy")
-    pytest.importorskip("spacy", reason="no spaCy: pip install spacy")
+    pytest.importorskip("datatrove", reason="datatrove is not installed (extra: slow)")
+    pytest.importorskip("spacy", reason="spaCy is not installed (extra: slow)")
     draw, texts = random.Random(1), []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = path.read_text("utf-8", "replace")
         texts += [text, *(part for part in re.findall(r'"""(.*?)"""', text, re.DOTALL) if len(part) > 200)]
     texts = draw.sample(texts, 400)
-    ran = subprocess.run([sys.executable, "-c", _PEER], input=json.dumps(texts), capture_output=True, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", _PEER], input=json.dumps(texts), capture_output=True, encoding="utf-8", check=True)
     theirs = json.loads(ran.stdout)
     for name in ("gopher", "c4", "fineweb"):
         ours = [isinstance(outcome, Document) for outcome in outcomes_of(step_of(Rules(sets=(name,))), texts)]

@@ -79,3 +79,38 @@ def test_every_promise_names_its_tests_and_they_are_there() -> None:
         assert named, f"promise {number} has no test"
         for file, test in named:
             assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), flags=re.M), f"{file} has no {test}"
+
+
+ASKING = {
+    "os.cpu_count", "os.process_cpu_count", "os.sched_getaffinity", "os.statvfs", "os.sysconf", "multiprocessing.cpu_count",
+    "psutil.cpu_count", "psutil.virtual_memory", "psutil.disk_usage", "psutil.disk_partitions", "shutil.disk_usage",
+    "shutil.get_terminal_size", "os.get_terminal_size", "torch.cpu.get_capabilities", "mmap.PAGESIZE", "resource.getpagesize",
+    "locale.getpreferredencoding",
+}  # fmt: skip
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of all that a file reads of modules, `from os import cpu_count` among it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_only_one_file_asks_the_machine() -> None:
+    asked = {(str(path.relative_to(SOURCE)), name) for path in SOURCE.rglob("*.py") for _, name in names(path) if name in ASKING}
+    assert {file for file, _ in asked} == {"machine.py"}, sorted(asked)
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
+def test_no_program_is_read_in_the_encoding_of_the_locale(folder: str) -> None:
+    """ruff's PLW1514 sees to files; `text=True` reads a pipe in whatever encoding the locale has, `encoding="utf-8"` does not."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and (given := {keyword.arg for keyword in node.keywords}) & {"text", "universal_newlines"}
+        and ast.unparse(node.func).startswith("subprocess.") and "encoding" not in given
+    ]  # fmt: skip
+    assert not wrong, "\n".join(wrong)

@@ -17,6 +17,8 @@ import typer
 import yaml
 from pages import PAGES, ROOT, Command, blocks, commands, inline
 
+from patience import PATIENCE
+
 BIN = Path(sys.executable).parent
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -40,7 +42,7 @@ LISTED = {
 
 # Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
 SMALL = [
-    "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
+    "time=null", "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
     "model.hidden_size=32", "model.layers=3", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.ffn_size=64",
     "model.moe.experts=4", "model.moe.expert_size=16", "train.compile=false", "train.precision=fp32",
     "train.validate_bytes_per_domain=2000", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
@@ -71,9 +73,8 @@ def small(text: str) -> str:
 
 def run(text: str, folder: Path, stdin: str = "") -> str:
     """Run a command of a page in `folder`; returns what it printed."""
-    done = subprocess.run(
-        ["bash", "-c", small(text)], cwd=folder, env=ENVIRONMENT, input=stdin, capture_output=True, text=True, timeout=300, check=False
-    )
+    command = ["bash", "-c", small(text)]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, input=stdin, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -81,7 +82,8 @@ def run(text: str, folder: Path, stdin: str = "") -> str:
 def serves(text: str, folder: Path) -> None:
     """Start a server on a free port, ask for its page, and end it with Ctrl-C."""
     arguments = [*shlex.split(text), "--port", "0"]
-    with subprocess.Popen(arguments, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(arguments, cwd=folder, env=ENVIRONMENT, **pipes, encoding="utf-8") as process:
         assert process.stdout
         said = ""
         while "Ctrl-C" not in said:
@@ -90,9 +92,9 @@ def serves(text: str, folder: Path) -> None:
             said += line
         address = re.search(r"chat page\s+(http\S+)", said)
         assert address, said
-        assert b"<html" in urllib.request.urlopen(address[1], timeout=30).read()
+        assert b"<html" in urllib.request.urlopen(address[1], timeout=PATIENCE).read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0, said
+        assert process.wait(timeout=PATIENCE) == 0, said
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_the_commands_of_a_page_work_in_their_order(page: Path, folder: Path) ->
 def test_what_a_listed_command_names_is_there(command: Command, folder: Path) -> None:
     words = shlex.split(command.text)
     if words[0] == "make":
-        done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
         assert done.returncode == 0, done.stderr
     elif words[:2] == ["pip", "install"]:
         assert (ROOT / words[words.index("-c") + 1]).is_file() if "-c" in words else True

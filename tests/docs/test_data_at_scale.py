@@ -11,6 +11,6 @@ from pages import ROOT
 
 @pytest.mark.parametrize(("script", "name"), [("data_at_scale.py", "data-at-scale.md"), ("checkpoint_scale.py", "checkpoints.md")])
 def test_the_table_is_what_the_script_prints(script: str, name: str) -> None:
-    printed = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], capture_output=True, encoding="utf-8", check=True).stdout
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert page.partition("<!-- table -->\n")[2].partition("<!-- end of table -->")[0] == printed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from lmworks import machine
 from lmworks.cli.main import main
 from lmworks.doctor.preflight import batches, checks, collectives, data, disks, environment, exporting, layouts, saving, steps, world
 from lmworks.doctor.preflight.finding import Context, Finding, NotYet
 from lmworks.doctor.preflight.small import small_layouts, small_recipe, train
 from lmworks.errors import UserError
-from lmworks.metrics import system
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.after import Layout, world_size
 from lmworks.recipe.load import load_recipe
 from lmworks.shards import order as ordering
 from lmworks.shards import reading
 from rank_pool import RankPool
-from tiny_run import Tiny, know_the_peak
-
-
-@pytest.fixture(autouse=True)
-def _spare_a_second() -> Iterator[None]:
-    before = dict(system._peaks)
-    know_the_peak()
-    system._peaks["cpu", torch.get_num_threads()] = 1e11
-    yield
-    system._peaks.clear()
-    system._peaks.update(before)
+from tiny_run import Tiny
 
 
 def context_of(tiny: Tiny, *overrides: str) -> Context:
@@ -143,11 +134,37 @@ def test_a_disk_of_even_speed_is_not_accused() -> None:
     assert disks.stalled([0.01, 0.012, 1.5])
 
 
+def test_a_directory_that_cannot_be_written_is_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "write_times", lambda folder: [0.01] * 4)
+    honest, closed = tempfile.TemporaryDirectory, tmp_path / "closed"
+    closed.mkdir()
+
+    def refuse(dir: Path, **options: Any) -> Any:  # as for a user who may not, or below /proc, whoever runs the tests
+        if Path(dir) == closed:
+            raise FileNotFoundError(2, "No such file or directory", str(dir))
+        return honest(dir=dir, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    found = disks.written(context_of(tiny, f"checkpoints.local={closed / 'fast'}"))
+    assert found.result == "fail" and f"checkpoints.local: {closed} cannot be written (No such file or directory)" in found.text
+    assert found.advice == "give checkpoints.local a directory that can be written"
+    told = checks.ask(next(check for check in checks.CHECKS if check.name == "saving"), context_of(tiny, f"run_dir={closed / 'run'}"))
+    assert told.result == "fail" and told.text == f"{closed} cannot be written (No such file or directory)"
+
+
+def test_a_machines_disk_takes_what_its_own_ranks_write(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = context_of(tiny, "checkpoints.local=/tmp/fast", "layout.dp_shard=4")
+    asked = {}
+    for ranks in (4, 1):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        asked[ranks] = {place.name: place.needed for place in disks.places(context)}["checkpoints.local"]
+    assert asked[1] == asked[4] / 4 > 0
+
+
 def test_a_disk_without_room_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disks, "write_times", lambda folder: [0.01] * 4)
     assert disks.written(context_of(tiny)).result == "ok"
-    usage = disks.shutil.disk_usage(tiny.run_dir)
-    monkeypatch.setattr(disks.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    monkeypatch.setenv(machine.VARIABLE, "peak=1e11,disk=100e3")
     found = disks.written(context_of(tiny))
     assert found.result == "fail" and "keep_last" in found.advice
 
@@ -264,7 +281,6 @@ def test_deepspeed_goes_through_its_own_steps(tiny: Tiny) -> None:
 
 
 def first_batches_of(tiny: Tiny, overrides: tuple[str, ...]) -> Finding:
-    know_the_peak()
     return steps.first_batches(context_of(tiny, *overrides))
 
 
@@ -331,6 +347,14 @@ def test_a_missing_extra_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(environment, "find_spec", lambda name: None)
     found = environment.versions(context_of(tiny, "export.huggingface=true"))
     assert found.result == "fail" and "transformers" in found.text and "lmworks[" in found.advice
+
+
+def test_a_recipe_in_bf16_is_warned_of_where_it_is_slow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(environment, "_FILES", 0)
+    found = environment.versions(context_of(tiny, "train.precision=bf16"))
+    assert (found.result, "no bf16 in this hardware" in found.text) == (("ok", False) if has_bf16 else ("warn", True))
+    assert environment.versions(context_of(tiny, "train.precision=auto")).result == "ok"
 
 
 def measured_on(layout: dict[str, Any], recipe: str, run_dir: str) -> tuple[str, str, dict[str, float]]:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from lmworks.corpus.contamination import record
 from lmworks.corpus.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks
+from lmworks.evaluate.protection import protection
 from lmworks.evaluate.report import check, evaluate
 from lmworks.evaluate.tables import printable
 from lmworks.precision import dtype_for
@@ -25,7 +27,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 def toy_set(name: str, count: int) -> tuple[benchmarks.Item, ...]:
     choices = (" one thing", " another", " a third one")
     return tuple(
-        benchmarks.Item(name, str(i), (f"Question: what is {i}?\nAnswer:",) * 3, tuple(f"{c} {i}" for c in choices), i % 3, "")
+        benchmarks.Item(name, str(i), (f"Question: what is {i}?\nAnswer:",) * 3, tuple(f"{c} {i}" for c in choices), i % 3, f"{name} {i}")
         for i in range(count)
     )
 
@@ -61,8 +63,10 @@ def printed(results: dict) -> str:
 def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
     small_transformer.train()
     out = tmp_path / "evaluate"
-    evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "base")
-    results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "tuned")
+    record.save(tmp_path / "trained", record.hashes(protection(recipe).questions))
+    evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "base", [tmp_path / "trained"])
+    results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, out, "tuned", [tmp_path / "trained"])
+    assert results["not_clean"] == {}
     assert small_transformer.training  # left as it was found
     assert small_transformer.compute_dtype == torch.float32
     small_transformer.eval()
@@ -80,8 +84,8 @@ def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_
     assert base["benchmarks"]["piqa"]["interval"][0] < base["benchmarks"]["piqa"]["score"] < base["benchmarks"]["piqa"]["interval"][1]
     assert base["tasks"]["chain_sum"]["correct"] == 0  # random weights solve nothing, and nothing says otherwise
     assert base["tasks"]["chain_sum"]["interval"][1] > 0.3  # six items prove little
-    assert [len(model["samples"]) for model in (base, tuned)] == [3, 3]
-    assert base["samples"][0]["prompt"] != tuned["samples"][0]["prompt"]
+    prompts = [tuple(sample["prompt"] for sample in model["samples"]) for model in (base, tuned)]
+    assert prompts == [recipe.evaluate.prompts, recipe.evaluate.questions]
     assert results["compared"]["piqa"]["difference"] == 0
     assert results["compared"]["piqa"]["verdict"] == "no difference shown"
 
@@ -137,3 +141,25 @@ def test_faults_are_named_before_work_begins(small_transformer, byte_tokenizer, 
         check(asking(tasks=("chain_sums",)))
     with pytest.raises(UserError, match=r"holds no \.parquet file"):
         evaluate(asking(), small_transformer, byte_tokenizer, tmp_path / "nowhere", tmp_path / "e", "base")
+
+
+def test_scores_on_what_was_not_searched_for_are_marked(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, toy_sets) -> None:
+    """The tuned model was trained on text that was searched for less than the base model's."""
+    asked = protection(recipe).questions
+    record.save(tmp_path / "base", record.hashes(asked))
+    record.save(tmp_path / "tuned", record.hashes([one for one in asked if not one.name.startswith(("piqa", "chain_sum"))]))
+    given = (small_transformer, byte_tokenizer, corpus, tmp_path / "e")
+    evaluate(recipe, *given, "base", [tmp_path / "base"])
+    results = evaluate(recipe, *given, "tuned", [tmp_path / "base", tmp_path / "tuned"])
+    why = "not all text trained on was searched for {} of its {} items"
+    assert results["not_clean"] == {"piqa": why.format(30, 30), "chain_sum": why.format(6, 6)}
+    for kind, marked in (("benchmarks", {"piqa", "all sets"}), ("tasks", {"chain_sum"})):
+        for name, tuned in results["models"]["tuned"][kind].items():
+            assert tuned["verdict"].endswith(", not clean") == (name in marked)
+            assert "not clean" not in results["models"]["base"][kind][name]["verdict"]
+    assert results["compared"]["piqa"]["verdict"].endswith(", not clean")
+    assert "not clean: piqa: not all text" in " ".join(printed(results).split())
+    off = recipe.model_copy(update={"corpus": recipe.corpus.model_copy(update={"decontaminate": None})})
+    found = evaluate(off, *given, "base")
+    assert set(found["not_clean"]) == {"piqa", "copa", "chain_sum", "syllogism"}
+    assert found["not_clean"]["copa"] == "corpus.decontaminate is null"

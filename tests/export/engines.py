@@ -9,8 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 _HERE = Path(__file__).parent
 _PLACES = {  # the variable, and the place below LMWORKS_ENGINES
     "LMWORKS_LLAMA_SERVER": "build/bin/llama-server",
@@ -20,23 +18,37 @@ _PLACES = {  # the variable, and the place below LMWORKS_ENGINES
 }
 
 
-def engine(variable: str) -> Path:
-    """The program or folder, or a skipped test that says how to get it."""
+def path_of(variable: str) -> Path | None:
+    """Where the program or folder would be, if anything says so."""
     folder = os.environ.get("LMWORKS_ENGINES")
     found = os.environ.get(variable) or (folder and str(Path(folder) / _PLACES[variable]))
     if not found and variable == "LMWORKS_LLAMA_SERVER":
         found = shutil.which("llama-server")
-    if not found or not Path(found).exists():
-        which = "vllm" if "VLLM" in variable else "llama"
-        pytest.skip(
-            f"{found or variable} is not there: `sh tests/export/engines.sh DIR {which}` installs it, then set LMWORKS_ENGINES=DIR"
-        )
-    return Path(found)
+    return Path(found) if found else None
+
+
+def missing(engine: str) -> str | None:
+    """Why `llama` or `vllm` cannot be run."""
+    for variable in _PLACES:
+        if engine.upper() in variable:
+            found = path_of(variable)
+            if found is None or not found.exists():
+                how = f"`sh tests/export/engines.sh DIR {engine}` installs it, then set LMWORKS_ENGINES=DIR"
+                return f"{found or variable} is not there: {how}"
+    return None
+
+
+def engine(variable: str) -> Path:
+    """The program or folder; the tests that ask for it are marked with what they need."""
+    found = path_of(variable)
+    assert found is not None and found.exists(), found
+    return found
 
 
 def ask(python: Path, script: str, question: Any, **environment: str) -> Any:
     """Run one of the scripts beside this file under a foreign Python; JSON in, JSON out."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | environment
-    done = subprocess.run([str(python), str(_HERE / script)], input=json.dumps(question), capture_output=True, text=True, env=variables)
+    command = [str(python), str(_HERE / script)]
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, encoding="utf-8", env=variables)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,7 @@
 # Installs the engines that the slow tests of the exports run: llama.cpp (server and Python bindings) and vLLM's CPU build.
 #     sh tests/export/engines.sh DIR [llama] [vllm]        both, if none is named
 #     LMWORKS_ENGINES=DIR python -m pytest -m slow tests/export
-# llama.cpp: 77 MB to download, some 15 minutes of compiling on two cores (cmake, ninja, a C++ compiler). vLLM: 3 GB to download.
+# llama.cpp: 77 MB to download, some 15 minutes of compiling on two cores (a C++ compiler; what was compiled stays). vLLM: 3 GB to download.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,5p' "$0"; exit 2; }
 mkdir -p "$1"
@@ -16,16 +16,16 @@ llama() {
     version=0.3.36
     file=llama_cpp_python-$version.tar.gz
     "$python" -m venv "$dir/bindings"
-    "$dir/bindings/bin/pip" install -q scikit-build-core ninja
+    "$dir/bindings/bin/pip" install -q scikit-build-core ninja cmake
     "$dir/bindings/bin/pip" download -q --no-deps --no-build-isolation --no-binary=:all: -d "$dir" "llama-cpp-python==$version"
     echo "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e  $dir/$file" | sha256sum -c -
-    tar -xzf "$dir/$file" -C "$dir"
+    [ -d "$dir/llama.cpp" ] || tar -xzf "$dir/$file" -C "$dir"
     ln -sfn "llama_cpp_python-$version/vendor/llama.cpp" "$dir/llama.cpp"
-    cmake -G Ninja -S "$dir/llama_cpp_python-$version/vendor/llama.cpp" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release \
+    "$dir/bindings/bin/cmake" -G Ninja -S "$dir/llama_cpp_python-$version/vendor/llama.cpp" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release \
         -DCMAKE_MAKE_PROGRAM="$dir/bindings/bin/ninja" \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
         -DLLAMA_OPENSSL=OFF $(instructions)
-    nice cmake --build "$dir/build" -j "${JOBS:-2}" --target llama-server llama-quantize
+    nice "$dir/bindings/bin/cmake" --build "$dir/build" -j "${JOBS:-2}" --target llama-server llama-quantize
     CMAKE_ARGS=-DLLAMA_BUILD=OFF "$dir/bindings/bin/pip" install -q "$dir/llama_cpp_python-$version"
 }
 

@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 STEPS = 64
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It's 12345 o'clock, isn't it?  Two  spaces.\n\nA paragraph\t with a tab. ",
-    Path(json.__file__).read_text()[:1500],
+    Path(json.__file__).read_text(encoding="utf-8")[:1500],
     "你好，世界！今天天气很好，我们去公园散步吧。数字：１２３。",
     "naïve café 👩‍👩‍👧 <|user|> [gMASK] \u0000 e\u0301 Ünïcödé 日本語 привет\r\n\r\n    x = 1",
 ]

@@ -28,7 +28,7 @@ from lmworks.export.gguf import write_gguf
 from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, generate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek"])  # llama.cpp gets no latent attention
@@ -69,7 +69,7 @@ def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], 
     kind = "f32" if dtype == torch.float32 else "bf16"
     command = [str(source), str(source / "convert_hf_to_gguf.py"), str(tmp_path / "tiny"), "--outfile", str(tmp_path / "theirs.gguf"),
                "--outtype", kind]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-3000:]
     write_gguf(run.model, run.tokenizer, tmp_path / "ours.gguf", dtype, "tiny")
     theirs, ours = (gguf.GGUFReader(tmp_path / f"{who}.gguf") for who in ("theirs", "ours"))
@@ -105,12 +105,12 @@ def served(server: Path, model: Path) -> Iterator[Callable[[str, Any], Any]]:
     options = ["-c", "256", "-t", "1", "-np", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--jinja", "--host", "127.0.0.1"]
     options += ["--port", str(port)]
     log = model.with_name("server.log")
-    with open(log, "w") as output, subprocess.Popen([str(server), "-m", str(model), *options], stdout=output, stderr=output) as process:
+    with log.open("wb") as output, subprocess.Popen([str(server), "-m", str(model), *options], stdout=output, stderr=output) as process:
 
         def post(path: str, question: Any) -> Any:
             data, head = json.dumps(question).encode(), {"Content-Type": "application/json"}
             request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, head)
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(request, timeout=900) as answer:
                 return json.load(answer)
 
         try:

@@ -15,11 +15,11 @@ import torch
 from engines import ask, engine
 from small_models import CHATS, STEPS, TEXTS
 
-from lmworks.export.config import SAMPLING, class_for
+from lmworks.export.config import class_for
 from lmworks.export.export import write_huggingface
-from lmworks.model.generate import GenerateOptions, generate
+from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen3", "llama", "smollm3"])

@@ -22,6 +22,7 @@ from lmworks.launch.rank import live
 from lmworks.launch.torchrun import Sizes
 from lmworks.recipe.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
+from patience import PATIENCE
 
 
 def recipe(**nodes: Any) -> Recipe:
@@ -102,7 +103,7 @@ def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) ->
     script = made.script(host, 29400)
     assert made.command(script, host) == ["ssh", "-p", "22", "n1", script]
     assert "--nnodes=1:2 --nproc-per-node=2" in script and "--rdzv-endpoint=head:29400" in script
-    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+    assert subprocess.run(["sh", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
 
 
 def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, m
         time.sleep(0.02)
     assert shell.stdin
     shell.stdin.close()
-    assert shell.wait(60) == 3 and told.read_text() == "15"
+    assert shell.wait(PATIENCE) == 3 and told.read_text() == "15"
 
 
 SCRIPT = {"partition": "gpu", "time": "2:00:00", "memory": "100G", "options": ["--constraint=h100"], "setup": ["module load python"]}
@@ -137,7 +138,7 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     assert lines.index("module load python") < len(lines) - 1
     assert lines[lines.index("code=$?") - 1].endswith("lmworks.cli.rank run a.yaml --set seed=3")
     assert "--gpus" not in script
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
     with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
         slurm.job_for(asked, tmp_path, Sizes(1, 2), 3, [])
 

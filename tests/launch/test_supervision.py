@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lmworks.launch import places, slurm, torchrun
@@ -24,9 +26,9 @@ from lmworks.launch.torchrun import Sizes
 from lmworks.recipe.recipe import Recipe
 from lmworks.watch.heartbeat import read_beats
 from lmworks.watch.ledger import read_ledger
-from slurm_cluster import cluster, missing
+from patience import PATIENCE
+from slurm_cluster import cluster
 
-PATIENCE = 900.0  # on a machine with many other things to do
 STEPS = 30
 TOY = Path(__file__).parent
 
@@ -110,6 +112,21 @@ def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) 
     assert "rank 1 on local-0" in (reason := events(run_dir, "restart")[-1]["reason"]) and "ArithmeticError: the toy is broken" in reason
 
 
+def test_ranks_that_never_meet_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    recipe = prepare(run_dir, {"rank": 0, "step": -1, "kind": "error", "once": False})
+    begin = Folder.begin
+
+    def nearly(folder: Folder) -> None:
+        begin(folder)
+        folder.unmet.write_bytes(b"." * 18)  # two more are allowed
+
+    monkeypatch.setattr(Folder, "begin", nearly)
+    assert local(run_dir, recipe, "2").run() == 1
+    outcome = Folder.of(run_dir).outcome()
+    assert outcome is not None and outcome["message"].startswith("the ranks were started 20 times and never met; see ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
 def test_a_request_to_stop_reaches_all_ranks_and_they_save_and_leave(tmp_path: Path, by: signal.Signals, code: int) -> None:
@@ -132,10 +149,7 @@ def test_a_world_shrinks_and_grows_back(tmp_path: Path) -> None:
     widths = lambda: [event["ranks"] for event in events(run_dir, "step")]  # noqa: E731
     wait_for(lambda: widths()[-3:] == [3, 3, 3])
     victim = next(beat for beat in read_beats(Folder.of(run_dir).beats) if beat.rank == 2)
-    agent = next(
-        int(line)
-        for line in subprocess.run(["ps", "-o", "ppid=", "-p", str(victim.pid)], capture_output=True, text=True, check=True).stdout.split()
-    )
+    agent = psutil.Process(victim.pid).ppid()
     os.kill(agent, signal.SIGKILL)
     os.kill(victim.pid, signal.SIGKILL)
     wait_for(lambda: widths()[-3:] == [2, 2, 2])
@@ -187,16 +201,23 @@ PasswordAuthentication no
 """
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
+@pytest.mark.needs("sshd")
 def test_a_real_sshd(tmp_path: Path) -> None:
-    if (sshd := shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")) is None:
-        pytest.skip("no sshd: apt-get install openssh-server")
+    sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
+    assert sshd
     port = 40000 + os.getpid() % 20000
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     (tmp_path / "conf").write_text(SSHD.format(port=port, folder=tmp_path))
     Path("/run/sshd").mkdir(exist_ok=True)
     server = subprocess.Popen([sshd, "-D", "-f", str(tmp_path / "conf")])
     try:
+        wait_for(lambda: listens(port))
         options = (
             f"-p {port} -i {tmp_path}/key -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
         )
@@ -215,14 +236,13 @@ def test_a_real_sshd(tmp_path: Path) -> None:
 
 
 def told(number: str) -> str:
-    return subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True, check=False).stdout
+    return subprocess.run(["scontrol", "show", "job", number], capture_output=True, encoding="utf-8", check=False).stdout
 
 
 @pytest.mark.slow
+@pytest.mark.needs("slurm")
 def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First as before the limit of its time, then by a job of a partition that goes before; each time it goes on where it saved."""
-    if why := missing():
-        pytest.skip(why)
     (tmp_path / "slurm").mkdir()
     run_dir, steps = tmp_path / "the run", 200
     recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time": "1:00:00", "partition": "all"})
@@ -249,11 +269,11 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
         wait_for_the_next(1)
         urgent = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"]
-        before = subprocess.run(urgent, capture_output=True, text=True, check=True).stdout.strip()
+        before = subprocess.run(urgent, capture_output=True, encoding="utf-8", check=True).stdout.strip()
         wait_for(lambda: "COMPLETED" in told(before))
         wait_for_the_next(2)
         wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
-        wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
+        wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, encoding="utf-8", check=True).stdout.strip())
 
         cancelled = tmp_path / "cancelled"
         prepare(cancelled)
@@ -261,7 +281,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
         number = slurm.job_for(recipe, cancelled, Sizes(1, 1), 2, [str(cancelled), "100000"]).submit()
         wait_for(lambda: len(events(cancelled, "step")) > 3)
         subprocess.run(["scancel", number], check=True)
-        wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout.strip())
+        wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, encoding="utf-8", check=True).stdout.strip())
         assert "JobState=CANCELLED" in told(number)
     assert events(cancelled, "checkpoint"), "it saved, and did not queue itself again"
     for event in events(run_dir, "requeue"):

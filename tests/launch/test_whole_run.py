@@ -113,3 +113,17 @@ def test_preflight_on_ranks_ends_with_its_own_code(tiny: Tiny, tmp_path: Path) -
     shard.write_bytes(content)
     assert launch(run, "2", stage="preflight") == 2
     assert not (run.run_dir / "ledger.jsonl").exists() or not events(run.run_dir, "restart")
+
+
+@pytest.mark.slow
+def test_a_time_becomes_the_same_numbers_on_all_ranks(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank decides, and the others train for as long: the same weights as a run whose recipe says these numbers."""
+    timed, plain = tiny.copy(tmp_path / "timed"), tiny.copy(tmp_path / "plain")
+    monkeypatch.setenv("LMWORKS_MACHINE", "speed=1e5")
+    assert launch(timed, "2", "time=15 h") == 0
+    (budget,) = events(timed.run_dir, "budget")
+    numbers = [f"{number['key']}={number['new']}" for number in budget["numbers"] if number["key"].startswith("train.")]
+    assert len(numbers) == 2
+    assert launch(plain, "2", *numbers) == 0
+    assert curve(timed.run_dir) == curve(plain.run_dir)
+    assert same_bits(checkpoint(timed.run_dir), checkpoint(plain.run_dir)) == []

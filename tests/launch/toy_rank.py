@@ -44,6 +44,7 @@ def fail(run_dir: Path, rank: int, step: int) -> None:
 def train(run_dir: Path, steps: int) -> None:
     recipe = Recipe.model_validate_json((run_dir / "recipe.json").read_text())
     saved = run_dir / "saved"
+    fail(run_dir, int(os.environ["RANK"]), -1)
     with world(recipe, run_dir) as (ranks, heartbeat), graceful_stop() as stop:
         first = int(saved.read_text()) if saved.exists() else 0
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -39,7 +39,7 @@ try:
 except UserError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     (setting,) = options
     assert said.stdout == f"metrics.{setting} needs a package that is not installed: pip install 'lmworks[{extra}]'\n", said.stderr
 
@@ -75,8 +75,9 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     assert curve == [(step, step if step < 4 else step + 4) for step in range(8)]
 
 
+@pytest.mark.slow  # wandb and what it pulls in are installed for it alone
 def test_weights_and_biases_goes_on_in_the_same_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="wandb is not installed (extra: wandb)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
@@ -192,16 +191,18 @@ def test_a_decay_in_steps_counts_from_the_end() -> None:
     assert factors([only], [[16, 32, 48, 64, 64, 64]])[2:] == pytest.approx([1.0, 1.0, 1 - math.sqrt(0.5), 0.0])
 
 
-def test_time_does_not_grow_with_steps() -> None:
+def test_work_does_not_grow_with_steps() -> None:
+    asked = []
+
     def linear(step: int) -> int:
+        asked.append(step)
         return 64 * step
 
     steps = 10**12
-    began = time.perf_counter()
     schedules = Schedules([phase(steps, kind="cosine", final=0.0)], [steps], linear)
     assert schedules.factor(steps // 50 - 1) == 1.0
     assert schedules.factor(steps - 1) == 0.0
-    assert time.perf_counter() - began < 0.5
+    assert len(asked) < 1000
 
 
 def test_past_the_end_the_last_rate_stays() -> None:

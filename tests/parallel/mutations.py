@@ -19,7 +19,7 @@ from lmworks.model.layers import Linear
 from lmworks.optim import clip
 from lmworks.parallel import collectives, experts, parallelize, pipeline, tensor
 from lmworks.parallel.model import ParallelModel
-from parallel.parity import Trained, train
+from parallel.parity import Trained, train, train_bf16
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -33,12 +33,12 @@ class Mistake:
     kind: str = "dense"
 
 
-def train_mistaken(name: str) -> Trained:
+def train_mistaken(name: str, precision: str) -> Trained:
     """Some steps on this rank with a mistake in them."""
     mistake = MISTAKES[name]
     with pytest.MonkeyPatch.context() as patch:
         mistake.plant(patch)
-        return train(mistake.layout, mistake.kind)
+        return (train_bf16 if precision == "bf16" else train)(mistake.layout, mistake.kind)
 
 
 def _gathered_gradients_are_not_summed(patch: pytest.MonkeyPatch) -> None:

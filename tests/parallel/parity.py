@@ -7,9 +7,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
+from lmworks.doctor.preflight.small import LONGER
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
@@ -26,7 +29,7 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _MOE = {
     "experts": 8, "top_k": 2, "expert_size": 16, "shared_experts": 1, "dense_layers": 1, "routed_scale": 1.5,
-    "balance": {"rate": 0.01, "sequence_aux_weight": 0.01},
+    "balance": {"rate": 0.01, "sequence_aux_weight": 0.3},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _COMMON,
@@ -39,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"layers": 1, "weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24
+CLIP = 0.5  # of the norm of the gradients, which is larger
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Trained:
 def recipe_of(kind: str, **train: Any) -> Recipe:
     tree = {
         "name": "parity", "model": MODELS[kind], "train": {"precision": "fp32", "compile": False, **train},
-        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-4},
+        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "clip": CLIP, "eps": 1e-4},
     }  # fmt: skip
     return Recipe.model_validate(tree)
 
@@ -100,9 +104,19 @@ def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = R
 
 
 @cache
-def alone(kind: str, micro_batch: int = 1, rows: int = ROWS) -> Trained:
+def alone(kind: str, micro_batch: int = 1, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
     """The same steps in one process, once for all tests that compare with it."""
-    return train({}, kind, micro_batch, rows)
+    return train({}, kind, micro_batch, rows, length, precision=precision)
+
+
+def train_bf16(layout: dict[str, Any], kind: str) -> Trained:
+    """The steps that `compare_bf16` compares, on this rank."""
+    return train(layout, kind, length=LONGER, precision="bf16")
+
+
+def alone_bf16(kind: str) -> tuple[Trained, Trained]:
+    """One process in fp32, and one in bf16."""
+    return alone(kind, length=LONGER), alone(kind, length=LONGER, precision="bf16")
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:
@@ -111,26 +125,50 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 
 
 def compare(expected: Trained, found: list[Trained], tolerance: float = 1e-5, of_update: float = 2e-3) -> None:
-    """All ranks against one process.
+    """Every rank's copy of everything against one process, both in fp32 throughout, whatever the processor multiplies.
 
     Losses within `tolerance` of their size, gradients within `tolerance` of the largest in their tensor: fp32 sums in another order
     differ by some 1e-6. A weight moves by about the rate (0.02) a step; Newton-Schulz blows up the rounding of small singular values, so
     that weights may differ by `of_update` of that (Adam's division would do worse: eps is 1e-4 here). A wrong sign or a missing sum is
     off by 1, a doubled count by 0.5.
     """
-    grads: dict[str, np.ndarray] = {}
-    weights: dict[str, np.ndarray] = {}
+    _all_there(expected, found)
     for one in found:
         np.testing.assert_allclose(one.losses, expected.losses, rtol=tolerance)
         np.testing.assert_allclose(one.norms, expected.norms, rtol=tolerance)
         np.testing.assert_allclose(one.extras, expected.extras, rtol=10 * tolerance)
         if expected.counts is not None:
             np.testing.assert_array_equal(one.counts, expected.counts)
-        grads |= one.grads
-        weights |= one.weights
+        for name, grad in one.grads.items():
+            whole = expected.grads[name]
+            np.testing.assert_allclose(grad, whole, rtol=0, atol=tolerance * np.abs(whole).max(), err_msg=f"gradient of {name}")
+        for name, weight in one.weights.items():
+            np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=of_update * 0.02, err_msg=name)
+
+
+def compare_bf16(exact: Trained, one: Trained, found: list[Trained]) -> None:
+    """Every rank in bf16 against one process in bf16 (`one`), measured from one process in fp32 (`exact`) as `rounding` explains.
+
+    The norm of the gradients is that of the gradients themselves in any precision.
+    """
+    _all_there(exact, found)
+    for trained in found:
+        np.testing.assert_allclose(trained.losses, exact.losses, rtol=OF_LOSS)
+        np.testing.assert_allclose(trained.norms[:1], exact.norms[:1], rtol=OF_NORM)
+        np.testing.assert_allclose(trained.extras, exact.extras, rtol=OF_NORM)
+        if exact.counts is not None and one.counts is not None and trained.counts is not None:
+            moved = np.abs(one.counts - exact.counts).sum()
+            assert np.abs(trained.counts - exact.counts).sum() <= SLACK * moved, "tokens per expert"
+        for kind in ("grads", "weights"):
+            times, name = worst(getattr(exact, kind), getattr(one, kind), getattr(trained, kind))
+            assert times <= SLACK, f"{kind} of {name}: {times:.1f} times the error of one process"
+
+
+def _all_there(expected: Trained, found: list[Trained]) -> None:
+    """The ranks together have every tensor, and the norm of the gradients is that of the gradients which they have."""
+    grads = {name: grad for one in found for name, grad in one.grads.items()}
     assert grads.keys() == expected.grads.keys()
-    assert weights.keys() == expected.weights.keys()
-    for name, grad in expected.grads.items():
-        np.testing.assert_allclose(grads[name], grad, rtol=0, atol=tolerance * np.abs(grad).max(), err_msg=f"gradient of {name}")
-    for name, weight in expected.weights.items():
-        np.testing.assert_allclose(weights[name], weight, rtol=0, atol=of_update * 0.02, err_msg=name)
+    assert {name for one in found for name in one.weights} == expected.weights.keys()
+    norm = sum(float(np.square(grad.astype(np.float64)).sum()) for grad in grads.values()) ** 0.5
+    for one in found:
+        assert norm == pytest.approx(min(one.norms[0], CLIP), rel=1e-5), "the norm of the gradients is not that of the gradients"

@@ -63,7 +63,7 @@ def test_compiled_layers_equal_one_process(ranks: RankPool, layout: dict[str, An
 def test_a_rank_to_which_no_token_goes(ranks: RankPool) -> None:
     """Experts 0 to 3 are chosen always, and lie on rank 0: the compiled exchange and products of rank 1 are empty."""
     alone, _, _ = _train_lopsided({}, None)
-    compare(alone, [trained for trained, _, _ in ranks.run(_train_lopsided, 2, {"dp_shard": 2, "ep": 2}, "inductor", seconds=900)], 1e-4)
+    compare(alone, [trained for trained, _, _ in ranks.run(_train_lopsided, 2, {"dp_shard": 2, "ep": 2}, "inductor")], 1e-4)
 
 
 def _train_lopsided(layout: dict[str, Any], backend: str | None) -> Any:
@@ -75,7 +75,7 @@ def _train_lopsided(layout: dict[str, Any], backend: str | None) -> Any:
 
 def _check(ranks: RankPool, case: Case, backend: str, rows: int, tolerance: float) -> None:
     layout, kind, recompute = case
-    found = ranks.run(_train, world_size(Layout(**layout)), layout, kind, recompute, backend, rows, seconds=900)
+    found = ranks.run(_train, world_size(Layout(**layout)), layout, kind, recompute, backend, rows)
     compare(_alone(kind, rows), [trained for trained, _, _ in found], tolerance)
     for _, compiled, breaks in found:
         assert not breaks, "a layer is one piece of compiled code"

@@ -51,9 +51,8 @@ def test_one_device_without_bf16_products_makes_all_compute_in_fp32(ranks) -> No
     assert ranks.run(meet, 2, {"bf16": False}, (1,)) == [(False, "torch.float32")] * 2
 
 
-def test_equal_ranks_keep_what_their_devices_have(ranks) -> None:
-    here = str(precision.dtype_for("auto", CPU))
-    assert ranks.run(meet, 2, {}, ()) == [(True, here)] * 2
+def test_equal_ranks_keep_what_their_devices_have(ranks, has_bf16: bool) -> None:
+    assert ranks.run(meet, 2, {}, ()) == [(True, "torch.bfloat16" if has_bf16 else "torch.float32")] * 2
 
 
 def sparse(expert_size: int, number: str, hidden: int = 32) -> Recipe:

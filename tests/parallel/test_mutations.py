@@ -6,13 +6,15 @@ import pytest
 
 from lmworks.recipe.after import Layout, world_size
 from parallel.mutations import MISTAKES, train_mistaken
-from parallel.parity import alone, compare
+from parallel.parity import alone, alone_bf16, compare, compare_bf16
 from rank_pool import RankPool
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_is_found(ranks: RankPool, name: str) -> None:
-    found = ranks.run(train_mistaken, world_size(Layout.model_validate(MISTAKES[name].layout)), name)
+def test_is_found(ranks: RankPool, name: str, precision: str) -> None:
+    kind = MISTAKES[name].kind
+    found = ranks.run(train_mistaken, world_size(Layout.model_validate(MISTAKES[name].layout)), name, precision)
     with pytest.raises(AssertionError):
-        compare(alone(MISTAKES[name].kind), found)
+        compare_bf16(*alone_bf16(kind), found) if precision == "bf16" else compare(alone(kind), found)

@@ -62,7 +62,7 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
 
 
 def test_auto_is_spelt_in_the_file_and_on_the_command_line(tmp_path: Path) -> None:
-    text = Path(load_recipe("quickstart").path).read_text()
+    text = Path(load_recipe("quickstart").path).read_text(encoding="utf-8")
     path = tmp_path / "mine.yaml"
     path.write_text(text + "\nlayout: auto\n")
     assert load_recipe(path).recipe.layout == Layout(auto=True) == load_recipe("quickstart", ["layout=auto"]).recipe.layout

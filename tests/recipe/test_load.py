@@ -229,3 +229,27 @@ def test_presets_count_what_they_are_called() -> None:
     for name, size in {**sizes, "glm45-air-106b-a12b": 106.85e9, "glm46-355b-a32b": 352.8e9}.items():
         model = load_recipe("dense-125m", [f"model.preset={name}", "tokenizer.vocab_size=49152"]).recipe.model
         assert count(model) == pytest.approx(size, rel=0.1), name
+
+
+def test_a_generator_is_named_alone_or_with_options_and_once(write: Write) -> None:
+    mixed = ["evaluate.tasks=[chain_sum, {name: aiw, options: {max_entities: 3}}]"]
+    recipe = load_recipe(write(), mixed).recipe
+    assert [(task.name, task.options) for task in recipe.evaluate.tasks] == [("chain_sum", {}), ("aiw", {"max_entities": 3})]
+    message = refusal(write(), ["evaluate.tasks=[chain_sum, {name: chain_sum, options: {max_digits: 2}}]"])
+    assert "evaluate.tasks lists a generator twice" in message
+
+
+@pytest.mark.parametrize("name", ["../../../etc/cron.d/x", "/etc/cron.d/x", "..", ".hidden", "a/b", "", "a b"])
+def test_names_that_become_files_stay_in_their_folder(write: Callable[..., Path], name: str) -> None:
+    data = json.dumps([{"name": name, "kind": "jsonl", "path": "chats.jsonl"}])
+    with pytest.raises(UserError, match=r"tune.data.*name: string should match pattern"):
+        load_recipe(write(), [f"tune.data={data}"])
+    for key in ("name", "corpus.sources.0.name", "train.phases.0.name"):
+        with pytest.raises(UserError):
+            load_recipe(write(), [f"{key}={json.dumps(name)}"])
+
+
+def test_two_bodies_of_conversations_need_two_names(write: Callable[..., Path]) -> None:
+    data = json.dumps([{"name": "mine", "kind": "jsonl", "path": path} for path in ("a.jsonl", "b.jsonl")])
+    with pytest.raises(UserError, match="two bodies of conversations are called 'mine'"):
+        load_recipe(write(), [f"tune.data={data}"])

@@ -27,19 +27,6 @@ CLOCKED = {"lock", "report.html", "ledger.jsonl", "metrics.jsonl", "tokenizer/re
 RECIPES = {"recipe.yaml", "resolved.json"}
 
 
-@pytest.fixture(scope="module")
-def finished(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    run = tiny.copy(tmp_path_factory.mktemp("finished") / "run")
-    run.walk()
-    return run
-
-
-@pytest.fixture
-def run(finished: Tiny, tmp_path: Path) -> Tiny:
-    """A finished run of the test's own."""
-    return finished.copy(tmp_path / "run")
-
-
 def hashes(folder: Path) -> dict[str, str]:
     """Of all files by path; what holds a clock or says where things lie left out."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -91,7 +78,7 @@ def test_deleted_checkpoints_are_trained_again_equal(run: Tiny) -> None:
 def test_other_text_reaches_the_later_stages_and_a_started_run_refuses_it(tmp_path: Path) -> None:
     made = prepare(tmp_path / "own")
     made.walk(last="pretrain")
-    with open(made.texts / "docs.jsonl", "a") as lines:
+    with open(made.texts / "docs.jsonl", "a", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)[60:])
     with pytest.raises(UserError, match=r"sources\.docs\.files \(1 file -> 1 changed .* go on with --allow corpus.sources.docs.files$"):
         made.walk()
@@ -149,6 +136,7 @@ def test_a_stage_that_broke_is_done_again(tiny_copy: Tiny, monkeypatch: pytest.M
             tiny_copy.walk()
     assert json.loads((tiny_copy.run_dir / "checkpoints" / "stage.json").read_text())["done"] is False
     (tiny_copy.run_dir / "tune").mkdir()
+    (tiny_copy.run_dir / "tune" / "stage.json").write_text(json.dumps({"stage": "tune", "done": False, "inputs": {"seed": "another"}}))
     (tiny_copy.run_dir / "tune" / "rubbish").write_text("left by an older recipe")
     assert done(tiny_copy.walk()) == ALL[3:]
     assert [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "resume"] == [8]
@@ -201,8 +189,7 @@ def test_a_harmless_change_passes_and_makes_nothing_again(run: Tiny, change: str
     ("changes", "again"),
     [
         (("model.dropout=0.1", "model.moe.balance.rate=0.002", "model.z_loss=0"), ["pretrain"]),
-        # a longer context is written into the tokenizer's config; the tokens are the same, and so are their files
-        (("train.phases.long.sequence_length=128 tokens",), ["tokenizer", "shards", "pretrain"]),
+        (("train.phases.long.sequence_length=128 tokens",), ["pretrain"]),  # the tokens are the same
     ],
 )
 def test_how_it_learns_may_change_in_the_middle(
@@ -275,7 +262,6 @@ def test_the_page_is_written_after_each_stage(tiny_copy: Tiny, monkeypatch: pyte
     assert f"{STEPS}" in (tiny_copy.run_dir / "report.html").read_text()
 
 
-def test_a_broken_stamp_is_named(run: Tiny) -> None:
+def test_a_broken_stamp_is_made_again(run: Tiny) -> None:
     (run.run_dir / "shards" / "stage.json").write_text("{")
-    with pytest.raises(UserError, match=r"shards/stage.json is not readable JSON .*; delete it to have it made again"):
-        run.walk()
+    assert done(run.walk()) == ["shards"]

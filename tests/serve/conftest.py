@@ -30,6 +30,7 @@ from lmworks.serve.engine import Engine
 from lmworks.serve.guard import ServerOptions
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.train import train
+from patience import PATIENCE
 
 CONTEXT = 256
 
@@ -98,11 +99,11 @@ Serving = Callable[..., Served]
 def running(model: Transformer, vocabulary: Vocabulary, options: ServerOptions, context: int) -> Iterator[Served]:
     import uvicorn
 
-    from lmworks.serve.server import build_app
+    from lmworks.serve.server import configuration
 
     engine = Engine(model, vocabulary, "tiny", context)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = uvicorn.Server(uvicorn.Config(build_app(engine, options), log_level="warning", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(configuration(engine, options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
@@ -135,10 +136,10 @@ def start(model: Transformer, vocabulary: Vocabulary) -> Iterator[Serving]:
 
 @pytest.fixture
 def waiting() -> Callable[[Callable[[], bool]], None]:
-    """Wait until something holds, for at most ten seconds."""
+    """Wait until something holds."""
 
     def wait(holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE
         while not holds():
             assert time.monotonic() < end, "it never came to hold"
             time.sleep(0.01)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmworks.serve import engine as engine_module
+from patience import PATIENCE
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -39,7 +40,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A page in which any script error or refused resource fails the test."""
     context = browser.new_context(viewport={"width": 1000, "height": 800})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(PATIENCE * 1000)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)

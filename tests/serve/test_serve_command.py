@@ -20,6 +20,7 @@ import torch
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation
 from lmworks.serve.opening import open_run
+from patience import PATIENCE
 
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
@@ -27,7 +28,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUN
 
 def test_served_from_the_command_line(run_dir: Path) -> None:
     command = [*LMWORKS, "serve", str(run_dir), "--port", "0", "--api-key", "sesame"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=ENVIRONMENT) as process:
         assert process.stdout
         said = ""
         while "Ctrl-C" not in said:
@@ -39,16 +40,16 @@ def test_served_from_the_command_line(run_dir: Path) -> None:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
         reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
         assert reply.usage.completion_tokens in range(1, 6)
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE).status_code == 401
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENCE) == 0
         assert "Traceback" not in process.stdout.read()
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [*LMWORKS, "serve", str(tmp_path), "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"error: cannot listen on 127.0.0.1:\d+ \(Address already in use\); choose another --host or --port\n", done.stderr)
 
@@ -82,6 +83,57 @@ def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
     assert first == second != ""
     for each in (trained, engine):
         each.close()
+
+
+@pytest.mark.parametrize("change", [
+    {"num_hidden_layers": 10**9}, {"vocab_size": 10**12}, {"hidden_size": 2**40}, {"intermediate_size": 10**8}, {"n_routed_experts": 10**9},
+    {"vocab_size": 10**30},
+], ids=str)  # fmt: skip
+def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_path: Path, change: dict[str, int]) -> None:
+    from lmworks.export.huggingface import read_model, write_model
+
+    trained = open_run(run_dir)
+    write_model(trained.model, tmp_path, {}, torch.float32)
+    trained.close()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as refused:
+        read_model(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on prunes old checkpoints and makes new ones while somebody opens its model."""
+    from lmworks.checkpoint import checkpoints, listing
+
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run, ignore=shutil.ignore_patterns("tune"))
+    place, found = run / "checkpoints", listing.newest_good
+    load, looks, loads = checkpoints.load, [], []
+
+    def prune() -> None:
+        (old,) = listing.directories(place)
+        shutil.copytree(old, place / listing.name_of(listing.step_of(old) + 1))
+        shutil.rmtree(old)
+
+    def look(directory: Path) -> object:
+        looks.append(directory)
+        if len(looks) == 1:  # gone while it is hashed
+            (old,) = listing.directories(place)
+            prune()
+            return None, [(old, "manifest.json is missing")]
+        return found(directory)
+
+    def fill(path: Path, *rest: object, **options: object) -> object:
+        loads.append(path)
+        if len(loads) == 1:  # gone after it was found good
+            prune()
+        return load(path, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(listing, "newest_good", look)
+    monkeypatch.setattr(checkpoints, "load", fill)
+    open_run(run).close()
+    assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]
 
 
 def test_a_damaged_checkpoint_is_not_served(run_dir: Path, tmp_path: Path) -> None:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 import torch
+from pydantic import ValidationError
 
 from lmworks.model import Transformer
+from lmworks.serve.engine import Engine
+from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, parse
 from lmworks.serve.vocabulary import Vocabulary
+from patience import PATIENCE
 
+HTTP = httpx.Client(timeout=PATIENCE)
 Wait = Callable[[Callable[[], bool]], None]
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello ☕!"}]
 
 
 LONG = [{"role": "user", "content": "a " * 600}]
+DEEP: dict = {"name": "f", "parameters": {}}
+for _ in range(70):
+    DEEP["parameters"] = {"properties": DEEP["parameters"]}
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
 
@@ -179,9 +190,23 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format other than text", "response_format"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
         ({"messages": IMAGE}, "Input should be 'text'", "messages.0.content.0.type"),
+        ({"messages": HELLO, "temprature": 1}, "temprature is not known to this server; did you mean temperature?", "temprature"),
+        ({"messages": HELLO, "prompt": "a"}, "prompt is a parameter of /v1/completions and not of this", "prompt"),
+        ({"messages": HELLO, "zzz": {}}, "zzz is not known to this server; leave it out", "zzz"),
+        ({"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls: false is not supported", "parallel_tool_calls"),
+        ({"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "takes only enable_thinking there", "chat_template_kwargs.x"),
+        ({"messages": HELLO, "tools": [{"function": "x"}]}, "a tool needs function.name", "tools"),
+        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": [1]}}]}, "is a JSON schema", "tools"),
+        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": {"properties": [1]}}}]}, "is a JSON schema", "tools"),
+        ({"messages": HELLO, "tools": [DEEP]}, "more than 64 deep", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]}, "a tool call without a function name", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a tool call without a function name", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 99_999}}]}]}, "not JSON", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1" * 9_999}}]}]}, "not JSON", None),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]}, "not an object", None),
     ],
 )  # fmt: skip
-def test_bad_chat_requests(client: openai.OpenAI, body: dict, message: str, param: str) -> None:
+def test_bad_chat_requests(client: openai.OpenAI, body: dict, message: str, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.post("/chat/completions", body={"model": "tiny", **body}, cast_to=object)
     error = refused.value.body
@@ -203,11 +228,63 @@ def test_bad_chat_requests(client: openai.OpenAI, body: dict, message: str, para
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompts times n is 200; at most 128"),
         ({"prompt": "a " * 600}, "this model's context is 256"),
+        ({"prompt": ["a"] * 129}, "prompt lists 129 prompts; at most 128"),
+        ({"prompt": ["a", 3]}, r"prompt\.1: Input should be a valid string"),
+        ({"messages": HELLO}, "messages is a parameter of /v1/chat/completions and not of this"),
+        ({"prompt": "a", "temprature": 1}, "temprature is not known to this server; did you mean temperature"),
     ],
 )  # fmt: skip
 def test_bad_completion_requests(client: openai.OpenAI, body: dict, message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.post("/completions", body={"model": "tiny", **body}, cast_to=object)
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": 1e-300}, {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1.0}, {"top_p": 1e-300}, {"seed": -(10**400)},
+    {"top_k": 10**30}, {"user": "me", "metadata": {"a": 1}, "store": False, "seed": None, "nothing": None},
+], ids="-".join)  # fmt: skip
+def test_odd_requests_are_answered(server, options: dict) -> None:  # type: ignore[no-untyped-def]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f\ud800", "arguments": {}}}]}
+    asked = {"messages": [*HELLO, called, {"role": "tool", "content": "\ud800"}], "max_tokens": 3, **options}
+    reply = HTTP.post(f"{server.url}/v1/chat/completions", content=json.dumps(asked), headers={"Content-Type": "application/json"})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("completions", '{"prompt": [%s]}'), ("completions", '{"prompt": [[%s]]}'), ("completions", '{"prompt": ["a", %s]}'),
+    ("chat/completions", '{"messages": [%s]}'), ("chat/completions", '{"messages": [{"role": "user", "content": [%s]}]}'),
+    ("chat/completions", '{"messages": [{"role": "user", "content": "a"}], "tools": [%s]}'),
+    ("chat/completions", '{"messages": [{"role": "user", "content": "a"}], "stop": [%s]}'),
+    ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [1, %s]}]}'),
+])  # fmt: skip
+def test_a_list_of_faults_is_refused_for_its_first(path: str, body: str, engine: Engine) -> None:
+    """A million of them in words took minutes and gigabytes, on the thread that answers everybody."""
+    kind, text = ChatRequest if "chat" in path else CompletionRequest, body % ",".join(["{}"] * 20_000)
+    with pytest.raises((ValidationError, BadRequest)) as found:
+        kind.model_validate(json.loads(text))
+    assert not isinstance(found.value, ValidationError) or found.value.error_count() < 10
+    with pytest.raises(BadRequest) as refused:
+        parse(kind, text.encode(), engine)
+    assert refused.value.param
+
+
+def test_a_request_is_read_beside_the_event_loop(server, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    from lmworks.serve import api
+
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> object:
+        reading.set()
+        assert go_on.wait(PATIENCE)
+        return parse(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "parse", slow)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(HTTP.post, f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert reading.wait(PATIENCE)
+        assert HTTP.get(f"{server.url}/health").status_code == 200
+        go_on.set()
+        assert asked.result().status_code == 200
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
@@ -220,26 +297,26 @@ def test_odd_bodies_and_paths(server) -> None:  # type: ignore[no-untyped-def]
     chat = f"{server.url}/v1/chat/completions"
     headers = {"Content-Type": "application/json"}
     for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000):
-        reply = httpx.post(chat, content=body, headers=headers)
+        reply = HTTP.post(chat, content=body, headers=headers)
         assert reply.status_code == 400, body[:20]
         assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert httpx.post(chat, content=b"a=b", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert HTTP.post(chat, content=b"a=b", headers={"Content-Type": "text/plain"}).status_code == 415
     # half a surrogate pair, where it is quoted back and where it is the prompt
-    assert httpx.post(chat, content=b'{"model": "\\ud800"}', headers=headers).status_code == 400
+    assert HTTP.post(chat, content=b'{"model": "\\ud800"}', headers=headers).status_code == 400
     unknown = b'{"model": "\\ud800", "messages": [{"role": "user", "content": ""}]}'
-    assert httpx.post(chat, content=unknown, headers=headers).status_code == 404
-    lone = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a\\ud800b", "echo": true, "max_tokens": 1}', headers=headers)
+    assert HTTP.post(chat, content=unknown, headers=headers).status_code == 404
+    lone = HTTP.post(f"{server.url}/v1/completions", content=b'{"prompt": "a\\ud800b", "echo": true, "max_tokens": 1}', headers=headers)
     assert lone.status_code == 200
-    assert httpx.get(f"{server.url}/nothing").json()["error"]["message"] == "there is no /nothing here"
-    assert httpx.get(chat).status_code == 405
-    assert httpx.get(chat).json()["error"]["message"]
+    assert HTTP.get(f"{server.url}/nothing").json()["error"]["message"] == "there is no /nothing here"
+    assert HTTP.get(chat).status_code == 405
+    assert HTTP.get(chat).json()["error"]["message"]
 
 
 def test_a_large_body_is_refused(start) -> None:  # type: ignore[no-untyped-def]
     url = f"{start(max_body=2000).url}/v1/completions"
     headers = {"Content-Type": "application/json"}
-    assert httpx.post(url, content=json.dumps({"prompt": "a" * 3000}), headers=headers).status_code == 413
-    chunked = httpx.post(url, content=(b"x" * 500 for _ in range(9)), headers=headers)  # without a length to judge by
+    assert HTTP.post(url, content=json.dumps({"prompt": "a" * 3000}), headers=headers).status_code == 413
+    chunked = HTTP.post(url, content=(b"x" * 500 for _ in range(9)), headers=headers)  # without a length to judge by
     assert chunked.status_code == 413
     assert chunked.json()["error"]["message"] == "the body is larger than 2,000 bytes"
 
@@ -248,20 +325,23 @@ def test_the_key(start) -> None:  # type: ignore[no-untyped-def]
     url = start(api_key="sésame").url
     with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
         openai.OpenAI(base_url=f"{url}/v1", api_key="guess").models.list()
-    assert httpx.get(f"{url}/metrics").status_code == 401
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert HTTP.get(f"{url}/metrics").status_code == 401
+    assert HTTP.get(f"{url}/health").status_code == 200
     headers = {"Authorization": "Bearer sésame".encode()}
-    assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+    assert HTTP.get(f"{url}/v1/models", headers=headers).status_code == 200
 
 
 def test_no_other_origin_and_no_other_name(server) -> None:  # type: ignore[no-untyped-def]
     url = f"{server.url}/v1/models"
-    assert not [name for name in httpx.get(url, headers={"Origin": "https://example.com"}).headers if name.startswith("access-control")]
-    assert httpx.options(url, headers={"Origin": "https://example.com", "Access-Control-Request-Method": "POST"}).status_code == 405
-    rebound = httpx.get(url, headers={"Host": "example.com"})
+    assert not [name for name in HTTP.get(url, headers={"Origin": "https://example.com"}).headers if name.startswith("access-control")]
+    assert HTTP.options(url, headers={"Origin": "https://example.com", "Access-Control-Request-Method": "POST"}).status_code == 405
+    rebound = HTTP.get(url, headers={"Host": "example.com"})
     assert rebound.status_code == 403
-    assert httpx.get(url, headers={"Host": "localhost:8000"}).status_code == 200
-    assert httpx.get(url, headers={"Host": "[::1]:8000"}).status_code == 200
+    assert HTTP.get(url, headers={"Host": "localhost:8000"}).status_code == 200
+    assert HTTP.get(url, headers={"Host": "[::1]:8000"}).status_code == 200
+    assert HTTP.get(url, headers={"Host": "LocalHost"}).status_code == 200
+    for odd in ("[::1]evil.com", "[::1].evil.com:80", "[::1", "localhost:80:evil.com", "localhost:evil.com", "localhost@evil.com", "", "["):
+        assert HTTP.get(url, headers={"Host": odd}).status_code in (400, 403), odd
 
 
 def test_a_client_that_leaves_is_not_answered_on(server, waiting: Wait, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -284,6 +364,45 @@ def test_too_many_waiting_are_told_to_come_back(start) -> None:  # type: ignore[
     served = start(max_waiting=0)
     with pytest.raises(openai.RateLimitError, match="try again later"):
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0).completions.create(model="tiny", prompt="a")
+
+
+def test_answers_count_and_not_requests(start) -> None:  # type: ignore[no-untyped-def]
+    served = start(max_waiting=10)
+    url = f"{served.url}/v1/completions"
+    told = HTTP.post(url, json={"prompt": "a", "n": 11})
+    assert (told.status_code, told.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert HTTP.post(url, json={"prompt": ["a"] * 4, "n": 3}).status_code == 429
+    assert HTTP.post(url, json={"prompt": ["a"] * 5, "n": 2, "max_tokens": 1}).status_code == 200
+
+
+def _answer_to(address: tuple[str, int], first: bytes, second: bytes = b"") -> bytes:
+    """All that comes for what is sent, until the server closes the connection; the second part goes out when there is an answer."""
+    with socket.create_connection(address, timeout=PATIENCE) as peer:
+        peer.sendall(first)
+        got = b""
+        while data := peer.recv(65536):
+            got += data
+            if second and got.endswith(b"}"):
+                peer.sendall(second)
+                second = b""
+        return got
+
+
+def test_clients_that_send_nothing_are_let_go(start) -> None:  # type: ignore[no-untyped-def]
+    served = start(head_seconds=0.3, body_seconds=0.3)
+    address = ("127.0.0.1", int(served.url.rpartition(":")[2]))
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert _answer_to(address, b"") == b""
+    assert _answer_to(address, b"GET /health HTTP/1.1\r\nHost: loc") == b""
+    answer = _answer_to(address, health, b"GET /health")  # the second request never comes
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    slow = _answer_to(address, post + b"{")
+    assert slow.startswith(b"HTTP/1.1 408 ")
+    assert b"the body has not come within 0.3 s" in slow
+    # what takes its time to answer is not cut off
+    waiting = HTTP.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 200})
+    assert waiting.status_code == 200
 
 
 def test_a_failure_midway_is_told_inside_the_stream(server, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
@@ -318,9 +437,9 @@ def test_concurrent_clients(server) -> None:  # type: ignore[no-untyped-def]
 
 def test_health_and_metrics(client: openai.OpenAI, server) -> None:  # type: ignore[no-untyped-def]
     client.completions.create(model="tiny", prompt="a", max_tokens=3)
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok", "model": "tiny"}
-    httpx.get(f"{server.url}/wp-login.php")
-    lines = [line for line in httpx.get(f"{server.url}/metrics").text.splitlines() if not line.startswith("# ")]
+    assert HTTP.get(f"{server.url}/health").json() == {"status": "ok", "model": "tiny"}
+    HTTP.get(f"{server.url}/wp-login.php")
+    lines = [line for line in HTTP.get(f"{server.url}/metrics").text.splitlines() if not line.startswith("# ")]
     figures = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
     assert figures["lmworks_generated_tokens_total"] >= 3
     assert figures["lmworks_answers_running"] == 0

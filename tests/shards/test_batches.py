@@ -132,7 +132,7 @@ def test_a_fresh_process_makes_the_same_batches_in_any_order(recipe: Recipe, bat
         hashes[step] = hashlib.sha256(batch.tokens.tobytes() + batch.labels.tobytes() + batch.cu_seqlens.tobytes()).hexdigest()
     for hash_seed, asked in (("1", steps), ("77", steps[::-1])):
         command = [sys.executable, "-c", PROBE, recipe.model_dump_json(), str(batches.shards_dir), *map(str, asked)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": hash_seed})
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, env=os.environ | {"PYTHONHASHSEED": hash_seed})
         assert done.stdout.split() == [hashes[step] for step in asked]
 
 

@@ -147,14 +147,19 @@ def test_storage_that_fails_is_asked_again_and_then_named(
             batches.batch(0)
 
 
-def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path) -> None:
-    storage = Counted(folder)
+def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, brought, bring = Counted(folder), set(), Batches.bring
+
+    def recorded(self: Batches, step: int) -> None:
+        bring(self, step)
+        brought.add(step)
+
+    monkeypatch.setattr(Batches, "bring", recorded)
     batches = Batches(recipe_with(tmp_path, BIG, ahead="20 steps"), folder, storage=storage)
     batches.batch(0)
-    known = -1
-    while len(storage.reads) != known:  # until it has come to rest
-        known = len(storage.reads)
-        time.sleep(0.3)
+    while not brought >= set(range(1, batches.steps)):
+        time.sleep(0.01)
+    known = len(storage.reads)
     for step in range(batches.steps):
         batches.batch(step)
     assert len(storage.reads) == known, "all of it was there"
@@ -174,7 +179,7 @@ print(json.dumps([[step, hashlib.sha256(batches.batch(step).tokens.tobytes()).he
 def test_processes_share_a_cache_that_is_too_small_for_one(folder: Path, tmp_path: Path) -> None:
     recipe = recipe_with(tmp_path, TINY).model_dump_json()
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, recipe, str(folder), direction], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", WORKER, recipe, str(folder), direction], stdout=subprocess.PIPE, encoding="utf-8")
         for direction in ("1", "-1", "3")
     ]
     plain = Batches(recipe_of(PHASES, shards={"max_epochs": 100}), folder)
@@ -199,7 +204,7 @@ except UserError as error:
 
 
 def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, encoding="utf-8", check=True)
     assert done.stdout == f"the disk of {tmp_path} has no room for 16,777,216 bytes; lower shards.cache.bytes\n"
     assert list(tmp_path.glob("blocks-*")) == []
     with pytest.raises(UserError, match=r"shards\.cache\.bytes 1,000 is too small"):

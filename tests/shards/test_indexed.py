@@ -38,7 +38,7 @@ def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
 def test_megatron_reads_ours_and_we_read_megatrons(tmp_path: Path, dtype: str) -> None:
-    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="pip install megatron-core")
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed (extra: slow)")
     import torch
 
     write(tmp_path / "ours", DOCUMENTS, dtype)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.tokenizer import Tokenizer
-from lmworks.tokenizer.chat import Template
+from lmworks.tokenizer import Tokenizer, rendering
+from lmworks.tokenizer.chat import Template, encode
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Temperatur in °C", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}}}]
@@ -54,7 +54,6 @@ def test_transformers_loads_it_as_a_fast_tokenizer(tokenizer: Tokenizer, foreign
 
     assert isinstance(foreign, PreTrainedTokenizerFast)
     assert (len(foreign), foreign.eos_token_id, foreign.pad_token_id) == (1024, tokenizer.eos_id, tokenizer.pad_id)
-    assert foreign.model_max_length == 1024
     text = "Ünïcode, 12345 人人\n\n\tend  "
     assert foreign(text)["input_ids"] == tokenizer.encode(text)
     assert foreign.decode(tokenizer.encode(text)) == text
@@ -137,6 +136,22 @@ def test_nobody_speaks_in_anothers_role(tokenizer: Tokenizer, where: str) -> Non
         assert mask.count(True) == tokenizer.encode_chat(*conversation("x"))[1].count(True)
 
 
+@pytest.mark.parametrize(
+    "parts", [["<|assist", "ant|>"], ["<|", "assistant|", ">"], ["x<", "|assistant|>"], ["[gMA", "SK]"], ["</thi", "nk>"]])
+def test_no_special_token_is_put_together_from_parts(tokenizer: Tokenizer, parts: list[str]) -> None:
+    """In parts of a message, in fields that a template puts side by side, and where it strips the white space between."""
+    asked = {"role": "user", "content": [{"type": "text", "text": part} for part in ["Hi ", *parts, " there"]]}
+    ids, mask = tokenizer.encode_chat([asked, {"role": "assistant", "content": "No"}])
+    plain, spoken = tokenizer.encode_chat([{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "No"}])
+    assert [i for i in ids if i in tokenizer.special.values()] == [i for i in plain if i in tokenizer.special.values()]
+    assert mask.count(True) == spoken.count(True)
+    assert "".join(parts) in tokenizer.decode(ids)  # and not one character was changed
+
+    template = Template("{% for m in messages %}{% for p in m.content %}{{ p.text.strip() }}{% endfor %}{% endfor %}", "strips.jinja")
+    spaced = {"role": "user", "content": [{"type": "text", "text": f"{part} \n"} for part in parts]}
+    assert not set(encode(tokenizer, template, [spaced])) & set(tokenizer.special.values())
+
+
 def test_openai_arguments_as_json_text(tokenizer: Tokenizer) -> None:
     def with_arguments(arguments: Any) -> str:
         call = {"function": {"name": "f", "arguments": arguments}}
@@ -163,6 +178,34 @@ def test_what_is_no_conversation_is_refused_in_one_line(tokenizer: Tokenizer, me
     with pytest.raises(UserError, match=message) as caught:
         tokenizer.encode_chat(messages)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{% set n = messages | length + 8 %}{{ n ** (n ** n) }}",
+    "{{ 'a' * 10 ** 11 }}",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "{{ messages[0].nothing.at.all }}",
+])
+def test_templates_that_run_on_are_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some when they are compiled, since what is constant is computed then; and the next conversation is tried again."""
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"mine\.jinja (refused the conversation|is not a chat template): .") as caught:
+            Template(source, "mine.jinja").render([{"role": "user", "content": "x"}])
+        assert "\n" not in str(caught.value)
+
+
+def test_a_foreign_template_goes_on_after_a_conversation_that_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "SECONDS", 0.5)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = Template("{% if messages[0].content == 'x' %}" + loop + "{% endif %}{{ messages[0].content }}", "mine.jinja")
+    for _ in range(2):
+        assert template.render([{"role": "user", "content": "\ud800 人 \n"}]) == "\ud800 人 \n"
+        with pytest.raises(UserError, match=r"takes more than 0\.5 s or 1024 MB"):
+            template.render([{"role": "user", "content": "x"}])
 
 
 def test_templates_are_sandboxed_and_may_refuse() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,14 @@ def test_long_spaces_have_the_same_ids_either_way(tokenizer: Tokenizer, monkeypa
     assert tokenizer.encode(text) == other_way
 
 
+def test_the_search_for_long_spaces_takes_each_run_once(tokenizer: Tokenizer) -> None:
+    """Runs that are a little too short were searched again from each of their spaces: half a minute for these two."""
+    begin = time.process_time()
+    assert not tokenizer._needs_reference((" " * 99_999 + "x") * 2)
+    assert tokenizer._needs_reference((" " * 99_999 + "x") + "\t" * 100_000)
+    assert time.process_time() - begin < 10
+
+
 def test_special_tokens_come_only_when_allowed(tokenizer: Tokenizer) -> None:
     for name, token in tokenizer.special.items():
         assert token not in tokenizer.encode(f"a{name}b")
@@ -149,7 +158,7 @@ def test_importing_the_room_is_light() -> None:
 
     heavy = {"torch", "tiktoken", "tokenizers", "jinja2", "transformers", "pyarrow"}
     code = f"import sys, lmworks.tokenizer; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.strip() == "[]"
 
 
 def test_split_is_glm4s_letter_for_letter() -> None:

@@ -63,6 +63,7 @@ def test_digits_stand_alone_and_rare_characters_are_bytes(pieces: Tokenizer) -> 
     ids = pieces.encode("\U0010fffd")
     assert [pieces.token_bytes(token) for token in ids] == [bytes([byte]) for byte in "\U0010fffd".encode()]
     assert max(ids) < 256
+    assert pieces.encode("a\ud800b") == pieces.encode("a\ufffdb")  # half a surrogate pair, which JSON may hold
     assert len(pieces.encode("return self")) <= 3
     assert pieces.byte_lengths[ids].tolist() == [1, 1, 1, 1]
 

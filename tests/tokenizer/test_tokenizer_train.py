@@ -157,7 +157,7 @@ def test_long_merge_lists_as_of_glm_and_llama_3_are_understood(trained: Path) ->
 
 def test_config_is_complete(trained: Path, recipe: Recipe) -> None:
     config = json.loads((trained / "tokenizer_config.json").read_text())
-    assert config["model_max_length"] == 1024
+    assert "model_max_length" not in config  # that is the model's, which may learn longer contexts without another tokenizer
     assert config["eos_token"] == config["pad_token"] == "<|endoftext|>"
     assert config["chat_template"] == (trained / "chat_template.jinja").read_text()
     assert {"[gMASK]", "<|user|>", "<|code_prefix|>"} < set(config["additional_special_tokens"])

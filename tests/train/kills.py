@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tiny_run
+from patience import PATIENCE
 from tiny_run import Tiny
 
 _SPAWN = multiprocessing.get_context("forkserver")
 # Imported once, so that a life begins in a tenth of a second.
 _SPAWN.set_forkserver_preload(["lmworks.run.walk", "lmworks.train.pretrain", "lmworks.checkpoint.storage", "torch._dynamo"])
-_PATIENCE = 120.0
 
 
 def _live(tiny: Tiny, overrides: Sequence[str]) -> None:
-    tiny_run.know_the_peak()
     tiny.pretrain(*overrides)
 
 
@@ -58,7 +56,7 @@ def train_under_fire(tiny: Tiny, overrides: Sequence[str], kills: int, seed: int
             campaign.in_saves += part and any((tiny.run_dir / "checkpoints").glob(".step-*.part"))
             campaign.before_the_first_step += lines(tiny.run_dir) <= already
             continue
-        process.join(_PATIENCE)
+        process.join(PATIENCE)
         assert process.exitcode == 0, f"the run ended with {process.exitcode} after {campaign.kills} kills"
         assert campaign.kills == kills, f"the run was over after {campaign.kills} kills; give it more steps"
         return campaign
@@ -69,7 +67,7 @@ def _wait(tiny: Tiny, process: multiprocessing.Process, already: int, chance: ra
     kind = chance.choice(("steps", "steps", "save", "early"))
     # A life that goes on from a checkpoint first writes the lines again that it had written beyond it.
     goal = already + chance.randrange(1, 4) if kind != "early" else 0
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     if kind == "early":
         time.sleep(chance.uniform(0, 0.4))
     while process.is_alive():

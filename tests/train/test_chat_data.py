@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lmworks.corpus.contamination import Gate
 from lmworks.errors import UserError
 from lmworks.evaluate.tasks import SEED, questions
+from lmworks.recipe.after import Generator
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.tuning import TuningBatches
@@ -162,12 +164,22 @@ def test_tasks_share_no_seed_and_no_question_with_the_evaluation(tokenizer: Toke
     free = build_chat_data(recipe_of(data, length=256), tokenizer, tmp_path / "free")
     said = [tokenizer.decode(ids) for ids, _ in everything(tmp_path / "free", "tasks")]
     asked = [text.split("<|user|>\n")[1].split("<|assistant|>")[0] for text in said]
-    excluded = {*asked[:7], *questions(TASKS, 20)}
+    excluded = {*asked[:7], *(one.text for one in questions([Generator(name=name) for name in TASKS], 20))}
     again = build_chat_data(recipe_of(data, length=256), tokenizer, tmp_path / "again", exclude_questions=excluded)
     left = [tokenizer.decode(ids).split("<|user|>\n")[1].split("<|assistant|>")[0] for ids, _ in everything(tmp_path / "again", "tasks")]
     assert set(left) == set(asked) - excluded
     assert again["data"]["tasks"]["left_out"]["asked by the evaluation"] >= 7
     assert free["data"]["tasks"]["train"]["conversations"] > 50
+
+
+def test_tasks_are_those_of_the_evaluation_with_their_options(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    easy = {"name": "needle_haystack", "options": {"min_num_statements": 2, "max_num_statements": 2}}
+    recipe = recipe_of({"name": "tasks", "kind": "tasks", "count": 20}, evaluate={"tasks": [easy]})
+    manifest = build_chat_data(recipe, tokenizer, tmp_path, exclude_questions={one.text for one in questions(recipe.evaluate.tasks, 50)})
+    assert manifest["data"]["tasks"]["train"]["conversations"] + manifest["data"]["tasks"]["validation"]["conversations"] == 20
+    asked = [tokenizer.decode(ids).split("<|user|>\n")[1].split("<|assistant|>")[0] for ids, _ in everything(tmp_path, "tasks")]
+    assert all(question.count(". ") == 2 for question in asked)
+    assert not {question.strip() for question in asked} & {one.text.strip() for one in questions(recipe.evaluate.tasks, 50)}
 
 
 def test_answers_of_tasks_satisfy_their_verifiers(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -256,3 +268,25 @@ def test_batches_learn_only_what_the_assistant_says(tokenizer: Tokenizer, tmp_pa
     assert "reply 1" in text
     assert "secret" not in text
     assert "other" not in text
+
+
+ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
+
+
+def test_evaluation_items_are_kept_out_of_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gate(13)
+    gate.protect(["riddles/0"], [ITEM], ["the north one"], evaluation=True)
+    chats = [chat(f"What is {n}?", f"It is {n}.") for n in range(60)]
+    chats[7] = chat("A riddle, please.", f"<b>{ITEM.replace(' ', '</b> <b>')}</b>")
+    chats[40] = chat(f"Riddle: {ITEM.removesuffix('?')}, my friend?", "I do not know.")
+    mine = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
+    manifest = build_chat_data(recipe_of(mine, length=512), tokenizer, tmp_path / "out", gate=gate)
+    assert manifest["data"]["mine"]["left_out"] == {"holds an evaluation item": 2}
+    assert manifest["data"]["mine"]["examples"][0]["detail"] == "riddles/0"
+    said = "".join(tokenizer.decode(ids) for ids, _ in everything(tmp_path / "out", "mine"))
+    assert "seventh" not in said and "It is 59." in said
+    failing = recipe_of(mine, length=512, corpus={"decontaminate": {"gate": "fail"}})
+    with pytest.raises(UserError, match=r"tune\.data\.mine: .*a\.jsonl:\d+ holds the evaluation item riddles/0"):
+        build_chat_data(failing, tokenizer, tmp_path / "failing", gate=gate)
+    reported = recipe_of(mine, length=512, corpus={"decontaminate": {"gate": "report"}})
+    assert build_chat_data(reported, tokenizer, tmp_path / "reported", gate=gate)["data"]["mine"]["left_out"] == {}

@@ -21,7 +21,7 @@ from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load
 from lmworks.train import trainer
 from lmworks.train.pretrain import stages
-from tiny_run import Tiny, know_the_peak
+from tiny_run import Tiny
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
 TOKENS = ("1536Ki", "256Ki", "384Ki", "256Ki", "256Ki", "256Ki")
@@ -102,7 +102,6 @@ def loss(model: ParallelModel, rows: list[Batch], rope: Rope) -> float:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the length that was trained before: under the old positions, with the new ones at the boundary, and after the phase."""
-    know_the_peak()
     library = Path(torch.__file__).parent
     texts = [path.read_text(encoding="utf-8") for path in sorted(library.rglob("*.py")) if path.stat().st_size > LEAST]
     (tmp_path / "code").mkdir()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import tiny_run
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.parallel.mesh import Ranks
@@ -100,7 +99,6 @@ def read_by_a_rank(tiny: Tiny, change: Change, when: int, slow: int) -> list[tup
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "train_step", step)
         patch.setattr(Batches, "batch", make)
-        tiny_run.know_the_peak()
         layout = Layout(dp_shard=2)
         recipe = tiny.resolve("layout.dp_shard=2").recipe
         pretrain(recipe, tiny.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
@@ -110,7 +108,7 @@ def read_by_a_rank(tiny: Tiny, change: Change, when: int, slow: int) -> list[tup
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slow: int) -> None:
     """The two halves of every batch are those that anybody reads of the run afterwards: no rank changed a step early or late."""
-    told = ranks.run(read_by_a_rank, 2, tiny_copy, Change(2, {"docs": 1.0}), 6, slow, seconds=300)
+    told = ranks.run(read_by_a_rank, 2, tiny_copy, Change(2, {"docs": 1.0}), 6, slow)
     (line,) = events(tiny_copy, "mixture_changed")
     at = int(str(line["step"]))
     assert 6 < at <= 6 + 5

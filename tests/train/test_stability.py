@@ -18,6 +18,7 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
+from lmworks.train import trainer
 from lmworks.train.pretrain import Pretraining
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.starvation import Starvation
@@ -262,8 +263,20 @@ def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch
 
 def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.train.guard.Starvation", lambda share: Starvation(share, 10))
-    honest = Pretraining.batch
-    monkeypatch.setattr(Pretraining, "batch", lambda self, *given: (time.sleep(0.2), honest(self, *given))[1])
+    honest, step, taken = Pretraining.batch, trainer.train_step, [0.05]
+
+    def timed(*given: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        result = step(*given, **options)
+        taken[0] = max(0.05, time.monotonic() - began)
+        return result
+
+    def late(self: Pretraining, *given: Any) -> Any:
+        time.sleep(2 * taken[0])  # reading takes longer than computing did, however slow the machine is
+        return honest(self, *given)
+
+    monkeypatch.setattr(trainer, "train_step", timed)
+    monkeypatch.setattr(Pretraining, "batch", late)
     tiny_copy.pretrain("stability.starved_share=0.05")
     (line,) = events(tiny_copy, "data_starved")
     assert line["share"] > 0.05

@@ -25,7 +25,6 @@ from tiny_run import Tiny, curve
 
 def trained(tiny: Tiny, overrides: list[str], plant: str, rank: int) -> str:
     """Pretrain as one of the copies of the model; what the run ended with. On one rank something goes wrong in step 6."""
-    tiny_run.know_the_peak()
     layout = Layout(dp_replicate=dist.get_world_size())
     honest_step, honest_loss, now = trainer.train_step, Transformer.loss, {"step": -1}
 
@@ -58,22 +57,23 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_flipped_bit_in_one_of_four_copies_is_found_and_the_rank_named(ranks, tiny_copy: Tiny, rank: int) -> None:
-    told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps"], "flip", rank, seconds=300)
+    told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps"], "flip", rank)
     said = f"stopped at step 7: silent corruption on rank {rank}: its copy of model.layers.1.attention.key.weight differs from the others'"
     assert [line.startswith(said) for line in told] == [True] * 4, told
     (line,) = events(tiny_copy.run_dir, "corruption")
     assert (line["ranks"], line["certain"]) == ([rank], True)
 
 
-def test_sound_copies_pass(ranks, tiny_copy: Tiny) -> None:
-    told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps"], "", 0, seconds=300)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sound_copies_and_arithmetic_pass(ranks, tiny_copy: Tiny, precision: str) -> None:
+    told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps", f"train.precision={precision}"], "", 0)
     assert told == ["finished"] * 4
     assert not events(tiny_copy.run_dir, "corruption")
     assert [line["step"] for line in curve(tiny_copy.run_dir)] == list(range(1, tiny_run.STEPS + 1))
 
 
 def test_a_spike_that_one_rank_sees_is_rolled_back_by_all(ranks, tiny_copy: Tiny) -> None:
-    told = ranks.run(trained, 2, tiny_copy, [*SPIKE, "stability.spike.action=rollback"], "spike", 1, seconds=300)
+    told = ranks.run(trained, 2, tiny_copy, [*SPIKE, "stability.spike.action=rollback"], "spike", 1)
     assert told == ["finished"] * 2
     (line,) = events(tiny_copy.run_dir, "rollback")
     assert (line["step"], line["to_step"], line["skip"]) == (14, 12, [12, 15])

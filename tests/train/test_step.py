@@ -104,6 +104,18 @@ def test_the_gradient_is_that_of_the_mean_over_valid_tokens_and_not_of_a_mean_of
     assert abs(np.mean(means) - float(result.loss)) > 1e-5  # beyond rounding; an untrained model errs alike everywhere
 
 
+def test_auto_is_what_the_processor_is_fast_in_and_nothing_else(tiny: Tiny, batch: Batch, has_bf16: bool) -> None:
+    """Bit for bit the step of the type that is named: the machine decides that, and nothing besides it."""
+    stepped = {}
+    for precision in ("auto", "bf16", "fp32"):
+        model, optimizer = make(tiny, f"train.precision={precision}", "optimizer.kind=muon")
+        step(model, optimizer, batch, 2)
+        stepped[precision] = weights(model)
+    same, other = ("bf16", "fp32") if has_bf16 else ("fp32", "bf16")
+    assert same_bits(stepped["auto"], stepped[same]) == []
+    assert same_bits(stepped["auto"], stepped[other])
+
+
 def test_gradients_add_up_in_fp32_under_bf16(tiny: Tiny, batch: Batch) -> None:
     """Bit for bit the fp32 sum of the micro-batches' gradients; a sum in bf16 is far from it."""
     model, optimizer = make(tiny, "train.precision=bf16")

@@ -35,7 +35,6 @@ SEGMENTS = [
 
 def segments(tiny: Tiny) -> list[str]:
     """The run, stopped by SIGTERM on one rank before the given steps; what each part of it ended with."""
-    tiny_run.know_the_peak()
     honest, said = trainer.train_step, []
     for overrides, stop in SEGMENTS:
 

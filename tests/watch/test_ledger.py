@@ -67,7 +67,7 @@ while True:
     number += 1
 """
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, encoding="utf-8")
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(0.05)

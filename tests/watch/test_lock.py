@@ -25,7 +25,7 @@ time.sleep(60)
 
 
 def hold(run_dir):
-    process = subprocess.Popen([sys.executable, "-c", _HOLDER, str(run_dir)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", _HOLDER, str(run_dir)], stdout=subprocess.PIPE, encoding="utf-8")
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
@@ -58,12 +58,14 @@ def test_released_at_the_end_of_a_block_and_only_once(tmp_path):
 
 def test_a_child_that_outlives_its_parent_does_not_hold_the_directory(tmp_path):
     lock = RunLock(tmp_path)
+    here, there = os.pipe()
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        os.write(there, b"forgotten")
+        time.sleep(600)
         os._exit(0)
     try:
-        time.sleep(0.1)
+        os.read(here, 1)
         os.close(lock._fd)
         lock._fd = -1
         RunLock(tmp_path).release()
@@ -97,6 +99,6 @@ except UserError as error:
     for path in (tmp_path, *tmp_path.parents):
         if path.stat().st_uid == os.getuid() and str(path).startswith("/tmp/"):
             path.chmod(path.stat().st_mode | 0o055)
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
     expected = f"cannot write {tmp_path}/closed/run: Permission denied; choose another directory with --set run_dir=PATH\n"
     assert said.stdout == expected, said.stderr

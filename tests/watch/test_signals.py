@@ -12,22 +12,23 @@ import time
 import pytest
 
 from lmworks.watch import graceful_stop
+from patience import PATIENCE
 
 _RUN = """
-import time
+import sys, time
 from lmworks.watch import graceful_stop
 with graceful_stop() as stop:
     print("ready", flush=True)
     while not stop.requested:
         time.sleep(0.01)
     print(stop.message(12, "lmworks run r.yaml"), flush=True)
-    time.sleep({linger})
+    sys.stdin.read()  # the save, which takes as long as the test wants
 """
 
 
-def start(linger: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _RUN.format(linger=linger)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start() -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", _RUN], stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -35,9 +36,9 @@ def start(linger: float) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_lets_the_run_end_well(number):
-    process = start(0)
+    process = start()
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert out == f"stopped by {number.name} and saved at step 12; go on with: lmworks run r.yaml\n"
     more = "; once more to stop at once, without saving" if number == signal.SIGINT else ""
@@ -45,13 +46,13 @@ def test_the_first_signal_lets_the_run_end_well(number):
 
 
 def test_the_second_ctrl_c_ends_it_at_once():
-    process = start(60)
+    process = start()
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert "stopped by" in process.stdout.readline()
     time.sleep(1.1)  # within a second it counts as the same
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGINT
 
 
@@ -60,12 +61,12 @@ def test_the_second_ctrl_c_ends_it_at_once():
 )
 def test_one_request_that_comes_twice_does_not_cut_the_save_short(numbers, apart):
     """A launcher and a terminal both pass Ctrl-C on; Slurm warns with SIGUSR1 and ends with SIGTERM, and torchrun passes that on."""
-    process = start(4)
+    process = start()
     assert process.stdout is not None
     for number in numbers:
         process.send_signal(number)
         time.sleep(apart)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 
 

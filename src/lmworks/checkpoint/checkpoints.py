@@ -7,11 +7,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmworks import machine
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.loading import as_json, load, local_parts
 from lmworks.checkpoint.mirror import Mirror
@@ -20,6 +22,7 @@ from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import clean, nothing, prune, publish, set_aside
 from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
+from lmworks.progress import console
 from lmworks.recipe.training import Checkpoints as Options
 
 if TYPE_CHECKING:
@@ -218,21 +221,25 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
         if self._team.is_first:
             self._verified.discard(self.directory / final.name)
-            size = sum(entry.bytes for entry in manifest.entries(final).values())
-            seconds = round(time.monotonic() - begin, 3)
-            self.report("checkpoint", step=step, path=str(final), bytes=size, metric=document["metric"], seconds=seconds)
+            self._told(step, final, document["metric"], time.monotonic() - begin)
         if self._near is not None:
             if self._makes:
                 self._near.add(final.name)
         elif self._team.is_first:
             self._arrived(final)
 
+    def _told(self, step: int, final: Path, metric: float | None, seconds: float) -> None:
+        with _saved_anyway(f"the checkpoint of step {step} is saved, but the ledger does not say so"):
+            size = sum(entry.bytes for entry in manifest.entries(final).values())
+            self.report("checkpoint", step=step, path=str(final), bytes=size, metric=metric, seconds=round(seconds, 3))
+
     def _write_aside(self, aside: Path, parts: list[Part], document: dict[str, Any]) -> dict[str, bytes]:
         """Write the data; returns the documents that make a checkpoint of it, at the ranks that write them."""
         from lmworks.checkpoint.storage import documents, write_parts
 
-        needed = sum(self._team.all(sum(part.bytes for part in parts)))
-        self._team.together(partial(_make_room, aside, needed) if self._makes else nothing)
+        bytes_of_ranks = self._team.all(sum(part.bytes for part in parts))
+        needed = sum(bytes_of_ranks) if self._near is None else self._near.of_this_machine(bytes_of_ranks)
+        self._team.together(partial(_begin, aside, needed) if self._makes else nothing)
         written = self._team.collect(lambda: write_parts(aside, self._team.rank, parts))
         made = documents(written, {listing.META: document}) if self._team.is_first else {}
         return made if self._near is None else self._near.share(made)
@@ -242,8 +249,9 @@ class Checkpoints:
         if self._mirror is not None:
             self._mirror.add(path)
         if self._team.is_first:
-            for step in prune(self.directory, self.options, listing.step_of(path), self.total_tokens, self._protected()):
-                self.report("checkpoint_pruned", step=step)
+            with _saved_anyway(f"{path.name} is saved, but older checkpoints could not be removed"):
+                for step in prune(self.directory, self.options, listing.step_of(path), self.total_tokens, self._protected()):
+                    self.report("checkpoint_pruned", step=step)
 
     def _copy_on(self, path: Path) -> None:
         """If the run was killed before the copy of its last checkpoint was whole."""
@@ -258,13 +266,23 @@ class Checkpoints:
         intact = f"the checkpoint before it, {before[-1].name}, is intact" if before else "there is no earlier checkpoint"
         what, mend = f"{error.strerror or error} in {self._place}", "mend that"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(self._place if self._place.exists() else self._place.parent).free
+            free = machine.free_disk(self._place if self._place.exists() else self._place.parent)
             what, mend = f"the disk of {self._place} is full ({free / 1e6:,.1f} MB free)", "free some space"
         return UserError(f"the checkpoint of step {step} was not saved: {what}; {intact}; {mend} and run the same command again")
 
 
-def _make_room(aside: Path, needed: int) -> None:
+@contextmanager
+def _saved_anyway(what: str) -> Iterator[None]:
+    """What one rank does alone once a checkpoint has its name. If it fails, the save has not: to this rank no more than to the others, with
+    whom it has to agree on whether the next save is a second try."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        console.print(f"{what}: {error}", style="yellow")
+
+
+def _begin(aside: Path, needed: int) -> None:
     """The folder of a save of so many bytes; `OSError` where its disk has less, before anything is written."""
     aside.mkdir(parents=True)
-    if shutil.disk_usage(aside).free < needed:
+    if machine.free_disk(aside) < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -36,6 +36,11 @@ def announced(directory: Path) -> list[Path]:
     return sorted((Path(directory) / name for name in names if _STEP.match(name)), key=step_of)
 
 
+def begun(directory: Path) -> bool:
+    """Whether a checkpoint was ever saved here: good or not, set aside, or still on the machines' own disks."""
+    return any(Path(directory).glob("step-*")) or bool(announced(directory))
+
+
 def free_name(path: Path, why: str) -> Path:
     """`step-00000100.WHY-1`, or -2 and so on: where a checkpoint is kept that no reader should find."""
     number = 1
@@ -62,7 +67,7 @@ def step_of(path: Path) -> int:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), values."""
-    return dict(json.loads((path / META).read_text()))
+    return dict(json.loads(manifest.read_document(path / META)))
 
 
 def saved(directory: Path) -> list[Saved]:
@@ -118,7 +123,10 @@ def _bytes(path: Path) -> int:
 def _incomplete(path: Path) -> str | None:
     from lmworks.checkpoint.storage import missing, read_table
 
-    names = missing(read_table(path))
+    try:
+        names = missing(read_table(path))
+    except (OSError, ValueError) as error:
+        return str(error)
     return f"parts of {len(names)} tensors were never saved, the first is {names[0]}" if names else None
 
 

@@ -35,9 +35,11 @@ def load(
     path = Path(path)
     if not verified:
         refuse_damaged(path, team)
-    small = {name: (path / name).read_bytes() for name in (listing.META, TABLE)} if team.is_first else {}
-    small = team.agree(small)
-    document, table = json.loads(small[listing.META]), parse_table(small[TABLE])
+    small, files = team.agree(team.together(lambda: _documents(path) if team.is_first else ({}, {})))
+    try:
+        document, table = json.loads(small[listing.META]), parse_table(small[TABLE], files)
+    except ValueError as error:  # alike on all, who have the same bytes
+        raise _damaged(path, str(error)) from None
     if identity is not None:
         states.refuse_other_identity(str(path), as_json(identity), document["identity"])
     states.refuse_other_tensors(str(path), state, table, document["values"], team)
@@ -60,7 +62,21 @@ def refuse_damaged(path: Path, team: Team = ALONE) -> None:
     """Raise `UserError` if a byte of the checkpoint is not as it was written."""
     reasons = team.all(manifest.problem(path, share=(team.rank, team.size)))
     if (reason := next((one for one in reasons if one), None)) is not None:
-        raise UserError(f"{path} is damaged: {reason}; use another checkpoint (lmworks ckpt verify shows the good ones)")
+        raise _damaged(path, reason)
+
+
+def _documents(path: Path) -> tuple[dict[str, bytes], dict[str, manifest.Entry]]:
+    """What a checkpoint says of itself, and the files that its manifest names."""
+    from lmworks.checkpoint.storage import TABLE
+
+    try:
+        return {name: manifest.read_document(path / name) for name in (listing.META, TABLE)}, manifest.entries(path)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is damaged: {reason}; use another checkpoint (lmworks ckpt verify shows the good ones)")
 
 
 def as_json(value: Any) -> Any:

@@ -2,22 +2,34 @@
 
 A directory without a manifest is no checkpoint. Every byte of a checkpoint is covered: the files by their hashes, the manifest by
 the hash that it carries over its other entries and by being written in one canonical form only.
+
+The hashes tell what a disk has spoilt, not who wrote it: anybody can sign anew. So whatever a checkpoint says, only regular files that
+lie in it under one of the names below are ever opened, and documents are read up to a bound.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from blake3 import blake3
 
+from lmworks import machine
+
 NAME = "manifest.json"
+DATA = "data-"  # how the names of the files with the elements of tensors begin
+_NAMES = re.compile(rf"{DATA}\d{{5,}}-\d{{5,}}\.bin|meta\.json|tensors\.jsonl\.gz")
 _BLOCK = 1 << 20
+MOST_DOCUMENT = 1 << 30  # bytes of a document; that of the largest layouts takes tens of megabytes
 _Item = TypeVar("_Item")
 
 
@@ -50,17 +62,37 @@ def write_synced(path: Path, data: bytes) -> Entry:
     return entry_of(data)
 
 
+def open_regular(path: Path) -> FileIO:
+    """Open a file to read; `OSError` for a link, a pipe, a device or a directory, without waiting for any of them."""
+    handle = FileIO(str(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return handle
+
+
+def read_document(path: Path) -> bytes:
+    """The bytes of a small file of a checkpoint; `OSError` for what is no regular file, or none of a document's size."""
+    with open_regular(path) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size > MOST_DOCUMENT:
+            raise OSError(errno.EFBIG, f"its {size:,} bytes are too many for a document", str(path))
+        return handle.readall()
+
+
 def entries(directory: Path) -> dict[str, Entry]:
     """The files that the manifest names; `ValueError` with the reason if the manifest is missing or not as it was written."""
     try:
-        data = (directory / NAME).read_bytes()
+        data = read_document(directory / NAME)
     except FileNotFoundError:
         raise ValueError(f"{NAME} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{NAME} cannot be read ({error.strerror})") from None
     try:
         files = {str(name): Entry(int(entry["bytes"]), str(entry["blake3"])) for name, entry in json.loads(data)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{NAME} is not readable") from None
-    if canonical(files) != data or any(Path(name).name != name for name in files):
+    if canonical(files) != data or any(not _NAMES.fullmatch(name) or entry.bytes < 0 for name, entry in files.items()):
         raise ValueError(f"{NAME} is not as it was written")
     return files
 
@@ -88,7 +120,7 @@ def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int],
 
 def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """Hex BLAKE3 of a file's bytes."""
-    with open(path, "rb", buffering=0) as handle:
+    with open_regular(path) as handle:
         return hash_of(handle, advance)
 
 
@@ -104,7 +136,7 @@ def hash_of(handle: Any, advance: Callable[[int], None] | None = None) -> str:
 
 def _check(path: Path, expected: Entry, reasons: dict[str, str], advance: Callable[[int], None] | None) -> None:
     try:
-        size = path.stat().st_size
+        size = path.lstat().st_size
         if size != expected.bytes:
             reasons[path.name] = f"{path.name} has {size} bytes, not {expected.bytes}"
         elif hash_file(path, advance) != expected.blake3:
@@ -115,9 +147,9 @@ def _check(path: Path, expected: Entry, reasons: dict[str, str], advance: Callab
         reasons[path.name] = f"{path.name} cannot be read ({error.strerror})"
 
 
-def parallel(work: Callable[[_Item], None], items: Iterable[_Item], threads: int | None = None) -> None:
-    """Call `work` on each item in a few threads and raise the first exception. (An executor refuses work while Python shuts down,
-    which is when a last save may still be running.)"""
+def parallel(work: Callable[[_Item], None], items: Iterable[_Item], threads: int = 8) -> None:
+    """Call `work` on each item in a few threads, no more than there are cores, and raise the first exception. (An executor refuses work
+    while Python shuts down, which is when a last save may still be running.)"""
     queue, lock = iter(list(items)), threading.Lock()
     failures: list[BaseException] = []
 
@@ -132,7 +164,7 @@ def parallel(work: Callable[[_Item], None], items: Iterable[_Item], threads: int
             except BaseException as error:
                 failures.append(error)
 
-    helpers = [threading.Thread(target=run, daemon=True) for _ in range(max(0, (threads or min(8, os.cpu_count() or 1)) - 1))]
+    helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, machine.cores()) - 1)]
     for helper in helpers:
         helper.start()
     run()

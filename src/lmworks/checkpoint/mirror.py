@@ -16,6 +16,7 @@ from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import nothing, publish
 from lmworks.checkpoint.team import Team
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import sync_directory
 
@@ -157,7 +158,7 @@ class _Url:
     def holds(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
         """Whether the copy has been sealed; each file was compared before that."""
         seal = f"{self._final}/{manifest.NAME}"
-        return bool(self._filesystem.exists(seal) and self._filesystem.cat_file(seal) == (source / manifest.NAME).read_bytes())
+        return bool(self._filesystem.exists(seal) and self._filesystem.cat_file(seal) == manifest.read_document(source / manifest.NAME))
 
     def begin(self) -> None:
         self._filesystem.makedirs(self._final, exist_ok=True)
@@ -183,7 +184,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     """Copy files between directories, synced. What arrived is for the caller to compare; nothing of it is left in memory, so that
     comparing asks the disk."""
     for name in names:
-        with open(source / name, "rb") as reader, open(target / name, "xb") as writer:
+        with manifest.open_regular(source / name) as reader, open(target / name, "xb") as writer:
             shutil.copyfileobj(reader, writer, _BLOCK)
             writer.flush()
             os.fsync(writer.fileno())
@@ -196,7 +197,7 @@ def _filesystem(target: str) -> tuple[Any, str]:
     except ImportError:
         raise UserError("checkpoints.copy_to with a URL needs fsspec: pip install 'lmworks[data]'") from None
     try:
-        filesystem, root = fsspec.core.url_to_fs(target)
+        filesystem, root = fsspec.core.url_to_fs(reveal(target))
     except (ValueError, ImportError) as error:
         raise UserError(f"checkpoints.copy_to: cannot use {target} ({error})") from None
     return filesystem, str(root)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmworks import progress
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.mirror import copy_checkpoint
 from lmworks.checkpoint.priority import yield_to_training
@@ -45,6 +46,7 @@ class Near:
         self.shared, self.report, self.finished, self.protected, self.keep = shared, report, finished, protected, keep
         self._all = team
         machines = team.all(f"{socket.gethostname()} {self.place.resolve()}")
+        self._here = [machine == machines[team.rank] for machine in machines]
         firsts = [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
         self.is_first = team.rank in firsts
         self._saving, self._copying = new_team(firsts), new_team(firsts)
@@ -57,6 +59,10 @@ class Near:
     def share(self, made: dict[str, bytes]) -> dict[str, bytes]:
         """The documents of a checkpoint, from the first rank to the first of each machine; nothing elsewhere."""
         return self._saving.agree(made) if self.is_first else {}
+
+    def of_this_machine(self, bytes_of_ranks: Sequence[int]) -> int:
+        """The sum over the ranks that write here."""
+        return sum(count for count, here in zip(bytes_of_ranks, self._here, strict=True) if here)
 
     def announce(self, name: str) -> None:
         """Leave the marker that says that a checkpoint is whole on the machines."""
@@ -116,7 +122,10 @@ class Near:
     def _run(self) -> None:
         yield_to_training()
         while (name := self._queue.get()) is not None:
-            self._copy(name)
+            try:
+                self._copy(name)
+            except Exception as error:  # on this machine alone, after the copy: the others, and who waits for us, must not hang
+                progress.console.print(f"after the copy of {name}: {error}", style="yellow")
             self._queue.task_done()
         self._queue.task_done()
 
@@ -149,7 +158,7 @@ def _seal_of(path: Path) -> str:
     """A hash of the manifest; empty if there is none that is whole."""
     try:
         manifest.entries(path)
-        return hashlib.sha256((path / manifest.NAME).read_bytes()).hexdigest()
+        return hashlib.sha256(manifest.read_document(path / manifest.NAME)).hexdigest()
     except (OSError, ValueError):
         return ""
 

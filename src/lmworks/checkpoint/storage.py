@@ -8,9 +8,11 @@ the boxes of thousands of ranks. PyTorch's own storage keeps its table as a pick
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +24,14 @@ from torch import Tensor
 
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.parts import Part
+from lmworks.errors import UserError
 from lmworks.files import sync_directory
 
 TABLE = "tensors.jsonl.gz"
 _FILE_BYTES = 1 << 30
 _BLOCK = 1 << 24
 _COMPARED = 1 << 18  # bytes at a time: Python compares them under its lock
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def write_parts(
-    directory: Path, writer: int, parts: Iterable[Part], *, file_bytes: int | None = None, threads: int = _THREADS
-) -> Written:
+def write_parts(directory: Path, writer: int, parts: Iterable[Part], *, file_bytes: int | None = None) -> Written:
     """Write the files of one writer into `directory`, in a few threads. Every file is hashed as it is written, synced, and read back
     before it counts. Raises OSError."""
     groups = list(enumerate(_split(parts, file_bytes or _FILE_BYTES)))
@@ -83,7 +84,7 @@ def write_parts(
         name = f"data-{writer:05d}-{group[0]:05d}.bin"
         found[name] = _write_file(directory / name, group[1])
 
-    manifest.parallel(write, groups, threads)
+    manifest.parallel(write, groups, _THREADS)
     lines = [found[name][1] for name in sorted(found)]
     return Written({name: entry for name, (entry, _) in found.items()}, compressed(lines))
 
@@ -167,21 +168,62 @@ def seal(directory: Path, made: dict[str, bytes]) -> None:
     sync_directory(directory)
 
 
-def parse_table(data: bytes, names: Collection[str] | None = None) -> Table:
-    """By name, what is saved of each tensor (or of those in `names`)."""
+def parse_table(data: bytes, files: Mapping[str, manifest.Entry], names: Collection[str] | None = None) -> Table:
+    """By name, what is saved of each tensor (or of those in `names`), in `files` of the manifest.
+
+    Raises `ValueError` for a table that is not ours: one that names other files, places beyond their ends, or no tensors.
+    """
     table: Table = {}
-    for line in gzip.decompress(data).splitlines() if data else ():
-        document = json.loads(line)
-        for name, dtype, shape, offsets, sizes, at in document["parts"]:
-            if names is None or name in names:
-                record = table.setdefault(name, Record(getattr(torch, dtype), tuple(shape), []))
-                record.chunks.append(Chunk(tuple(offsets), tuple(sizes), document["file"], at))
+    for line in _lines(data, sum(entry.bytes for entry in files.values())):
+        try:
+            document = json.loads(line)
+            file, parts = document["file"], document["parts"]
+            size = files[file].bytes if file.startswith(manifest.DATA) else 0
+            for name, dtype, shape, offsets, sizes, at in parts:
+                chunk = Chunk(_numbers(offsets), _numbers(sizes), file, *_numbers([at]))
+                record = Record(_DTYPES[dtype], _numbers(shape), [])
+                if not len(record.shape) == len(chunk.offsets) == len(chunk.sizes):
+                    raise ValueError(f"a box of {name} has another number of dimensions")
+                if at + math.prod(chunk.sizes) * record.dtype.itemsize > size:
+                    raise ValueError(f"{name} reaches beyond the end of {file}")
+                if names is None or name in names:
+                    known = table.setdefault(name, record)
+                    if (known.dtype, known.shape) != (record.dtype, record.shape):
+                        raise ValueError(f"{name} has two types or shapes")
+                    known.chunks.append(chunk)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{TABLE} is not as it was written ({error})") from None
     return table
 
 
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("a place is no number")
+    return tuple(values)
+
+
+def _lines(data: bytes, described: int) -> list[bytes]:
+    """The lines of a compressed table of so many bytes of tensors; it takes less room than these, but for a model of a few numbers."""
+    most = min(manifest.MOST_DOCUMENT, (1 << 24) + described)
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            text = file.read(most + 1) if data else b""
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{TABLE} is not as it was written ({error})") from None
+    if len(text) > most:
+        raise ValueError(f"{TABLE} is longer than {most:,} bytes, too long for the tensors that it describes")
+    return text.splitlines()
+
+
 def read_table(directory: Path) -> Table:
-    """By name, every tensor in a checkpoint."""
-    return parse_table((directory / TABLE).read_bytes())
+    """By name, every tensor in a checkpoint. `UserError` for a table that is not ours."""
+    try:
+        return parse_table(manifest.read_document(directory / TABLE), manifest.entries(directory))
+    except ValueError as error:
+        raise UserError(f"{directory} is damaged: {error}") from None
 
 
 class Reader:
@@ -237,7 +279,7 @@ class Reader:
         sizes = [high - low for low, high in bounds[:1]] + list(chunk.sizes[1:])
         whole = list(to.shape) == sizes
         rows = to if whole and to.is_contiguous() and to.device.type == "cpu" and to.dtype == dtype else torch.empty(sizes, dtype=dtype)
-        with open(path, "rb", buffering=0) as handle:
+        with manifest.open_regular(path) as handle:
             _read_into(handle.fileno(), chunk.at + first, raw_bytes(rows), path)
         if rows is not to:
             for dim, ((low, high), begin) in enumerate(zip(bounds, chunk.offsets, strict=True)):

@@ -120,17 +120,23 @@ def import_(
     threads: Annotated[int, typer.Option("--threads", min=1, help="Processes.")] = 1,
 ) -> None:
     """Make a source of ours from token files of another tool; a recipe then names its folder under shards.imported."""
+    import re
     from typing import cast, get_args
 
     from lmworks.errors import UserError
+    from lmworks.files import explain_os_errors
     from lmworks.shards.foreign import Format
     from lmworks.shards.importing import import_tokens
+    from lmworks.shards.manifest import SOURCE_NAME
 
     if kind not in get_args(Format):
         raise UserError(f"{kind!r} is no format that can be imported; there are: {', '.join(get_args(Format))}")
+    if not re.fullmatch(SOURCE_NAME, name):
+        raise UserError(f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first")
     place = out or Path("imported") / name
     options = {"domain": domain, "language": language, "dtype": dtype, "eos": eos, "threads": threads}
-    made = import_tokens(cast(Format, kind), path, tokenizer, name, place, **options)  # type: ignore[arg-type]
+    with explain_os_errors(place):
+        made = import_tokens(cast(Format, kind), path, tokenizer, name, place, **options)  # type: ignore[arg-type]
     train = made.manifest.source(name).train
     console().print(f"{train.documents:,} documents, {train.tokens:,} tokens in {len(train.shards)} files below {place}")
     console().print(f"{made.closed:,} documents got a closing token, {made.empty:,} were empty and are left out; some begin:")
@@ -169,4 +175,4 @@ def _print_shares(batches: Batches) -> None:
         table.add_row("all phases", source, "", "", f"{times:.2f}", style="bold")
     console().print(table)
     for line in warnings(batches.order, batches.recipe.shards.warn_epochs):
-        console().print(f"[yellow]warning: {line}[/yellow]")
+        console().print(f"warning: {line}", style="yellow")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmworks import machine
 from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
@@ -87,7 +87,7 @@ def analyze(
 
     out = corpus_of(where)
     folder = tokenizer or (out.parent / "tokenizer" if (out.parent / "tokenizer" / "tokenizer.json").is_file() else None)
-    found = measure(out, _Tokens(folder) if folder else None, parts, os.cpu_count() or 1)
+    found = measure(out, _Tokens(folder) if folder else None, parts, machine.cores())
     place = page or out.parent / "corpus.html"
     write_json(out / "analysis.json", found)
     write_corpus_page(place, found)

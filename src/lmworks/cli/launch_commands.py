@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 import typer
 
 from lmworks.cli.layouts import settled
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, spread
+from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, spread, within
 from lmworks.cli.output import console
 from lmworks.errors import UserError
 from lmworks.launch.folder import COMMAND
+from lmworks.masking import mask
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +37,7 @@ class _Asked:
     overrides: SetOption
     allow: AllowOption
     size: SizeOption = None
+    time: TimeOption = None
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
     ] = None
@@ -52,7 +54,7 @@ class _Run:
         from lmworks.recipe.load import load_cluster, load_recipe
         from lmworks.run.stages import stages_for
 
-        overrides, to, size = list(asked.overrides), asked.to, asked.size
+        overrides, to, size = within(asked.time, asked.overrides), asked.to, asked.size
         self._asked = asked
         self.cluster = load_cluster(asked.cluster, load_recipe(asked.recipe, overrides, size).path.parent) if asked.cluster else None
         if self.cluster and self.cluster.layout:
@@ -134,7 +136,7 @@ def slurm(
     gpus = each if run.cluster and not run.cluster.on_cpu else None
     made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
     if asked.dry_run:
-        print(made.script())
+        print(mask(made.script()))
     else:
         print(f"submitted job {made.submit()}; its output goes to {run.run_dir}/launch")
 
@@ -173,6 +175,6 @@ def _start(launch: object, dry_run: bool) -> None:
         for host in launch.hosts:
             script = launch.script(host, 0)
             print(f"# {host.name}, {host.slots} ranks; the port is chosen at the start")
-            print(script if launch.ssh is None else shlex.join(launch.command(script, host)))
+            print(mask(script if launch.ssh is None else shlex.join(launch.command(script, host))))
         return
     raise typer.Exit(launch.run())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import cache
 from typing import Annotated
 
 import typer
 
-from lmworks import __version__
+from lmworks import __version__, machine
 from lmworks.errors import UserError
+from lmworks.masking import mask
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw text to a language model that people can talk to."
@@ -30,6 +33,7 @@ def _root(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
+    machine.overrides()  # a wrong word in them ends every command, not only those that ask
 
 
 @cache
@@ -49,6 +53,10 @@ def main() -> None:
     debug = "--debug" in sys.argv
     # Not typer's own entry point: it turns Ctrl-C and exit codes into things that differ between its versions.
     command = typer.main.get_command(app)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError):  # of a stream that a rank has moved from a file to a pipe
+                stream.reconfigure(errors="replace")  # a terminal in an encoding of few characters is no reason to end
     try:
         with command.make_context("lmworks", [argument for argument in sys.argv[1:] if argument != "--debug"]) as context:
             command.invoke(context)
@@ -74,10 +82,12 @@ def main() -> None:
 
 
 def _fail(error: BaseException, message: str, code: int, debug: bool) -> None:
+    from lmworks.terminal import plain
+
     if debug:
-        traceback.print_exception(error)
+        print(plain(mask("".join(traceback.format_exception(error)))), end="", file=sys.stderr)
     if message:
-        print(message, file=sys.stderr)
+        print(plain(mask(message)), file=sys.stderr)
     sys.exit(code)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
@@ -26,7 +26,16 @@ AllowOption = Annotated[
 SizeOption = Annotated[
     str | None, typer.Option("--size", metavar="N", help="The one dial: a parameter count such as 125M; the rest derives.")
 ]
+TimeOption = Annotated[
+    str | None,
+    typer.Option("--time", metavar="T", help="Minutes such as 8min for all of it: the speed measured here says how much is trained."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+
+
+def within(time: str | None, overrides: Sequence[str]) -> list[str]:
+    """The overrides with `--time` among them."""
+    return [*overrides, *([f"time={time}"] if time is not None else [])]
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

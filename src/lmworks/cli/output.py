@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from typing import Any
 
-from rich.console import Console
+from lmworks.terminal import Terminal
+
+_CONTROL = re.compile("[\x7f-\x9f]")  # the others are escaped anyway
 
 
-def console() -> Console:
+def console() -> Terminal:
     """Standard output; in a pipe or a file no line is cut to a width that nothing has."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=1000)
+    found = Terminal()
+    return found if found.is_terminal else Terminal(width=1000)
 
 
 def print_json(value: Any) -> None:
     """For machines."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    plain = (sys.stdout.encoding or "ascii").lower() != "utf-8"
+    text = json.dumps(value, indent=2, ensure_ascii=plain)
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))

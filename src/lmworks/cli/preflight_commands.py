@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
 
-_MARKS = {"ok": "[green]ok[/green]  ", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]", "skip": "[dim]skip[/dim]"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
 def register(app: typer.Typer) -> None:
@@ -56,16 +56,16 @@ def preflight(
 
     def begin(number: int, check: checks.Check) -> None:
         if not as_json and out.is_terminal:
-            out.print(f"[dim]{number:2} {check.title} ...[/dim]", end="\r")
+            out.print(f"{number:2} {check.title} ...", style="dim", end="\r")
 
     def end(answer: checks.Answer) -> None:
         if as_json:
             return
         found = answer.finding
-        mark = _MARKS[found.result]
-        out.print(f"{answer.number:2} {mark} {answer.seconds:5.1f} s  [bold]{answer.check.title}[/bold]: {escape(found.text)}")
+        mark, title = (f"{found.result:<4}", _STYLES[found.result]), (answer.check.title, "bold")
+        out.print(Text.assemble(f"{answer.number:2} ", mark, f" {answer.seconds:5.1f} s  ", title, f": {found.text}"))
         if found.advice:
-            out.print(f"{'':15}[bold]do:[/bold] {escape(found.advice)}")
+            out.print(Text.assemble(f"{'':15}", ("do:", "bold"), f" {found.advice}"))
 
     answers = checks.preflight(context, begin, end)
     failed = [answer for answer in answers if answer.finding.result == "fail"]

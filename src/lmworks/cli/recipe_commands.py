@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
+from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from lmworks.recipe.load import Resolved
 
 
 def register(app: typer.Typer) -> None:
@@ -18,19 +23,21 @@ def register(app: typer.Typer) -> None:
         recipe: RecipeArgument,
         overrides: SetOption,
         size: SizeOption = None,
+        time: TimeOption = None,
         changed: Annotated[bool, typer.Option("--changed", help="Leave the defaults out.")] = False,
         as_json: JsonOption = False,
     ) -> None:
-        """Print every value of a recipe and where it came from."""
+        """Print every value of a recipe and where it came from; for a run within a time that has begun, the numbers that it was given."""
         from lmworks.recipe import show as showing
-        from lmworks.recipe.load import load_recipe
 
-        resolved = load_recipe(recipe, overrides, size)
+        resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         if as_json:
             print_json(showing.as_json(resolved))
         else:
             console().print(showing.tree(resolved, changed))
             console().print(showing.phases(resolved))
+            if note:
+                console().print(note, style="yellow")
 
     @app.command()
     def plan(
@@ -40,6 +47,7 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; this machine when left out.")
         ] = None,
         size: SizeOption = None,
+        time: TimeOption = None,
         calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU here with a run of half a minute.")] = False,
         mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="An MFU that you measured.")] = None,
         as_json: JsonOption = False,
@@ -47,10 +55,11 @@ def register(app: typer.Typer) -> None:
         """Parameters, operations, memory, layout, time, cost and disk of a run, before it is paid for."""
         from lmworks.plan.machine import this_machine
         from lmworks.plan.plan import make_plan, plain
-        from lmworks.plan.render import render
-        from lmworks.recipe.load import load_cluster, load_recipe
+        from lmworks.plan.render import amount, render
+        from lmworks.plan.text import too_little
+        from lmworks.recipe.load import load_cluster
 
-        resolved = load_recipe(recipe, overrides, size)
+        resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         where = load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
         source = "as given by --mfu"
         if calibrated:
@@ -64,3 +73,26 @@ def register(app: typer.Typer) -> None:
             print_json(plain(made))
         else:
             console().print(render(made))
+            if note and calibrated and resolved.recipe.time is not None:
+                most = made.tokens_per_second * resolved.recipe.time
+                note += f"; at the speed measured here it is {amount(most)} tokens at most, before the data, evaluation and export"
+            short = too_little(resolved.recipe, Path(resolved.recipe.run_dir or ""))
+            for line in filter(None, (note, short)):
+                console().print(line, style="yellow")
+
+
+def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tuple[Resolved, str]:
+    """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
+    from lmworks.plan.plan import days
+    from lmworks.recipe.load import load_recipe
+    from lmworks.run.budget import kept
+
+    resolved = load_recipe(recipe, overrides, size)
+    assert resolved.recipe.run_dir
+    settled = kept(resolved, Path(resolved.recipe.run_dir))
+    if settled is not None:
+        return settled, ""
+    assert resolved.recipe.time is not None
+    return resolved, (
+        f"time is {days(resolved.recipe.time)}: the budgets above are proportions, which `lmworks run` scales by the speed that it measures"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption
+from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console
 
 _HEADINGS = {
@@ -47,14 +47,14 @@ def register(app: typer.Typer) -> None:
     app.command("report")(report)
 
 
-def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None) -> None:
+def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
     """Raw text to a model: walks all stages, skips what is done, resumes what broke."""
-    _walk(recipe, overrides, size, allow, None)
+    _walk(recipe, within(time, overrides), size, allow, None)
 
 
 def _stage_command(stage: str) -> Callable[..., None]:
-    def command(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None) -> None:
-        _walk(recipe, overrides, size, allow, stage)
+    def command(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
+        _walk(recipe, within(time, overrides), size, allow, stage)
 
     return command
 
@@ -69,15 +69,17 @@ def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequen
 
     def tell(told: Told) -> None:
         if told.what == "skip":
-            out.print(f"[dim]{_HEADINGS[told.stage]}: done before[/dim]")
+            out.print(f"{_HEADINGS[told.stage]}: done before", style="dim")
         elif told.what == "note":
             out.print(told.printable)
         elif told.what == "begin":
-            out.print(f"\n[bold]{_HEADINGS[told.stage]}[/bold]")
+            out.print(f"\n{_HEADINGS[told.stage]}", style="bold")
+            if told.printable is not None:
+                out.print(told.printable, soft_wrap=True)
         else:
             if told.printable is not None and (last is not None or told.stage != "evaluate"):  # the summary shows the scores
                 out.print(told.printable)
-            out.print(f"[dim]{told.stage} took {told.seconds:.0f} s[/dim]")
+            out.print(f"{told.stage} took {told.seconds:.0f} s", style="dim")
 
     run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=_go_on())
     if last is None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
     from lmworks.serve.engine import Engine
@@ -37,7 +36,7 @@ def chat(
     base: BaseOption = False,
     system: Annotated[str, typer.Option("--system", help="How the model should behave.")] = "",
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="0 always takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Draw from the likeliest tokens that have this much.")] = 0.95,
+    min_p: Annotated[float, typer.Option("--min-p", min=0, max=1, help="Least share of the likeliest token's probability.")] = 0.1,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer; else what the context leaves.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Repeat the same draws.")] = None,
 ) -> None:
@@ -47,7 +46,7 @@ def chat(
 
     engine = _open(Path(run), base)
     try:
-        talk(Conversation(engine, system, temperature, top_p, max_tokens, seed))
+        talk(Conversation(engine, system, temperature, min_p, max_tokens, seed))
     finally:
         engine.close()
 
@@ -60,9 +59,12 @@ def serve(
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Key that clients must send.")] = None,
 ) -> None:
     """Serve a run's model: a chat page and an API like OpenAI's."""
+    from rich.text import Text
+
     from lmworks.serve.guard import LOOPBACK, ServerOptions
     from lmworks.serve.server import listen, require_extra
     from lmworks.serve.server import serve as answer
+    from lmworks.terminal import Terminal
 
     require_extra()
     options = ServerOptions(host, port, api_key)
@@ -70,14 +72,14 @@ def serve(
     engine = _open(Path(run), base)
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
-    console = Console(highlight=False)
-    console.print(f"\n[bold]{engine.name}[/bold] is served")
+    console = Terminal()
+    console.print(Text.assemble("\n", (engine.name, "bold"), " is served"))
     for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("figures", "/metrics")):
         console.print(f"  {what:<12}{address}{path}")
     if host not in LOOPBACK and not api_key:
-        console.print("[yellow]Anyone who can reach this machine may use it; --api-key KEY asks for a key.[/yellow]")
-    console.print("[dim]Ctrl-C ends it.[/dim]")
+        console.print("Anyone who can reach this machine may use it; --api-key KEY asks for a key.", style="yellow")
+    console.print("Ctrl-C ends it.", style="dim")
     try:
         answer(engine, listener, options)
     except KeyboardInterrupt:
-        console.print("[dim]ended[/dim]")
+        console.print("ended", style="dim")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmworks.recipe.after import StoryForm
+
 Message = dict[str, Any]
 
 _DOCSTRING = re.compile(r'\s*"""\n?(.*?)"""[ \t]*\n', re.DOTALL)
@@ -24,7 +26,9 @@ _TOOLS = re.compile(r"^TOOLS:\s*(?:```(?:json)?)?\s*(\[.*\])\s*(?:```)?\s*$", re
 _BOILERPLATE = re.compile(r"^(?:ROLES|CHANNELS|TOOLS):", re.MULTILINE)
 _FLAG = re.compile(r"^\[ATTENTION\][ \t]*", re.MULTILINE)
 CHATS = "chitchat_dataset/dataset.json"
+LANGUAGES = ("en", "ja", "zh")  # of virtual-stories
 _CUT_OFF = " -"
+_PLAIN_REPLY = re.compile(r"[^\d\n]{1,100}")
 
 
 class Conversation(list[Message]):
@@ -95,8 +99,11 @@ def story_language(name: str) -> str:
     return match[1] if match else ""
 
 
-def virtual_stories(wheel_path: str | Path, languages: tuple[str, ...] = ("en", "ja", "zh")) -> Iterator[Conversation]:
-    """Service dialogues with system prompt, reasoning and tool calls.
+def virtual_stories(
+    wheel_path: str | Path, languages: tuple[str, ...] = LANGUAGES, form: StoryForm = "whole"
+) -> Iterator[Conversation]:
+    """Service dialogues. `form` is whole (system prompt, reasoning and tool calls), spoken (what user and assistant say) or exchanges
+    (each message of the user with its reply, if that is one line of at most 100 characters without a digit).
 
     Malformed ones (a call without its answer, broken JSON) are left out.
     """
@@ -107,8 +114,27 @@ def virtual_stories(wheel_path: str | Path, languages: tuple[str, ...] = ("en", 
                 continue
             story = parse_story(archive.read(name).decode("utf-8", "replace"))
             messages = story_messages(story) if story else None
-            if story and messages:
+            if not story or not messages:
+                continue
+            if form == "whole":
                 yield Conversation(messages, [{"type": "function", "function": tool} for tool in story.tools], language, name)
+            elif form == "spoken":
+                yield Conversation(_spoken(messages), [], language, name)
+            else:
+                yield from (Conversation(exchange, [], language, name) for exchange in _exchanges(_spoken(messages)))
+
+
+def _spoken(messages: list[Message]) -> list[Message]:
+    """What user and assistant say to each other: between two messages of the user the assistant speaks once, whatever it looks up."""
+    said = (message for message in messages if message["role"] in ("user", "assistant") and message["content"])
+    return [{"role": message["role"], "content": message["content"]} for message in said]
+
+
+def _exchanges(spoken: list[Message]) -> Iterator[list[Message]]:
+    """What a model of a few million weights can learn to say: room numbers, prices and order codes it could only make up."""
+    for asked, reply in itertools.pairwise(spoken):
+        if (asked["role"], reply["role"]) == ("user", "assistant") and _PLAIN_REPLY.fullmatch(reply["content"]):
+            yield [asked, reply]
 
 
 def story_messages(story: Story) -> list[Message] | None:

@@ -66,6 +66,11 @@ class Batch:
         """The words of all texts, hashed."""
         return units([document.text for document in self.documents])
 
+    @cached_property
+    def compared(self) -> Units:
+        """The same with the symbols of lines that are made of them: what tells copies apart."""
+        return units([document.text for document in self.documents], "lines")
+
     def __len__(self) -> int:
         return len(self.documents)
 

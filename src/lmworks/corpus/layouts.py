@@ -59,10 +59,10 @@ def chats(members: Iterator[Member], limit: int) -> Iterator[Item]:
             yield Item(text, f"{member.name}:{chat.identity}", len(data) * len(said) // 258_145)
 
 
-_DAY = re.compile(r"day_(\d+)_month_(\d+)_(births|deaths|events)\.dialog$")
+_DAY = re.compile(r"day_(\d{1,2})_month_(0?[1-9]|1[0-2])_(births|deaths|events)\.dialog$", re.ASCII)
 _STYLE = re.compile(r"\.mw-parser-output[^{}]*\{[^{}]*\}|\[\d+\]")
 _ENTRY = re.compile(r"^(\S[^-]*?) - (?:Birthday of |Death of )?(.*)$")
-_YEAR = re.compile(r"^(\d+)( BC)?")
+_YEAR = re.compile(r"^(\d{1,9})( BC)?")
 
 
 def days(members: Iterator[Member], limit: int) -> Iterator[Item]:

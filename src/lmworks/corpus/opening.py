@@ -7,18 +7,20 @@ import gzip
 import io
 import lzma
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
 _CHUNK = 1 << 20
-# no text shrinks 200 times; up to a gigabyte it does no harm
-HARMLESS = 1 << 30
+# no text shrinks 200 times; up to 16 MB, which even as empty lines take only seconds, it does no harm
+HARMLESS = 1 << 24
 MOST_EXPANSION = 200
 
 
@@ -53,7 +55,7 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
     with ExitStack() as stack:
         if "://" in path:
             # what fsspec opens reads lines of any length
-            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec().open(path, "rb")), _CHUNK))
+            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec().open(reveal(path), "rb")), _CHUNK))
         else:
             raw = stack.enter_context(open(path, "rb"))
         if seek and not can_seek(path):
@@ -64,8 +66,23 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
         yield decompress(raw, path), raw
 
 
-def decompress(raw: Any, name: str) -> Any:
-    """The stream behind a .gz, .bz2, .xz or .zst name, which raises Bomb if it has no end; `raw` itself for any other."""
+class Expansion:
+    """What has come out of one file, of which `read` says how much was read: `add` raises Bomb when it grows out of all proportion."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read, self._given = read, 0
+
+    def add(self, count: int) -> None:
+        self._given += count
+        if self._given > HARMLESS and self._given > MOST_EXPANSION * self._read():
+            raise Bomb(f"expands to more than {MOST_EXPANSION} times its size")
+
+
+def decompress(raw: Any, name: str, expansion: Expansion | None = None) -> Any:
+    """The stream behind a .gz, .bz2, .xz or .zst name, which raises Bomb if it has no end; `raw` itself for any other.
+
+    What comes out counts to the `expansion` of the file that `raw` is in.
+    """
     if name.endswith(_GZIP):
         opened: Any = gzip.GzipFile(fileobj=raw)
     elif name.endswith(_BZ2):
@@ -80,14 +97,14 @@ def decompress(raw: Any, name: str) -> Any:
         opened = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
     else:
         return raw
-    return io.BufferedReader(_Watched(opened, raw), _CHUNK)
+    return io.BufferedReader(_Watched(opened, expansion or Expansion(raw.tell)), _CHUNK)
 
 
 class _Watched(io.RawIOBase):
-    """A decompressed stream that ends with Bomb when it grows out of all proportion."""
+    """A decompressed stream of which each byte is counted."""
 
-    def __init__(self, opened: Any, raw: Any) -> None:
-        self._opened, self._raw, self._given = opened, raw, 0
+    def __init__(self, opened: Any, expansion: Expansion) -> None:
+        self._opened, self._expansion = opened, expansion
 
     def readable(self) -> bool:
         return True
@@ -95,10 +112,15 @@ class _Watched(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         data = self._opened.read1(len(buffer))  # all that is sound of a file that is cut off
         buffer[: len(data)] = data
-        self._given += len(data)
-        if self._given > HARMLESS and self._given > MOST_EXPANSION * self._raw.tell():
-            raise Bomb(f"expands to more than {MOST_EXPANSION} times its size")
+        self._expansion.add(len(data))
         return len(data)
+
+
+def lost_errors() -> tuple[type[Exception], ...]:
+    """What a connection that is lost raises, with the network packages that are in use."""
+    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
+    found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
+    return (ConnectionError, TimeoutError, FileNotFoundError, PermissionError, *found)
 
 
 def bounded_lines(stream: Any, limit: int) -> Iterator[tuple[bytes, bool]]:

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+from lmworks.corpus.limited import Ended, Failed, Limited
 from lmworks.errors import UserError
 
 _SUFFIX = re.compile(r"\.([A-Za-z0-9+]+)(?::\d+)?$")
@@ -24,6 +25,8 @@ _GRAMMARS = {  # suffix: module and the function in it that gives the grammar
 }  # fmt: skip
 KNOWN = frozenset({"py", "pyi", "json", *_GRAMMARS})
 """Suffixes of files that can be parsed here."""
+_SECONDS, _MEMORY = 60.0, 2 << 30  # for one text; tree-sitter takes up to 3 kB for a byte of crafted C++
+_parser = Limited("lmworks.corpus.parsing:parser", _SECONDS, _MEMORY)
 
 
 def suffix(path: str) -> str:
@@ -32,8 +35,61 @@ def suffix(path: str) -> str:
     return found[1].lower() if found else ""
 
 
-def python_error(text: str) -> str | None:
-    """Why Python would not compile the text; None if it would. Safe for hostile text."""
+class Parsed(NamedTuple):
+    """Of a text: the share of its bytes that lie in syntax errors, 0 to 1, and for people what the first error is ("" if unknown)."""
+
+    share: float
+    error: str
+
+
+def parsed(text: str, kind: str) -> Parsed:
+    """Parse a text of a suffix of `KNOWN`, in a process with limits, since hostile text makes parsers take any amount of memory.
+
+    Python and JSON parse (0) or do not (1); a token that a grammar misses counts as one byte. What takes more than the limits does not
+    parse. Raises `UserError` without the grammar (extra `code`).
+    """
+    try:
+        if kind in _GRAMMARS:
+            _grammar(kind)  # whether there is one
+        share, _, why = _parser(f"{kind}\n".encode() + text.encode("utf-8", "surrogatepass")).decode().partition(" ")
+    except Ended as ended:
+        return Parsed(1.0, f"parsing it {ended}")
+    except Failed as failed:
+        return Parsed(1.0, str(failed))
+    except ImportError:
+        raise UserError(f"the step code needs a grammar for .{kind} files: pip install 'lmworks[code]'") from None
+    except OSError as error:
+        raise UserError(f"code cannot be parsed: {error}") from None
+    return Parsed(float(share), why)
+
+
+def parser() -> Callable[[bytes], bytes]:
+    """What the process does: from a suffix, a line end and the text to the share and the error, with a space between them."""
+
+    def parse(data: bytes) -> bytes:
+        kind, _, code = data.partition(b"\n")
+        share, error = _parse(code.decode("utf-8", "surrogatepass"), kind.decode())
+        return f"{share!r} {error}".encode("utf-8", "replace")
+
+    return parse
+
+
+def _parse(text: str, kind: str) -> Parsed:
+    if kind in ("py", "pyi"):
+        error = _python_error(text)
+        return Parsed(float(error is not None), error or "")
+    if kind == "json":
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError, MemoryError) as error:
+            return Parsed(1.0, str(error) or type(error).__name__)
+        return Parsed(0.0, "")
+    data = text.encode("utf-8", "replace")
+    return Parsed(min(_bad_bytes(_grammar(kind)(data)) / max(len(data), 1), 1.0), "")
+
+
+def _python_error(text: str) -> str | None:
+    """Why Python would not compile the text; None if it would. Nothing is run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -45,34 +101,12 @@ def python_error(text: str) -> str | None:
     return None
 
 
-def error_share(text: str, kind: str) -> float:
-    """Share of the bytes that lie in syntax errors, 0 to 1, for a suffix of `KNOWN`. Python and JSON parse (0) or do not (1).
-
-    A token that the grammar misses counts as one byte.
-    """
-    if kind in ("py", "pyi"):
-        return float(python_error(text) is not None)
-    if kind == "json":
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError):
-            return 1.0
-        return 0.0
-    data = text.encode("utf-8", "replace")
-    return min(_bad_bytes(_parser(kind)(data)) / max(len(data), 1), 1.0)
-
-
 @lru_cache(maxsize=32)
-def _parser(kind: str) -> Callable[[bytes], Any]:
-    module, _, function = _GRAMMARS[kind].partition(".")
-    try:
-        from tree_sitter import Language, Parser
+def _grammar(kind: str) -> Callable[[bytes], Any]:
+    from tree_sitter import Language, Parser
 
-        grammar = getattr(import_module(module), function or "language")
-    except ImportError:
-        raise UserError(f"the step code needs a grammar for .{kind} files: pip install 'lmworks[code]'") from None
-    parser = Parser(Language(grammar()))
-    return parser.parse
+    module, _, function = _GRAMMARS[kind].partition(".")
+    return Parser(Language(getattr(import_module(module), function or "language")())).parse
 
 
 def _bad_bytes(tree: Any) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.engine.assembling import assemble, require_training_text, sweep, tidy, write_manifest, write_samples
+from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
 from lmworks.corpus.engine.gate import EVALUATION, PROTECTED
 from lmworks.corpus.engine.job import Job, code_of
 from lmworks.corpus.engine.reading import check_facts
@@ -21,17 +22,23 @@ from lmworks.corpus.engine.tables import writing
 from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import Part, parts
 from lmworks.corpus.report import Report
+from lmworks.corpus.units import SPACELESS_LANGUAGES
 from lmworks.errors import UserError
-from lmworks.files import explain_os_errors, sha256_file, write_json
-from lmworks.progress import bar
+from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
+from lmworks.masking import mask
+from lmworks.progress import bar, console
 from lmworks.recipe.corpus import Corpus
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.text_steps import Rules
 
 
-def prepare(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> Report:
+def prepare(
+    recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path(), unread: Mapping[str, str] = MappingProxyType({})
+) -> Report:
     """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, and files that tell about them.
 
-    `folder` is where the recipe lies; files that its steps name are relative to it.
+    `questions` are what an evaluation will ask, and is kept out of the training text; `unread` are the evaluation sets that could not be
+    read, with the reason. `folder` is where the recipe lies; files that its steps name are relative to it.
 
     Goes on where an earlier call was stopped, does again what has changed inputs, and gives the same bytes each time, whoever does the
     work (`corpus.executor`, `corpus.processes`). Raises UserError for a source that is missing or empty and not `optional`.
@@ -43,11 +50,13 @@ def prepare(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folde
         job, missing = plan(recipe, out, questions, folder)
         check_facts(job)
         job.save()
+        _write_lost_again(job)
         executor = import_module(f"lmworks.corpus.engine.{recipe.corpus.executor.kind}")
         executor.execute(job, STAGES)
         report = assemble(job, missing)
+        report.unread = dict(unread)
         write_samples(job)
-        require_training_text(report)
+        leave_out_empty(job, report)
         _require_clean(recipe, report)
         tidy(job, report)
         write_json(out / "report.json", report.as_json())
@@ -78,12 +87,13 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
         stages.add_row(stage.name, f"{len(stage.tasks(job)):,}")
     yield from (sources, "", stages)
     if recipe.corpus.executor.kind == "slurm":
-        yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{slurm.script(job, stage)}" for stage in STAGES if stage.tasks(job))
+        yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{mask(slurm.script(job, stage))}" for stage in STAGES if stage.tasks(job))
 
 
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
     """The job, and the optional sources that cannot be had with the reason. Writes the evaluation texts into the staging folder."""
     _check(recipe.corpus)
+    _warn(recipe.corpus)
     found, missing = _find(recipe.corpus)
     path = out / "staging" / EVALUATION
     with writing(path, PROTECTED) as rows:
@@ -105,6 +115,19 @@ def _check(corpus: Corpus) -> None:
         )
 
 
+def _warn(corpus: Corpus) -> None:
+    """Say where published rules count words in text that has none between spaces."""
+    for node in (step for step in corpus.steps if isinstance(step, Rules)):
+        counting = [name for name in node.sets if name in ("gopher", "c4")]
+        for source in corpus.sources if counting else ():
+            if source.language in SPACELESS_LANGUAGES and (not node.sources or source.name in node.sources):
+                console.print(
+                    f"source {source.name}: {' and '.join(counting)} count words between spaces and drop nearly all text in "
+                    f"{source.language}; let the step name its sources without this one",
+                    style="yellow",
+                )
+
+
 def _find(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
     found: dict[str, list[Part]] = {}
     missing: dict[str, str] = {}
@@ -121,6 +144,14 @@ def _find(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
     if not found:
         raise UserError(f"none of the {len(corpus.sources)} corpus sources can be had: {next(iter(missing.values()))}")
     return found, missing
+
+
+def _write_lost_again(job: Job) -> None:
+    """Forget that a part was written of which a file is gone."""
+    for piece in job.pieces:
+        marker, counts = (job.path("write", piece, ending) for ending in (".json", ".counts.json"))
+        if marker.exists() and not (counts.exists() and all((job.out / name).exists() for name in read_json(counts)["files"])):
+            marker.unlink()
 
 
 def _require_clean(recipe: Recipe, report: Report) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_SOURCES = 12
 _MOST_REASONS = 3
+_MOST_TOLD, _PASSAGE = 8, 80
 
 
 @dataclass
@@ -88,7 +89,8 @@ class Report:
     `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `would_drop` is what deduplication would drop
     where it only checks; `bytes_per_document` is what comparing all documents holds in memory for each. `protected` says of each
     evaluation set, and of the held-out documents, how many `items` are looked for, how many are too `trivial` to be, how many of them were
-    `found`, and in how many `documents`.
+    `found`, and in how many `documents`. `widespread` are its passages in more than ten documents, `shared` what the items of an evaluation
+    set have in common and is not looked for; `unread` maps evaluation sets that could not be read, and are not protected, to the reason.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -97,8 +99,10 @@ class Report:
     bytes_per_document: float = 0.0
     statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
-    boilerplate: list[dict[str, Any]] = field(default_factory=list)
+    widespread: list[dict[str, Any]] = field(default_factory=list)
+    shared: list[dict[str, Any]] = field(default_factory=list)
     protected: dict[str, dict[str, int]] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "sources": [source.as_json() for source in self.sources]}
@@ -136,9 +140,30 @@ def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
         yield passage.step, passage.came, passage.left, _most(passage.dropped)
 
 
+def _told(report: Report) -> Iterator[tuple[str, str, str]]:
+    """What the gate has let pass, and what it has found very often: (protected text, documents, what became of them)."""
+    leaks = [one for one in report.widespread if not one["let_pass"]]
+    for one in leaks[:_MOST_TOLD]:
+        yield one["against"], f"{one['documents']:,}", f"a leak, however frequent: {_quoted(one['passage'])}"
+    if len(leaks) > _MOST_TOLD:
+        yield "more passages", "", f"{len(leaks) - _MOST_TOLD} in report.json under widespread"
+    if passed := [one for one in report.widespread if one["let_pass"]]:
+        most = max(passed, key=lambda one: one["documents"])
+        what = f"{len(passed)} passages of held-out text let pass as boilerplate (report.json, widespread); the most frequent: "
+        yield most["against"], f"{most['documents']:,}", what + _quoted(most["passage"])
+    for one in report.shared:
+        yield one["set"], "", f"{one['runs']:,} runs that its items share are not looked for: {_quoted(one['passage'])}"
+
+
+def _quoted(passage: str) -> str:
+    words = " ".join(passage.split())
+    return f'"{words[:_PASSAGE]}{"..." if len(words) > _PASSAGE else ""}"'
+
+
 def table(report: Report) -> Table:
     """The funnel to print: per source, and of many sources the whole first and then a line for each."""
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(title="Corpus", title_justify="left", header_style="bold")
     shown.add_column("source")
@@ -148,7 +173,7 @@ def table(report: Report) -> Table:
     for source in report.sources:
         head = f"{source.domain} {source.language}, {source.licence}"
         kept = total((source.train, source.validation))
-        shown.add_row(f"[bold]{source.name}[/bold]", *_numbers(source.came, kept), head)
+        shown.add_row(Text(source.name, "bold"), *_numbers(source.came, kept), head)
         if len(report.sources) <= _MOST_SOURCES:
             for step, came, left, reasons in _rows(source):
                 if came == left:
@@ -157,10 +182,14 @@ def table(report: Report) -> Table:
         shown.add_row("  held out", "", "", *_numbers(source.validation, source.validation)[:2], "", style="dim")
     came, kept = total(one.came for one in report.sources), total(one.train for one in report.sources)
     shown.add_section()
-    shown.add_row("[bold]all, to train on[/bold]", *_numbers(came, kept), "")
+    shown.add_row(Text("all, to train on", "bold"), *_numbers(came, kept), "")
     if report.would_drop:
-        shown.add_row("[yellow]dedup.check_only[/yellow]", "", "", "", "", f"would drop: {_most(report.would_drop)}")
+        shown.add_row(Text("dedup.check_only", "yellow"), "", "", "", "", f"would drop: {_most(report.would_drop)}")
     for name, why in report.missing.items():
-        shown.add_row(f"[yellow]{name}[/yellow]", "[yellow]missing[/yellow]", "", "", "", why)
+        shown.add_row(Text(name, "yellow"), Text("missing", "yellow"), "", "", "", why)
+    for name, why in report.unread.items():
+        shown.add_row(Text(name, "yellow"), Text("not protected", "yellow"), "", "", "", why)
+    for against, documents, what in _told(report):
+        shown.add_row(Text(against, "yellow"), documents, "", "", "", what)
     shown.caption = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
     return shown

@@ -117,8 +117,8 @@ def _model(folder: Path) -> Embed:
     if not (folder / "config.json").is_file():
         raise UserError(f"dedup.semantic.model: {folder} has no config.json; give the folder of an embedding model in transformers' form")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"dedup.semantic.model: {folder} cannot be loaded ({' '.join(str(error).split())[:200]})") from None
     if tokenizer.pad_token is None:

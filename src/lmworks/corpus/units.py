@@ -2,6 +2,11 @@
 
 A unit is a run of letters, digits, marks and underscores, case folded; in scripts written without spaces (Han, kana, Thai, Lao, Khmer,
 Burmese) each character is a unit of its own, so an n-gram of units is one of words or of characters, as the text itself asks.
+
+Punctuation and markup do not matter to prose, but operators, brackets and emoji are what some text is made of. There, on request, each
+symbol is a unit, too: in the lines that have at least one for three words or no word at all (`symbols="lines"`), or in the whole text
+(`symbols="all"`). Commas, quotes and semicolons are never units; full stops, colons and dashes are, but do not make a line symbolic. In
+lines, a symbol after seven others stands for all eight: there are few symbols, and sets of short runs of them are soon alike.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +37,15 @@ _SPACELESS = (
     (0xFF66, 0xFFA0),
     (0x20000, 0x33480),
 )
-_WORD, _SINGLE, _LETTER = 1, 2, 4  # bits of a code point's kind; a separator has none
+_WORD, _SINGLE, _LETTER, _SYMBOL, _MARK = 1, 2, 4, 8, 16  # bits of a code point's kind; a separator has none
+_UNIT = _WORD | _SINGLE
+_NEVER = frozenset(",;'\"`´‘’‚‛“”„‟‹›«»¿¡、。，；：？！…")  # how prose is set; differs between copies of the same text
+_MARKS = frozenset(".:?!-‐‑‒–—―·•")
+_WORDS_PER_SYMBOL = 3
+Symbols = Literal["", "lines", "all"]
+_NEWLINE = 10
+_STRETCH = 64
+_RUN = 8
 _BLOCK = 1 << 15
 _ODD = 0x9E3779B97F4A7C15
 STEP = np.uint64(0xD6E8FEB86659FD93)
@@ -48,24 +62,28 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _tables() -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Per code point its kind and the hash of the folded letter (0 for separators); and the kinds of ASCII for `bytes.translate`."""
+def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, bytes]:
+    """Per code point its kind and the hash of the folded letter (0 for separators), without symbols and with them; and the kinds of ASCII
+    for `bytes.translate`."""
     kinds = np.zeros(_PLANES, dtype=np.uint8)
     folded = np.arange(_PLANES, dtype=np.uint64)
     for code in range(_PLANES):
         char = chr(code)
         category = unicodedata.category(char)
+        if 0xFE00 <= code <= 0xFE0F:  # how an emoji is drawn
+            continue
         if category[0] in "LNM" or char == "_":
             kinds[code] = _WORD | (_LETTER if category[0] == "L" else 0)
             lower = char.lower()
             if len(lower) == 1:
                 folded[code] = ord(lower)
+        elif category[0] in "SP" and char not in _NEVER and not 0x3000 <= code < 0x3040:
+            kinds[code] = _MARK if char in _MARKS else _SYMBOL
     for start, stop in _SPACELESS:
         span = kinds[start:stop]
         span[:] = np.where(span & _WORD, span ^ (_WORD | _SINGLE), 0)
     values = mix((folded + np.uint64(1)) * np.uint64(_ODD))
-    values[kinds == 0] = 0
-    return kinds, values, kinds[:256].tobytes()
+    return kinds, np.where(kinds & _UNIT > 0, values, 0), np.where(kinds > 0, values, 0), kinds[:256].tobytes()
 
 
 @lru_cache(maxsize=1)
@@ -102,9 +120,36 @@ class Units:
         return self.hashes[self.bounds[document] : self.bounds[document + 1]]
 
 
-def units(texts: Sequence[str]) -> Units:
-    """Split texts into hashed units, vectorised over all of them."""
-    kinds_of, values_of, ascii_kinds = _tables()
+def units(texts: Sequence[str], symbols: Symbols = "") -> Units:
+    """Split texts into hashed units, vectorised over all of them; see above for `symbols`."""
+    _, values_of, symbol_values_of, _ = _tables()
+    codes, kinds, firsts = _kinds(texts)
+    word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0
+    if symbols:
+        left = kinds & (_SYMBOL | _MARK) > 0
+        if symbols == "lines":
+            codes = np.where(left & ~_in_symbolic_lines(codes, kinds), np.uint32(_NEWLINE), codes)
+            left &= codes != _NEWLINE
+        single, values_of = single | left, symbol_values_of
+    opening, closing = word.copy(), word.copy()
+    opening[1:] &= ~word[:-1]
+    closing[:-1] &= ~word[1:]
+    opening |= single
+    closing |= single
+    starts, ends = np.flatnonzero(opening), np.flatnonzero(closing) + 1
+    bounds = np.append(np.searchsorted(starts, firsts), len(starts))
+    offset = np.repeat(firsts, np.diff(bounds))
+    others = np.flatnonzero((kinds & _LETTER == 0) & (word | single))  # digits, marks, underscores, symbols
+    letters = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
+    hashes = _hashes(codes, starts, values_of)
+    if symbols == "lines":
+        _tell_apart(hashes, kinds[starts] & (_SYMBOL | _MARK) > 0, bounds)
+    return Units(hashes, starts - offset, ends - offset, letters, single[starts], bounds)
+
+
+def _kinds(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The texts with a line end between them as (code points, their kinds), and where each text begins: (C,), (C,), (D,)."""
+    kinds_of, _, _, ascii_kinds = _tables()
     joined = "\n".join(texts)
     if joined.isascii():
         raw = joined.encode("ascii")
@@ -114,19 +159,90 @@ def units(texts: Sequence[str]) -> Units:
         codes = np.minimum(codes, np.uint32(_PLANES - 1))
         kinds = kinds_of[codes]
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    firsts = np.cumsum(lengths + 1) - (lengths + 1)
-    word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0
-    opening, closing = word.copy(), word.copy()
-    opening[1:] &= ~word[:-1]
-    closing[:-1] &= ~word[1:]
-    opening |= single
-    closing |= single
-    starts, ends = np.flatnonzero(opening), np.flatnonzero(closing) + 1
-    bounds = np.append(np.searchsorted(starts, firsts), len(starts))
-    offset = np.repeat(firsts, np.diff(bounds))
-    others = np.flatnonzero((kinds > 0) & (kinds < _LETTER))  # digits, marks, underscores
-    letters = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
-    return Units(_hashes(codes, starts, values_of), starts - offset, ends - offset, letters, single[starts], bounds)
+    return codes, kinds, np.cumsum(lengths + 1) - (lengths + 1)
+
+
+def _in_symbolic_lines(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+    """(C,) bool: the characters of lines that are made of symbols, but for what stands before the first word (bullets, quote marks).
+
+    A line of one symbol over and over is a rule, and is none of them.
+    """
+    ends = np.flatnonzero(codes == _NEWLINE)
+    lines = np.zeros(len(codes), dtype=np.int64)
+    lines[ends] = 1
+    np.cumsum(lines, out=lines)
+    words = np.cumsum(_begun(kinds))
+    before = np.concatenate(([0], words[ends]))
+    count = len(ends) + 1
+    per_line = np.diff(np.append(before, words[-1] if len(words) else 0))
+    places = np.flatnonzero(kinds & (_SYMBOL | _MARK))
+    of_line = lines[places]
+    counted = (words[places] > before[of_line]) | (per_line[of_line] == 0)
+    places, of_line = places[counted], of_line[counted]
+    strong = np.bincount(of_line[kinds[places] == _SYMBOL], minlength=count)
+    symbolic = (strong > 0) & (strong * _WORDS_PER_SYMBOL >= per_line)
+    several = np.zeros(count, dtype=bool)
+    several[of_line[1:][(of_line[1:] == of_line[:-1]) & (codes[places[1:]] != codes[places[:-1]])]] = True
+    symbolic &= several | (per_line > 0)
+    found = np.zeros(len(codes), dtype=bool)
+    found[places[symbolic[of_line]]] = True
+    return found
+
+
+def symbolic(texts: Sequence[str]) -> np.ndarray:
+    """(D,) bool: which texts are made of symbols, at least one for three words."""
+    strong, words = _balance(texts)
+    return (strong > 0) & (strong * _WORDS_PER_SYMBOL >= words)
+
+
+def more_symbols(texts: Sequence[str]) -> np.ndarray:
+    """(D,) bool: which texts have more symbols than words."""
+    strong, words = _balance(texts)
+    return strong > words
+
+
+def _balance(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(D,) symbols and (D,) words of each text."""
+    if not texts:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    _, kinds, firsts = _kinds([*texts, ""])
+    return (
+        np.add.reduceat(kinds == _SYMBOL, firsts[:-1], dtype=np.int64),
+        np.add.reduceat(_begun(kinds), firsts[:-1], dtype=np.int64),
+    )
+
+
+def symbolic_stretches(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(S,) texts and (S,) places in them of stretches of 64 characters with 16 symbols or more, each unlike the one before, and four times
+    as many as words.
+    """
+    codes, kinds, firsts = _kinds([*texts, " " * _STRETCH])
+    changing = kinds >= _SYMBOL
+    changing[1:] &= codes[1:] != codes[:-1]
+    whole = len(kinds) // _STRETCH * _STRETCH
+    strong = np.add.reduce(changing[:whole].reshape(-1, _STRETCH), axis=1, dtype=np.uint8)
+    found = np.flatnonzero(strong >= 16)
+    words = np.add.reduce(_begun(kinds)[:whole].reshape(-1, _STRETCH)[found], axis=1, dtype=np.uint8)
+    middles = found[strong[found] >= words * np.uint8(4)] * _STRETCH + _STRETCH // 2
+    numbers = np.minimum(np.searchsorted(firsts, middles, side="right"), len(texts)) - 1
+    return numbers, middles - firsts[numbers]
+
+
+def _begun(kinds: np.ndarray) -> np.ndarray:
+    """(C,) bool: where a word, or a character that is one, begins."""
+    begun = kinds & _UNIT > 0
+    begun[1:] &= (kinds[1:] & _SINGLE > 0) | (kinds[:-1] & _UNIT == 0)
+    return begun
+
+
+def _tell_apart(hashes: np.ndarray, symbols: np.ndarray, bounds: np.ndarray) -> None:
+    """Let each of eight symbols in a row or more stand for the seven before it, too, in place: mazes know two of them."""
+    if not symbols.any():
+        return
+    run = np.cumsum(symbols)
+    last = np.flatnonzero(run[_RUN - 1 :] - np.concatenate(([0], run[:-_RUN])) == _RUN) + _RUN - 1 if len(run) >= _RUN else run[:0]
+    inside = last - _RUN + 1 >= bounds[np.searchsorted(bounds, last, side="right") - 1]
+    hashes[last[inside]] = ngrams(hashes, _RUN)[last[inside] - _RUN + 1]
 
 
 def _hashes(codes: np.ndarray, starts: np.ndarray, values_of: np.ndarray) -> np.ndarray:
@@ -156,15 +272,23 @@ def _hashes(codes: np.ndarray, starts: np.ndarray, values_of: np.ndarray) -> np.
 def ngrams_of(hashes: np.ndarray, lengths: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
     """For each n of `lengths`, ascending: (n, hashes of all runs of n units, of shape (max(U - n + 1, 0),)).
 
-    Runs over a document's end are the caller's to leave out. The lengths share their work: n + 1 is one step on from n.
+    Runs over a document's end are the caller's to leave out. The lengths share their work: a run is two of half its length.
     """
-    wanted = sorted(set(lengths))
-    grams = hashes.copy()
-    for n in range(1, wanted[-1] + 1 if wanted else 0):
-        if n > 1:
-            lengthen(grams := grams[: max(len(hashes) - n + 1, 0)], hashes, n)
-        if n in wanted:
-            yield n, mix(grams.copy())
+    made = {1: hashes}
+    for n in sorted(set(lengths)):
+        yield n, mix(_sums(made, n).copy())
+
+
+def _sums(made: dict[int, np.ndarray], n: int) -> np.ndarray:
+    """Sums over all runs of n units of hash times step to the power of the units behind it, from those `made` before."""
+    if n not in made:
+        back = n // 2 if n % 2 == 0 else 1
+        ahead = _sums(made, n - back)
+        count = max(len(made[1]) - n + 1, 0)
+        sums = ahead[:count] * _powers()[0][back]
+        sums += _sums(made, back)[n - back :][:count]
+        made[n] = sums
+    return made[n]
 
 
 def lengthen(grams: np.ndarray, hashes: np.ndarray, n: int) -> None:

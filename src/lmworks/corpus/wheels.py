@@ -72,7 +72,7 @@ def _download(package: str, sha256: str, cache: Path) -> Path:
             package,
         ]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+            result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=1800)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"cannot fetch {package}: {error}") from None
         fetched = list(Path(folder).glob("*.whl"))

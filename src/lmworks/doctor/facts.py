@@ -206,8 +206,9 @@ def scores(run: Run) -> Json:
         if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and isinstance(value.get("interval"), list)
     ]
     missing = sorted({str(model["benchmarks_unavailable"]) for model in models.values() if "benchmarks_unavailable" in model})
+    doubts = {str(one): str(why) for one, why in _dict(run.results.get("not_clean")).items()}
     final = [{"model": name, "samples": [s for s in model.get("samples") or [] if isinstance(s, dict)]} for name, model in models.items()]
-    return {"rows": rows, "compared": compared, "missing": missing, "final": final} if models else {}
+    return {"rows": rows, "compared": compared, "missing": missing, "doubts": doubts, "final": final} if models else {}
 
 
 def corpus(run: Run) -> Json:

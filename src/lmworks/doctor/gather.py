@@ -259,7 +259,7 @@ def _stages(run_dir: Path, tunes: bool) -> list[Json]:
         if name == "tune" and not tunes:
             continue
         stamp = _json(run_dir / folder / "stage.json")
-        state = "done" if stamp.get("done") is True else "begun" if stamp else "open"
+        state = "done" if stamp.get("done") is True else "begun" if "done" in stamp else "open"
         found.append({"name": name, "state": state, "seconds": stamp.get("seconds")})
     return found
 

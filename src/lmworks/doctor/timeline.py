@@ -67,6 +67,12 @@ def _words(event: Json) -> tuple[str, str]:
                 return "Bad step", f"{step}: loss {event['loss']}, gradient norm {event['grad_norm']}; nothing was updated"
             case "stopped":
                 return "Stopped", f"{step}: {event['reason']}"
+            case "budget":
+                lost = f"; given up: {', '.join(event['given_up'])}" if event["given_up"] else ""
+                return "Time became a budget", event["why"] + lost
+            case "time":
+                pairs = ((name, *pair) for name, pair in event["planned_and_actual"].items())
+                return "Time", "; ".join(f"{name}: {span(planned)} planned, {span(took or 0)} taken" for name, planned, took in pairs)
             case "recipe_changed":
                 changes = [*event.get("allowed", []), *event.get("harmless", [])]
                 return "Recipe changed", "; ".join(f"{c['key']}: {c['old']} to {c['new']}" for c in changes)

@@ -202,10 +202,14 @@ def load(name: str, most: int | None = None) -> list[Item]:
 def questions(names: Iterable[str]) -> Iterator[Question]:
     """Question and right answer of every item of the sets (not of the samples only), for decontamination. Raises `Unavailable`."""
     for name in names:
-        for item in load_all(name):
-            answer = item.continuations[item.answer].strip()
-            bare = item.text.removesuffix(f" {answer}")
-            yield Question(f"{name}/{item.id}", bare, answer if bare != item.text else "")
+        yield from map(question, load_all(name))
+
+
+def question(item: Item) -> Question:
+    """An item as it is kept out of the training text."""
+    answer = item.continuations[item.answer].strip()
+    bare = item.text.removesuffix(f" {answer}")
+    return Question(f"{item.set}/{item.id}", bare, answer if bare != item.text else "")
 
 
 def chance_level(items: Sequence[Item]) -> float:

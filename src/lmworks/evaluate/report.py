@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks import files
+from lmworks.corpus.contamination import Question
 from lmworks.corpus.items import Unavailable
-from lmworks.evaluate import benchmarks, bits_per_byte, cloze, references, tasks
+from lmworks.evaluate import benchmarks, bits_per_byte, cloze, protection, references, tasks
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
@@ -31,20 +33,26 @@ if TYPE_CHECKING:
 Name = Literal["base", "tuned"]
 Outcomes = dict[str, dict[str, bool]]  # set or task -> item id -> right
 _NOTABLE = 10  # per set and side
+ALL_SETS = "all sets"
 
 
 def check(recipe: Recipe) -> None:
     """Raise `UserError` for a benchmark or task that this installation does not know, before anything is trained."""
     benchmarks.check_names(recipe.evaluate.benchmarks)
-    for name in recipe.evaluate.tasks:
-        tasks.generate_tasks(name, 1)
+    for generator in recipe.evaluate.tasks:
+        tasks.generate_tasks(generator, 1)
 
 
-def evaluate(recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: Name) -> dict[str, Any]:
+def evaluate(
+    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: Name,
+    searched: Sequence[Path] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
 
     The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. `base` starts the
     document afresh and `tuned` adds to it, with the paired comparison. Equal inputs give equal figures (the speeds aside).
+    `searched` are the folders with the records of what the text that the model was trained on was searched for: the verdict of a score on
+    any other item says that it is not clean.
     Raises `UserError` for what `check` finds and for a corpus without held-out text.
     """
     check(recipe)
@@ -60,20 +68,25 @@ def evaluate(recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpu
     precision = "fp32" if recipe.train.precision == "fp16" else recipe.train.precision
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
-        measured, outcomes, items = _measure(recipe, model, tokenizer, texts, name)
+        doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
+        measured, outcomes, items = _measure(recipe, model, tokenizer, texts, name, doubt)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
     results["models"][name] = measured
+    results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "benchmarks": _HOW_BENCHMARKS, "tasks": _HOW_TASKS}
     files.write_text(out_dir / f"items-{name}.jsonl", "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
     files.write_json(out_dir / f"outcomes-{name}.json", outcomes)
     if name == "tuned" and "base" in results["models"]:
         results["compared"] = _compare(files.read_json(out_dir / "outcomes-base.json"), outcomes)
+        for one in results["not_clean"].keys() & results["compared"].keys():
+            results["compared"][one]["verdict"] += NOT_CLEAN
     files.write_json(path, results)
     return results
 
 
+NOT_CLEAN = ", not clean"
 _HOW_BENCHMARKS = (
     f"{benchmarks.PACKAGE}, cloze form, no examples shown; the likeliest choice per byte wins; a fixed sample by hash of the item; "
     "95% Wilson interval; the verdict compares the whole interval with chance, or with the best constant answer where one exists"
@@ -84,8 +97,11 @@ _HOW_TASKS = (
 )
 
 
+_Doubt = Callable[[str, list[Question]], str | None]
+
+
 def _measure(
-    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, texts: dict[str, list[str]], name: Name
+    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, texts: dict[str, list[str]], name: Name, doubt: _Doubt
 ) -> tuple[dict[str, Any], Outcomes, list[dict[str, Any]]]:
     context = context_length(recipe, model)
     logprobs = BatchedLogProbs(model, context)
@@ -99,17 +115,32 @@ def _measure(
     try:
         questions = {one: benchmarks.load(one, recipe.evaluate.benchmark_items) for one in recipe.evaluate.benchmarks}
         measured["benchmarks"] = _cloze(questions, tokenizer, logprobs, context, name, outcomes, items)
+        asked_of = {one: [benchmarks.question(item) for item in of_set] for one, of_set in questions.items()}
     except Unavailable as reason:
         measured["benchmarks"], measured["benchmarks_unavailable"] = {}, str(reason)
+        asked_of = {}
     answerer = Answerer(model, tokenizer, chat=name == "tuned")
     start = time.perf_counter()
-    asked = {one: tasks.generate_tasks(one, recipe.evaluate.task_items) for one in recipe.evaluate.tasks}
+    asked = {one.name: tasks.generate_tasks(one, recipe.evaluate.task_items) for one in recipe.evaluate.tasks}
     measured["tasks"] = _free(asked, answerer, name, outcomes, items)
+    asked_of |= {one: [tasks.question(task) for task in of_name] for one, of_name in asked.items()}
+    measured["not_clean"] = {one: why for one, items_of in asked_of.items() if (why := doubt(one, items_of))}
+    _mark(measured)
     if asked:
         speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
-    measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, chat=name == "tuned")]
+    prompts = recipe.evaluate.questions if name == "tuned" else recipe.evaluate.prompts
+    measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=name == "tuned")]
     measured["speed"] = speed
     return measured, outcomes, items
+
+
+def _mark(measured: dict[str, Any]) -> None:
+    """Let each verdict on what may have been trained on say so: whoever prints a score prints its verdict."""
+    doubtful = measured["not_clean"]
+    for kind in ("benchmarks", "tasks"):
+        for one, score in measured[kind].items():
+            if one in doubtful or (one == ALL_SETS and doubtful.keys() & measured["benchmarks"].keys()):
+                score["verdict"] += NOT_CLEAN
 
 
 def context_length(recipe: Recipe, model: Transformer) -> int:
@@ -136,7 +167,7 @@ def _cloze(
             outcomes[one] = {a.item.id: a.correct() for a in part}
             items += [a.to_json() for a in cloze.notable(part, _NOTABLE)]
     if len(scored) > 1:
-        scored["all sets"] = cloze.score_sets(answered).to_json()
+        scored[ALL_SETS] = cloze.score_sets(answered).to_json()
     return scored
 
 

@@ -75,7 +75,8 @@ def scores_table(results: dict[str, Any]) -> Table:
         table.add_section()
     reasons = {model["benchmarks_unavailable"] for model in models.values() if "benchmarks_unavailable" in model}
     unmeasured = [f"not measured: {reason}" for reason in sorted(reasons)]
-    table.caption = "; ".join(["baseline: the best answer that ignores the question", *unmeasured])
+    doubts = [f"not clean: {one}: {why}" for one, why in results.get("not_clean", {}).items()]
+    table.caption = "; ".join(["baseline: the best answer that ignores the question", *unmeasured, *doubts])
     return table
 
 

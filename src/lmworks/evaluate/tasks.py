@@ -1,7 +1,7 @@
 """Questions with verifiable answers from reasoning-gym, answered freely and judged by the package's own verifiers.
 
 The evaluation's seeds start at `SEED`; tuning data is drawn from seeds counted up from 1, so the two never share a
-generator state. Small generators repeat themselves all the same: tuning drops the questions that `questions` lists.
+generator state. Small generators repeat themselves all the same: training text is searched for what `questions` lists.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.contamination import Question
-from lmworks.errors import UserError
+from lmworks.corpus.generated import create
 from lmworks.evaluate.statistics import Score
+from lmworks.recipe.after import Generator
 
 SEED = 10_000_019
 # Verifiers give part marks (for length, for form, for single letters). Solved is the full mark to the last bit: a right answer
@@ -26,11 +27,15 @@ FULL_MARK = 1.0
 class Task:
     """One generated question; `entry` is what the package's verifier wants back."""
 
-    name: str
+    generator: Generator
     id: str
     question: str
     answer: str  # one right answer; empty where the package only knows how to check
     entry: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.generator.name
 
 
 @dataclass(frozen=True)
@@ -49,40 +54,24 @@ class Judged:
                 "reply": self.reply, "extracted": self.extracted, "mark": self.mark, "solved": self.solved}
 
 
-def _create(name: str, seed: int, size: int) -> Any:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise UserError("evaluate.tasks needs reasoning-gym: pip install 'lmworks[eval]', or --set evaluate.tasks=[]") from None
-    if name not in DATASETS:
-        import difflib
-
-        near = difflib.get_close_matches(name, DATASETS, 1)
-        raise UserError(f"evaluate.tasks: reasoning-gym has no task {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    return reasoning_gym.create_dataset(name, seed=seed, size=size)
-
-
-def generate_tasks(name: str, count: int, seed: int = SEED) -> list[Task]:
-    """`count` different questions of the generator `name` (fewer where it repeats itself), always the same ones."""
+def generate_tasks(generator: Generator, count: int, seed: int = SEED) -> list[Task]:
+    """`count` different questions of the generator (fewer where it repeats itself), always the same ones."""
     seen: dict[str, Task] = {}
-    for index, entry in enumerate(_create(name, seed, count)):
-        seen.setdefault(entry["question"], Task(name, f"{name}/{seed + index}", entry["question"], str(entry["answer"] or ""), entry))
+    for index, entry in enumerate(create(generator, seed, count)):
+        task = Task(generator, f"{generator.name}/{seed + index}", entry["question"], str(entry["answer"] or ""), entry)
+        seen.setdefault(task.question, task)
     return list(seen.values())
 
 
-def questions(names: Iterable[str], count: int) -> Iterator[str]:
-    """The evaluation's questions, for exact removal from tuning data."""
-    for name in names:
-        for task in generate_tasks(name, count):
-            yield task.question
+def questions(generators: Iterable[Generator], count: int) -> Iterator[Question]:
+    """The evaluation's questions with their answers, which no text that is trained on may hold."""
+    for generator in generators:
+        yield from map(question, generate_tasks(generator, count))
 
 
-def protected(names: Iterable[str], count: int) -> Iterator[Question]:
-    """The same with their answers, for decontamination."""
-    for name in names:
-        for task in generate_tasks(name, count):
-            yield Question(task.id, task.question, task.answer)
+def question(task: Task) -> Question:
+    """A task as it is kept out of the training text."""
+    return Question(task.id, task.question, task.answer)
 
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
@@ -111,7 +100,7 @@ def extract(reply: str) -> str:
 
 def judge(tasks: Sequence[Task], replies: Sequence[str]) -> list[Judged]:
     """Mark every reply. The marks come from the verifier of the generator that made the question."""
-    verifiers = {name: _create(name, SEED, 1) for name in {task.name for task in tasks}}
+    verifiers = {name: create(generator, SEED, 1) for name, generator in {task.name: task.generator for task in tasks}.items()}
     judged = []
     for task, reply in zip(tasks, replies, strict=True):
         extracted = extract(reply)

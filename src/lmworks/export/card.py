@@ -97,6 +97,9 @@ def _scores(results: dict[str, Any]) -> str:
             "Baseline: the best answer that ignores the question."
         )
         parts.append(_markdown(("set", "items", "chance", "baseline", *models), rows))
+        if doubts := results.get("not_clean"):
+            lines = "\n".join(f"- {one}: {why}" for one, why in doubts.items())
+            parts.append(f"Not clean are scores on what may stand in the training text:\n\n{lines}")
     return "\n\n".join(parts)
 
 

@@ -31,8 +31,6 @@ _TYPES = {
 
 _LATENT_EPS = 1e-6
 """DeepseekV3 of transformers norms latents with this, whatever rms_norm_eps says; other engines take rms_norm_eps."""
-SAMPLING = {"temperature": 0.7, "min_p": 0.1}
-"""What an engine draws with unless it is told otherwise: the settings that a person would chat with."""
 
 
 class NoClass(UserError):

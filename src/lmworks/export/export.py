@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
-from lmworks.export.config import SAMPLING, class_for
+from lmworks.export.config import class_for
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
-from lmworks.files import write_json
+from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
+from lmworks.model.generate import SAMPLING
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.validation import Validation
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 _ROWS = 4  # sequences compared, at least; each domain gives one or more
 _LONGEST = 1024  # tokens of each; enough to see a wrong rotation
 
@@ -120,6 +122,8 @@ def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path,
     write_json(directory / "generation_config.json", stops | {"do_sample": True} | SAMPLING)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer.directory / name, directory / name)
+    longest = {"model_max_length": int(model.config.max_length)} if model.config.max_length else {}
+    write_json(directory / _TOKENIZER_CONFIG, read_json(tokenizer.directory / _TOKENIZER_CONFIG) | longest)
 
 
 def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:

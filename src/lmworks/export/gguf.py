@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.config import SAMPLING, NoClass, class_for, to_config
+from lmworks.export.config import NoClass, class_for, to_config
 from lmworks.export.names import huggingface_name
 from lmworks.files import atomic_path, read_json
 from lmworks.model import Transformer
+from lmworks.model.generate import SAMPLING
 from lmworks.progress import bar
 from lmworks.recipe.model import Model, Moe
 from lmworks.tokenizer import bpe, special

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from lmworks.files import atomic_path, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
+from lmworks.recipe.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
+_LITTLE = 1 << 20  # numbers, for which it is not worth while to look twice
 TOLERANCE = 2e-5
 """Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries add in another
 order, which costs 5e-7 at 4 layers and grows with the root of their number; one wrong row of one expert costs more than 1e-4."""
@@ -85,9 +88,10 @@ def read_model(directory: Path) -> Transformer:
     """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
     directory = Path(directory)
     config = read_json(directory / "config.json")
-    described = from_config(config)
-    if described.mtp and not any(name.startswith(f"model.layers.{described.layers}.") for name in _names(directory)):
+    described, sizes = from_config(config), _sizes(directory)
+    if described.mtp and not any(name.startswith(f"model.layers.{described.layers}.") for name in sizes):
         described = described.model_copy(update={"mtp": None})  # transformers leaves the layer behind, and its number in the config
+    _refuse_empty_promises(described, sizes, directory)
     model = Transformer(described)
     state = dict(model.state_dict())
     if model.config.tie_embeddings:
@@ -102,8 +106,24 @@ def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, handle.get_tensor(name)
 
 
-def _names(directory: Path) -> list[str]:
-    return [name for handle in _open(directory) for name in handle.keys()]  # noqa: SIM118
+def _sizes(directory: Path) -> dict[str, int]:
+    """The numbers of each tensor, from the heads of the files."""
+    return {name: math.prod(handle.get_slice(name).get_shape()) for handle in _open(directory) for name in handle.keys()}  # noqa: SIM118
+
+
+def _refuse_empty_promises(described: Config, sizes: dict[str, int], directory: Path) -> None:
+    """Raise `UserError` if the config describes far more weights than there are, before memory is taken for them. Whether each fits is
+    seen when they are read."""
+    there, wanted = sum(sizes.values()), None
+    if (described.layers or 0) <= len(sizes) and (described.moe is None or described.moe.experts <= len(sizes)):
+        try:
+            with torch.device("meta"):
+                wanted = sum(tensor.numel() for tensor in Transformer(described).state_dict().values())
+        except (RuntimeError, OverflowError, TypeError):  # more numbers than can be counted
+            wanted = None
+    if wanted is None or wanted > 2 * there + _LITTLE:
+        raise UserError(f"{directory / 'config.json'} describes a model of other size than the {there:,} weights beside it; they belong to "
+                        "different models")
 
 
 def _open(directory: Path) -> Iterator[Any]:

@@ -19,7 +19,8 @@ _LAST_WORD = 4096  # bytes kept for how the run ends: a full disk is one of the 
 @dataclass(frozen=True)
 class Folder:
     """`stop` asks all ranks to save and leave. `failed` says that a rank of the present world has failed. `outcome` is how the run has
-    ended; until it is there, whoever ends is started again.
+    ended; until it is there, whoever ends is started again. `unmet` has a byte for each start of the first rank
+    since the ranks last met.
     """
 
     path: Path
@@ -41,12 +42,16 @@ class Folder:
         return self.path / "failed"
 
     @property
+    def unmet(self) -> Path:
+        return self.path / "unmet"
+
+    @property
     def hosts(self) -> Path:
         return self.path / "hosts.json"
 
     def begin(self) -> None:
         """Before the first rank: forget what an earlier launch has left to say."""
-        for name in ("stop", "outcome.json", "failed"):
+        for name in ("stop", "outcome.json", "failed", "unmet"):
             (self.path / name).unlink(missing_ok=True)
         self.logs.mkdir(parents=True, exist_ok=True)
         write_bytes(self._kept, b" " * _LAST_WORD)

@@ -58,7 +58,8 @@ class Launch:
 
             def start(host: Host) -> list[str]:
                 script = self.script(host, port)
-                write_text(folder.path / f"{host.name.replace('/', '_')}.sh", script)
+                # overrides may have credentials in them
+                write_text(folder.path / f"{host.name.replace('/', '_')}.sh", script, private=True)
                 return self.command(script, host)
 
             return Supervisor(folder, self.run_dir, table, self.least, node.exclude_after, start).run()

@@ -21,6 +21,7 @@ from lmworks.launch.folder import Folder
 _LOOK = 0.5  # seconds
 _STOPPED = (Preempted.EXIT_CODE, 130)
 _USERS_FAULT = 2
+_UNMET = 20  # starts of the first rank since the ranks last met, after which there is none
 _PATIENCE = {_USERS_FAULT: 10.0}  # seconds that a rank has to end by itself once the run is over
 _USUALLY = 60.0
 
@@ -28,6 +29,9 @@ _USUALLY = 60.0
 def live(folder: Folder, rank: int, work: Callable[[], None]) -> int:
     """Do the work of a rank, which ends as a command does; returns the exit code for `torchrun`."""
     if folder.outcome() is not None:
+        return 0
+    if rank == 0 and _starts_in_vain(folder) > _UNMET:
+        folder.conclude(1, rank, f"the ranks were started {_UNMET} times and never met; see {folder.logs}, mend the cause and launch again")
         return 0
     with _output(folder, rank), _messages(folder):
         code = _code(work)
@@ -51,6 +55,13 @@ def _code(work: Callable[[], None]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _starts_in_vain(folder: Folder) -> int:
+    """How often this rank has been started since the ranks last met, now included. What ends ranks that have met is counted by `world`."""
+    with open(folder.unmet, "ab") as file:
+        file.write(b".")
+        return file.tell()
 
 
 def _conclude_unless_the_first_does(folder: Folder, code: int, rank: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.interrupt import Preempted
@@ -54,7 +55,7 @@ class Job:
             *(f"#SBATCH {option}" for option in node.options),
             "",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
-            *node.setup,
+            *reveal(node.setup),
             *(f"export {name}={shlex.quote(value)}" for name, value in agent.environment().items()),
             f"job=({shlex.join([sys.executable, '-m', 'lmworks.cli.main', 'launch', 'job', str(folder.path.parent)])})",
             "",
@@ -116,8 +117,8 @@ class Job:
         if shutil.which("sbatch") is None:
             raise UserError("lmworks launch slurm needs sbatch, which is not on this machine; run this on a login node, or add --dry-run")
         path = Folder.of(self.run_dir).path / "job.sh"
-        write_text(path, self.script())
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+        write_text(path, self.script(), private=True)  # overrides and the setup may have credentials in them
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; mend launch.slurm")
         return done.stdout.strip().partition(";")[0]

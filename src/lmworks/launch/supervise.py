@@ -123,13 +123,13 @@ class Supervisor:
     def _readmit(self) -> None:
         for name in self.folder.readmitted():
             if self._asked is None and self.table.readmit(name):
-                console.print(f"[yellow]{name} takes part again[/yellow]")
+                console.print(f"{name} takes part again", style="yellow")
                 self._begin(next(host for host in self.table.all() if host.name == name))
 
     def _exclude(self, name: str, reason: str) -> None:
         self.table.exclude(name, reason)
         if len(self.table.all()) > 1:
-            console.print(f"[yellow]{name} is excluded: {reason}; take it back with: lmworks launch readmit {self.run_dir} {name}[/yellow]")
+            console.print(f"{name} is excluded: {reason}; take it back with: lmworks launch readmit {self.run_dir} {name}", style="yellow")
         self._require_enough()
 
     def _require_enough(self) -> None:
@@ -175,6 +175,8 @@ class Supervisor:
         outcome = self.folder.outcome()
         if outcome is None:
             return 130 if self._asked is not None else 1
+        if outcome["message"]:
+            console.print(outcome["message"])
         if outcome["rank"]:
             console.print(f"rank {outcome['rank']} ended the run; see {self.folder.logs}/rank-{outcome['rank']}.log")
         return int(outcome["code"])

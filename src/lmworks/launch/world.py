@@ -44,6 +44,8 @@ def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
     if rank == 0:
         _account(folder, run_dir, int(os.environ["WORLD_SIZE"]), node.max_restarts)
     ranks = start(recipe.layout, float(node.timeout), threads)
+    if rank == 0:  # which alone writes it
+        folder.unmet.unlink(missing_ok=True)
     heartbeat = Heartbeat(folder.beats, rank)
     try:
         with _witness(folder, heartbeat):
@@ -81,7 +83,7 @@ def _account(folder: Folder, run_dir: Path, size: int, most: int) -> None:
             "restart", step=found.step, ranks=found.ranks, hosts=found.hosts, reason=found.reason,
             before=len(beats), now=size, in_a_row=in_a_row,
         )  # fmt: skip
-    console.print(f"[yellow]started again: {found.reason}[/yellow]")
+    console.print(f"started again: {found.reason}", style="yellow")
     if in_a_row > most:
         raise UserError(
             f"the ranks have failed {in_a_row} times in a row without a new checkpoint (launch.max_restarts): {found.reason}; "

@@ -6,12 +6,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from lmworks import machine
 from lmworks.precision import dtype_for
 
 if TYPE_CHECKING:
     import torch
 
-_peaks: dict[tuple[str, int], float] = {}
+_peaks: dict[tuple[torch.device, torch.dtype, int], float] = {}
 
 
 def memory_bytes() -> int:
@@ -48,22 +49,25 @@ def measure_peak(seconds: float = 1.0) -> float:
     """FLOP/s of this machine's best matrix multiplication in the type it is fastest in, with the threads that torch uses now.
 
     Square matrices of a few sizes in turn, since the best one depends on the caches; the fastest single product counts, because other
-    programs can only slow one down. Measured once per process, device and number of threads.
+    programs can only slow one down. Measured once per process, device, type and number of threads.
     """
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    key = (device.type, torch.get_num_threads())
-    if key not in _peaks:
-        _peaks[key] = _measure(device, seconds)
-    return _peaks[key]
+    key = (device, dtype_for("auto", device), torch.get_num_threads())
+
+    def ask() -> float:
+        if key not in _peaks:
+            _peaks[key] = _measure(device, key[1], seconds)
+        return _peaks[key]
+
+    return machine.answer("peak", ask)
 
 
-def _measure(device: torch.device, seconds: float) -> float:
+def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     import torch
 
     sizes = (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048, 3072)
-    dtype = dtype_for("auto", device)
     matrices = [[torch.randn(size, size, device=device).to(dtype) for _ in range(3)] for size in sizes]
 
     def speed(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:

@@ -14,10 +14,15 @@ from torch import Tensor
 from lmworks.errors import UserError
 from lmworks.model.transformer import Transformer
 
+_GREEDY_BELOW = 1e-5
+SAMPLING = {"temperature": 0.7, "min_p": 0.1}
+"""The settings that a person would chat with: samples are drawn so, and engines that load an export, unless they are told otherwise."""
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to choose tokens. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `logprobs` asks for so many rivals."""
+    """How to choose tokens. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and
+    min_p 0 are off. `logprobs` asks for so many rivals."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -46,7 +51,8 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
     if options.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(-1)
-        beyond = probability.cumsum(-1) - probability >= options.top_p  # the first token always stays
+        beyond = probability.cumsum(-1) - probability >= options.top_p
+        beyond[..., 0] = False  # the likeliest stays, also where top_p is too small for the tensor's type
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
     if options.min_p > 0:
         probability = logits.softmax(-1)
@@ -113,7 +119,7 @@ def generate(model: Transformer, prompts: list[list[int]], options: GenerateOpti
 
 
 def _choose(logits_BV: Tensor, draws: list[torch.Generator], options: GenerateOptions) -> Tensor:
-    if options.temperature == 0:
+    if options.temperature < _GREEDY_BELOW:
         return logits_BV.argmax(-1)
     probability = filter_logits(logits_BV, options).softmax(-1).cpu()
     picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(probability, draws, strict=True)]

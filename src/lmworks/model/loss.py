@@ -92,20 +92,26 @@ def chunk_loss(
     capped = soft_cap(logits_MV.float(), softcap)
     valid = labels_M != IGNORE
     target = labels_M.long().clamp_min(0)[:, None]
-    lse_M = capped.logsumexp(-1)
+    if torch.compiler.is_compiling():
+        lse_M = capped.logsumexp(-1)
+        probability_MV = (capped - lse_M[:, None]).exp_()
+    else:  # one exponential for both, since a row's largest probability is exp(largest logit - lse)
+        probability_MV = capped.softmax(-1)
+        lse_M = capped.amax(-1) - probability_MV.amax(-1).log()
     ce = ((lse_M - capped.gather(1, target)[:, 0]) * valid).sum()
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None
     hit = torch.full_like(target, -1, dtype=capped.dtype)
-    return ce, z, logits_gradient(capped, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
+    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
 
 
 def logits_gradient(
-    capped_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, valid_M: Tensor, softcap: float, z_weight: float
-) -> Tensor:
-    """d(ce + z_weight * z)/d(logits) from the capped logits; `hit` is -1 where the target is among these logits, else 0."""
-    grad = (capped_MV - lse_M[:, None]).exp_()
+    capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, valid_M: Tensor, softcap: float,
+    z_weight: float,
+) -> Tensor:  # fmt: skip
+    """d(ce + z_weight * z)/d(logits), made in place of the probabilities; `hit` is -1 where the target is among these logits, else 0."""
+    grad = probability_MV
     if z_weight:
         grad *= (1 + 2 * z_weight * lse_M)[:, None]
     grad.scatter_add_(1, target_M1, hit_M1)

@@ -151,12 +151,12 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x_ND: Tensor, order_M: Tensor, place_M: Tensor, K: int) -> Tensor:  # type: ignore[no-untyped-def, override]
         ctx.save_for_backward(place_M)
         ctx.K = K
-        return x_ND[order_M // K]
+        return x_ND.index_select(0, order_M // K)
 
     @staticmethod
     def backward(ctx, grad_MD: Tensor):  # type: ignore[no-untyped-def, override]
         (place_M,) = ctx.saved_tensors
-        return grad_MD[place_M].view(-1, ctx.K, grad_MD.shape[-1]).sum(1), None, None, None
+        return _sum_rows(grad_MD, place_M, ctx.K), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -166,9 +166,16 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, y_MD: Tensor, order_M: Tensor, place_M: Tensor, K: int) -> Tensor:  # type: ignore[no-untyped-def, override]
         ctx.save_for_backward(order_M)
         ctx.K = K
-        return y_MD[place_M].view(-1, K, y_MD.shape[-1]).sum(1)
+        return _sum_rows(y_MD, place_M, K)
 
     @staticmethod
     def backward(ctx, grad_ND: Tensor):  # type: ignore[no-untyped-def, override]
         (order_M,) = ctx.saved_tensors
-        return grad_ND[order_M // ctx.K], None, None, None
+        return grad_ND.index_select(0, order_M // ctx.K), None, None, None
+
+
+def _sum_rows(rows_MD: Tensor, place_M: Tensor, K: int) -> Tensor:
+    """The sum of each K rows that `place` names: (M / K, D)."""
+    if rows_MD.device.type == "cpu" and not torch.compiler.is_compiling():  # one operator, which never writes the rows out
+        return F.embedding_bag(place_M.view(-1, K), rows_MD, mode="sum")
+    return rows_MD.index_select(0, place_M).view(-1, K, rows_MD.shape[-1]).sum(1)

@@ -17,7 +17,6 @@ from lmworks.optim.groups import Group
 from lmworks.optim.placement import local, local_grad
 from lmworks.optim.select import selected
 from lmworks.optim.whole import Arrival, Bucket, plan
-from lmworks.precision import has_bf16
 
 QUINTIC = (3.4445, -4.775, 2.0315)
 _EPS = 1e-7
@@ -59,8 +58,8 @@ def update_scale(rows: int, cols: int, kind: Literal["rms", "spectral"]) -> floa
 class Muon:
     """Muon over groups of matrices and expert stacks; equal to `torch.optim.Muon` on each matrix alone, however they are sharded.
 
-    `dtype` is that of Newton-Schulz (torch: bf16); left out, bf16 where the device multiplies it in hardware, else fp32. The state,
-    `momentum[name]`, is fp32, shaped and placed as its parameter. Sharded matrices travel in `dtype`: they are rounded to it on one
+    `dtype` is that of Newton-Schulz (torch: bf16); what the machine is has no say in it. The state, `momentum[name]`, is fp32, shaped and
+    placed as its parameter. Sharded matrices travel in `dtype`: they are rounded to it on one
     process as well, so that nothing is lost. Momentum is elementwise and stays where it is.
     `stack_elements` bounds a stack, and with it the scratch memory of about 12 bytes per element. Left out, it is 1Mi on CPU, where a
     stack should stay in the cache and fresh large buffers cost page faults, and 128Mi elsewhere, where few large kernels are best.
@@ -76,7 +75,7 @@ class Muon:
         nesterov: bool = True,
         steps: int = 5,
         scale: Literal["rms", "spectral"] = "rms",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype = torch.float32,
         stack_elements: int | None = None,
         process_groups: Iterable[ProcessGroup] = (),
     ) -> None:
@@ -86,7 +85,7 @@ class Muon:
         self.momentum = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
         devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
-        self.dtype = dtype or (torch.bfloat16 if all(map(has_bf16, devices)) else torch.float32)
+        self.dtype = dtype
         buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
         self._shared, self._alone = ([bucket for bucket in buckets if bucket.shared is shared] for shared in (True, False))
 

@@ -19,8 +19,11 @@ from lmworks.optim.placement import local, part_of
 from lmworks.recipe.training import Optimizer as Options
 
 
-class Named(Protocol):
-    """A module, or the parts of one."""
+class Trainable(Protocol):
+    """A model, or the parts of one."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -43,16 +46,19 @@ class Updates(Protocol):
 class Optimizer:
     """Trains the parameters of `groups`, sharded or not. All state exists from the start, so a checkpoint can be loaded in place.
 
-    Where parameters are sharded, construction and `step` are collective, and `finite` must be the same on all ranks.
+    Where parameters are sharded, construction and `step` are collective, and `finite` must be the same on all ranks. `compute_dtype` is
+    that of the model: Newton-Schulz runs in bf16 if it is bf16 or fp16, in fp32 if it is fp32, so that a run in fp32 is so throughout.
     """
 
-    def __init__(self, groups: list[Group], options: Options, process_groups: Iterable[ProcessGroup] = ()) -> None:
+    def __init__(
+        self, groups: list[Group], options: Options, process_groups: Iterable[ProcessGroup] = (), compute_dtype: torch.dtype = torch.float32
+    ) -> None:  # fmt: skip
         self.groups = groups
         self.parameters: dict[str, nn.Parameter] = {name: p for group in groups for name, p in group.parameters.items()}
         self.muon = Muon(
             [group for group in groups if group.kind == "muon"],
             momentum=options.momentum, nesterov=options.nesterov, steps=options.newton_schulz_steps, scale=options.update_scale,
-            process_groups=process_groups,
+            dtype=torch.float32 if compute_dtype == torch.float32 else torch.bfloat16, process_groups=process_groups,
         )  # fmt: skip
         self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
         self.ema = Ema(self.parameters, options.ema) if options.ema else None
@@ -114,11 +120,11 @@ class Optimizer:
 
 
 def build_optimizer(
-    model: Named, options: Options, layers: int | None = None, process_groups: Iterable[ProcessGroup] = ()
+    model: Trainable, options: Options, layers: int | None = None, process_groups: Iterable[ProcessGroup] = ()
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model whose parameters have lmworks' names. Shard it and move it to its device first: the state follows it.
 
     Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_decay` counts from the top). Sharded matrices travel
     in those of `process_groups` that have just the right ranks, else in new ones, with torch's time-out.
     """
-    return Optimizer(group_parameters(model.named_parameters(), options, layers), options, process_groups)
+    return Optimizer(group_parameters(model.named_parameters(), options, layers), options, process_groups, model.compute_dtype)

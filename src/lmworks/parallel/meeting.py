@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lmworks import __version__, precision
+from lmworks import __version__, machine, precision
 from lmworks.errors import UserError
 from lmworks.progress import console
 from lmworks.recipe.after import Layout
@@ -29,7 +29,7 @@ class Told:
 
 
 def of_this_rank(layout: Layout, device: torch.device) -> Told:
-    return Told(socket.gethostname(), torch.__version__, __version__, layout, precision.multiplies_bf16(device))
+    return Told(socket.gethostname(), torch.__version__, __version__, layout, machine.multiplies_bf16(device))
 
 
 def compare(mine: Told) -> None:
@@ -48,7 +48,7 @@ def compare(mine: Told) -> None:
     precision.agree(not without)
     if 0 < len(without) < len(found) and dist.get_rank() == 0:
         text = f"{_names(without, found)} cannot multiply bf16 in hardware, so train.precision: auto is fp32 on all ranks"
-        console.print(f"[yellow]{text}; leave those out, or set train.precision[/yellow]")
+        console.print(f"{text}; leave those out, or set train.precision", style="yellow")
 
 
 def _different(what: str, ranks: list[int], found: list[Told], usual: object) -> str:

@@ -126,6 +126,14 @@ class Ranks:
         dist.broadcast_object_list(said, 0, group=self._patient)
         return said[0]
 
+    def slowest(self, seconds: float) -> float:
+        """The most of all ranks' seconds."""
+        if self._mesh is None:
+            return seconds
+        found = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
+
     def barrier(self) -> None:
         if self._mesh is not None:
             dist.barrier()

@@ -47,12 +47,20 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         if ranks.size("cp") > 1:
             context.share(part, ranks)
         checkpoint_activations(part, recipe.train.activation_checkpointing)
-        if recipe.train.compile:
+        if is_compiled(recipe, device):
             compile_layers(part)
         if ranks.size("weights") > 1 and recipe.train.deepspeed is None:
             data.shard(part, ranks)
         materialise(part, recipe.seed, device)
     return parts
+
+
+def is_compiled(recipe: Recipe, device: torch.device) -> bool:
+    """Whether layers are compiled on this device.
+
+    It must not depend on how the run goes: compiled code rounds elsewhere, and a resumed run would not end with the same bits.
+    """
+    return device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile
 
 
 def compile_layers(part: Transformer) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.parallel import meeting
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
@@ -57,7 +58,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     """
     assert not layout.auto, "chosen before the ranks start"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, (threads or os.cpu_count() or 1) // here))
+    torch.set_num_threads(max(1, (threads or machine.cores()) // here))
     if not launched():
         return Ranks(layout)
     layout = layout_for(layout, int(os.environ["WORLD_SIZE"]))

@@ -258,4 +258,5 @@ def chunk_loss(
     if not needs_grad:
         return ce, z, None
     hit = -here[:, None].to(capped.dtype)
-    return ce, z, logits_gradient(capped, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
+    probability_MV = (capped - lse_M[:, None]).exp_()
+    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.plan.layout import automatic, describe, devices, more_room, place, too_big
 from lmworks.plan.machine import this_machine
@@ -45,7 +46,7 @@ def decide(recipe: Recipe, cluster: Cluster) -> Decided:
 def kept(run_dir: Path) -> Decided | None:
     """What a run that has begun was decided for; its axes but that of the data stay, on however many ranks it goes on."""
     path = run_dir / "resolved.json"
-    if not path.exists() or not any((run_dir / "checkpoints").glob("step-*")):
+    if not path.exists() or not listing.begun(run_dir / "checkpoints"):
         return None
     recipe = load_resolved(path)
     assert recipe.train.micro_batch

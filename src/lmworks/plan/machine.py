@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmworks import machine
 from lmworks.metrics.system import measure_peak
 from lmworks.precision import has_bf16
 from lmworks.recipe.after import Cluster
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 def this_machine(threads: int | None = None) -> Cluster:
     """A cluster of this machine's accelerators, or of its CPU. The peak is measured in about a second, not looked up."""
-    import psutil
     import torch
 
     if torch.cuda.is_available():
@@ -24,7 +24,7 @@ def this_machine(threads: int | None = None) -> Cluster:
     if threads:
         torch.set_num_threads(threads)
     try:
-        return _cluster(f"{torch.get_num_threads()} CPU threads", 1, psutil.virtual_memory().total, torch.device("cpu"))
+        return _cluster(f"{torch.get_num_threads()} CPU threads", 1, machine.memory(), torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
 
@@ -38,5 +38,5 @@ def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluste
         bf16=has_bf16(device),
         memory_gib=round(memory / 2**30, 1),
         mfu=0.25 if device.type == "cpu" else 0.4,
-        mfu_source="assumed share of the measured peak; --calibrate measures it",
+        mfu_source="assumed share of the peak; --calibrate measures it",
     )

@@ -27,6 +27,10 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             if name not in sources:
                 yield ("corpus", "steps", index, "sources"), _unknown(name, sources)
     outputs = [name for source in recipe.corpus.sources for name in source.outputs if name not in sources]
+    bodies = [data.name for data in recipe.tune.data] if recipe.tune else []
+    for index, name in enumerate(bodies):
+        if name in bodies[:index]:
+            yield ("tune", "data", index, "name"), f"two bodies of conversations are called {name!r}; give each its own name"
     known = [*sources, *outputs, *recipe.shards.imported]
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):

@@ -7,11 +7,11 @@ recipe, so that a resolved recipe has no None where a value is derived.
 from __future__ import annotations
 
 import json
-import os
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.recipe import laws
 from lmworks.recipe.document import Keys
@@ -19,7 +19,7 @@ from lmworks.recipe.model import Model, Moe
 from lmworks.recipe.paths import get, put
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import count, count_active
-from lmworks.recipe.units import Tokens
+from lmworks.recipe.units import Seconds, Tokens
 
 Reasons = dict[Keys, str]
 _SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size")
@@ -39,7 +39,7 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
             put(tree, keys, value)
             reasons[keys] = why
 
-    size = laws.parse_size(tree["size"])
+    size, called = _size(tree)
     model = tree.setdefault("model", {})
     if model.get("mla"):
         raise UserError("size derives no shape with model.mla; leave size out and write model.hidden_size, model.layers and model.heads")
@@ -54,7 +54,7 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
     expert_size = shape.pop("expert_size", None)
     for key, value in shape.items():
         derive(
-            ("model", key), value, f"nearest to size {tree['size']} at a hidden size of {laws.aspect(shape['hidden_size']):.0f} per layer"
+            ("model", key), value, f"nearest to size {called} at a hidden size of {laws.aspect(shape['hidden_size']):.0f} per layer"
         )
     if moe:
         derive(
@@ -104,6 +104,16 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
     return reasons
 
 
+def _size(tree: dict[str, Any]) -> tuple[int, str]:
+    """The dial as a number of parameters, and what to call it."""
+    if tree["size"] != "auto":
+        return laws.parse_size(tree["size"]), str(tree["size"])
+    if tree.get("time") is None:
+        raise UserError("size: auto follows from the time that there is; add time: 10min, or write a size such as 125M")
+    size = laws.optimal_size(Seconds._validate(tree["time"]), laws.NOMINAL_SPEED)
+    return size, f"auto ({size / 1e6:.2g}M, for {laws.NOMINAL_SPEED / 1e9:.0f} GFLOP/s until the run has measured this machine)"
+
+
 def _tokens(value: Any) -> int | None:
     try:
         return None if value is None else int(Tokens._validate(value))
@@ -144,11 +154,7 @@ def fill(recipe: Recipe, base: Path) -> tuple[Recipe, Reasons]:
         return get(tree, keys)
 
     derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
-    derive(
-        ("threads",),
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "the CPU cores this process may use",
-    )
+    derive(("threads",), machine.cores(), "the CPU cores this process may use")
 
     _fill_model(tree, derive)
     model = Model.model_validate(tree["model"])

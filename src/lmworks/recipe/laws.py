@@ -2,6 +2,7 @@
 
 - Shape: hidden size over layers near 64 for small and near 128 for large models; SwiGLU width 8/3 of the hidden size.
 - Budget: 20 tokens per parameter that a token uses is compute-optimal (Hoffmann et al., arXiv:2203.15556).
+- Size within a time: training takes 6 N D operations, so that with D = 20 N a machine of S FLOP/s has time for sqrt(t S / 120).
 - Batch: 0.58 D^0.571 tokens, and peak rate: 1.79 N^-0.713 D^0.307, with N parameters outside the embeddings and
   D tokens of training (Li et al., "Step Law", arXiv:2503.04715; AdamW, dense and mixture of experts).
   Muon with update_scale rms moves weights as far as AdamW does (arXiv:2502.16982), so it takes the same rate.
@@ -18,6 +19,7 @@ from lmworks.recipe.shapes import count
 from lmworks.recipe.units import scaled
 
 TOKENS_PER_PARAMETER = 20
+NOMINAL_SPEED = 1e11  # FLOP/s of a machine that nobody has measured
 SPECTRAL_RATE = 0.02
 _RATE_BOUNDS = (1e-5, 1e-2)
 
@@ -28,6 +30,11 @@ def parse_size(text: str) -> int:
     if not match:
         raise ValueError(f"size {text!r} is not a number of parameters; write for example '125M' or '1.5B'")
     return int(Fraction(match[1]) * scaled(match[2]))
+
+
+def optimal_size(seconds: float, speed: float) -> int:
+    """Active parameters N for which `seconds` at `speed` FLOP/s are the compute-optimal 20 N tokens: C = 6 N D, two digits."""
+    return int(float(f"{max(1.0, (seconds * speed / (6 * TOKENS_PER_PARAMETER)) ** 0.5):.2g}"))
 
 
 def peak_learning_rate(parameters: int, tokens: int) -> float:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import ValidationError
 
+from lmworks import credentials
 from lmworks.errors import UserError
 from lmworks.files import write_json, write_text
+from lmworks.masking import mask
 from lmworks.recipe import derive
 from lmworks.recipe.after import Cluster
 from lmworks.recipe.check import problems
-from lmworks.recipe.document import Document, Keys, parse_file, parse_value
+from lmworks.recipe.document import Document, Keys, parse, parse_file, parse_value
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.keys import refuse_unknown
 from lmworks.recipe.paths import display, get, leaves, locate, nearest, put
@@ -34,6 +37,20 @@ class Origin:
         return f"{self.kind} {self.detail}".strip() if self.kind != "derived" else f"derived: {self.detail}"
 
 
+Numbers = Mapping[Keys, tuple[Any, str]]  # values that a run has settled, each with the reason
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a recipe is resolved from."""
+
+    path: Path
+    text: str
+    document: Document
+    overrides: Sequence[str]
+    size: str | None
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A whole recipe: no None is left where a value derives from others."""
@@ -43,11 +60,20 @@ class Resolved:
     fingerprint: str
     path: Path
     text: str = field(repr=False, default="")
+    source: _Source | None = field(repr=False, default=None)
+
+    def settled(self, numbers: Numbers) -> Resolved:
+        """The same recipe with these numbers in place of its own, and everything that follows from them derived anew."""
+        assert self.source is not None
+        return _resolve(self.source, numbers)
 
     def save(self, directory: Path) -> None:
-        """Write `recipe.yaml` (as the user wrote it) and `resolved.json` (every value) into the run directory."""
+        """Write `recipe.yaml` (as the user wrote it) and `resolved.json` (every value) into the run directory, and apart from them the
+        credentials of URLs."""
+        tree = as_tree(self.recipe)
+        credentials.save(directory, tree)
         write_text(directory / "recipe.yaml", self.text)
-        write_json(directory / "resolved.json", as_tree(self.recipe))
+        write_json(directory / "resolved.json", tree)
 
 
 def shipped_folder() -> Path:
@@ -84,25 +110,37 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | Non
     Raises `UserError` of one line with file and line.
     """
     path = _from_here(find(path, ""))
-    document = parse_file(path)
+    credentials.load(path.parent)  # beside the recipe.yaml of a run
+    return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), parse_file(path), overrides, size), {})
+
+
+def _resolve(source: _Source, numbers: Numbers) -> Resolved:
+    path, document, size = source.path, source.document, source.size
     tree = copy.deepcopy(document.tree)
     _spell_out(tree)
     replaced: dict[Keys, str] = {}
     if size is not None:
         _override(tree, replaced, f"size={size}", "--size")
     # Names of list items are looked up as they stand, so overrides go in one by one.
-    for text in overrides:
+    for text in source.overrides:
         _override(tree, replaced, text, "--set")
+    credentials.refuse_two(tree)
     preset = _preset(tree, document, path.parent)
     sources = _Places(document, replaced, preset)
     refuse_unknown(tree, Recipe, sources.place)
     reasons: derive.Reasons = {}
+    for keys, (value, _) in numbers.items():
+        if get(tree, keys[:-1]) is not None:  # what the dial derives may not be there yet
+            put(tree, keys, value)
     try:
         if tree.get("size") is not None:
             reasons |= derive.turn_dial(tree, free=("size",) in replaced)
             for keys, text in replaced.items():
                 put(tree, keys, parse_value(text.partition("=")[2], "--set"))
                 reasons.pop(keys, None)
+        for keys, (value, why) in numbers.items():
+            put(tree, keys, value)
+            reasons[keys] = why
         recipe = Recipe.model_validate(tree)
         recipe, more = derive.fill(recipe, path.parent)
         reasons |= more
@@ -116,12 +154,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | Non
         raise UserError(f"{sources.place(keys)}: {display(tree, keys)}: {message}")
     dumped = as_tree(recipe)
     origins = {display(dumped, keys): sources.origin(keys, reasons) for keys, _ in leaves(dumped)}
-    return Resolved(recipe, origins, fingerprint(recipe), path, path.read_text(encoding="utf-8"))
+    return Resolved(recipe, origins, fingerprint(recipe), path, _masked(document, source.text), source)
+
+
+def _masked(document: Document, text: str) -> str:
+    """The text of a recipe without credentials; written anew where they cannot be taken out of it as it stands."""
+    masked, wanted = mask(text), credentials.hide(document.tree)
+    if masked == text and wanted == document.tree:
+        return text
+    try:
+        same = parse(masked, document.path).tree == wanted
+    except UserError:
+        same = False
+    return masked if same else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
 
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe of a `resolved.json`, which needs no preset and derives nothing."""
     document = parse_file(path)
+    credentials.load(path.parent)
     try:
         return Recipe.model_validate(document.tree)
     except ValidationError as error:
@@ -195,7 +246,7 @@ class _Places:
         for stop in range(len(keys), 0, -1):
             if keys[:stop] in self._replaced:
                 text = self._replaced[keys[:stop]]
-                return Origin("override", f"--size {text[5:]}" if text.startswith("size=") else f"--set {text}")
+                return Origin("override", f"--size {text[5:]}" if text.startswith("size=") else f"--set {mask(text)}")
         written = _covers(self._document, keys)
         if written:
             return Origin("recipe", self._document.place(keys))

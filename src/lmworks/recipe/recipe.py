@@ -12,6 +12,7 @@ from lmworks.recipe.launch import Launch
 from lmworks.recipe.model import Model
 from lmworks.recipe.stability import Stability
 from lmworks.recipe.training import Checkpoints, Metrics, Optimizer, Train
+from lmworks.recipe.units import Seconds
 
 
 class Recipe(Node):
@@ -21,7 +22,14 @@ class Recipe(Node):
     seed: int = Field(1, description="everything random follows from it: order of the data, first weights, samples")
     run_dir: str | None = Field(None, description="derived: runs/NAME")
     size: str | None = Field(
-        None, description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive"
+        None,
+        description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive; auto: the size for "
+        "which `time` is compute-optimal on this machine",
+    )
+    time: Seconds | None = Field(
+        None,
+        description="of `lmworks run` from start to end, such as 10min: the budgets of phases and tuning become proportions, and one "
+        "factor, from the speed measured before the first step, makes them fill it",
     )
     threads: int | None = Field(None, gt=0, description="CPU threads; derived from the machine")
     corpus: Corpus = Corpus()

@@ -11,12 +11,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from lmworks.recipe.after import Cluster
-from lmworks.recipe.fingerprint import harmless
-from lmworks.recipe.keys import nodes_of, tag_of
+from lmworks.recipe.keys import known_paths, nodes_of, tag_of
+from lmworks.recipe.reads import rule
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Bytes, Duration, Seconds, Tokens
 
 _UNITS = {Tokens: "tokens", Bytes: "bytes", Seconds: "seconds", Duration: "duration"}
+_CLUSTER = "(cluster file)"
 _INTRODUCTION = """\
 # Recipe reference
 
@@ -34,7 +35,8 @@ their unit:
 | duration | `2000 steps`, `1B tokens`, or `2%` of the phase it stands in |
 
 Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;
-a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger.
+a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger, and those of the
+tokenizer may not change at all. [What a change makes again](changes.md) says which stages read which keys.
 """
 
 
@@ -89,20 +91,26 @@ def _nodes(root: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], 
             yield from _nodes(below, f"{path}.{key}{many}".lstrip("."))
 
 
+def _below(path: str, field: FieldInfo) -> Iterator[str]:
+    """The keys below a key that is a node."""
+    for node in nodes_of(field.annotation):
+        yield from known_paths(node, f"{path}.NAME." if get_origin(field.annotation) is list else f"{path}.")
+
+
 def reference() -> str:
     """The whole page as Markdown: a table per node of the tree, in its order."""
     places: dict[type[BaseModel], list[str]] = {}
-    for root, start in ((Recipe, ""), (Cluster, "(cluster file)")):
+    for root, start in ((Recipe, ""), (Cluster, _CLUSTER)):
         for node, path in _nodes(root, start):
             places.setdefault(node, []).append(path)
     parts = [_INTRODUCTION]
     for node, paths in places.items():
-        where = ", ".join(f"`{path}`" for path in paths if path and not path.startswith("(cluster"))
+        where = ", ".join(f"`{path}`" for path in paths if path and not path.startswith(_CLUSTER))
         parts.append(f"## {node.__name__}\n\n{(node.__doc__ or '').strip()}{f' At {where}.' if where else ''}\n")
         rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, field in node.model_fields.items():
             path = f"{paths[0]}.{key}".lstrip(".")
-            mark = "*" if harmless(path) else ""
+            mark = "*" if not path.startswith(_CLUSTER) and rule([path, *_below(path, field)]) == "free" else ""
             below = nodes_of(field.annotation)
             meaning = field.description or ((below[0].__doc__ or "").strip() if below else "")
             rows.append(f"| `{key}`{mark} | {type_text(field.annotation)} | {default_text(field)} | {_first_line(meaning)} |")

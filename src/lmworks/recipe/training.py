@@ -135,7 +135,10 @@ class Train(Node):
         description="of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and accumulated "
         "gradients stay fp32",
     )
-    compile: bool = Field(True, description="torch.compile the layers")
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="torch.compile the layers; auto: on GPUs. On CPUs that takes minutes of a short run, and eager code is nearly as fast",
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="what the backward recomputes: nothing, all but matrix products, or whole layers"
     )

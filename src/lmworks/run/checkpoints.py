@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lmworks import credentials
 from lmworks.checkpoint import listing
 from lmworks.checkpoint import publish as names
 from lmworks.checkpoint.loading import refuse_damaged
+from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, write_json
 from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.training import Checkpoints as Options
-from lmworks.run.stages import STAGES
-from lmworks.run.walk import STAMP, require_run
+from lmworks.run.stages import STAGES, STAMP
+from lmworks.run.stale import forget, remember, remembered
+from lmworks.run.walk import require_run
 from lmworks.shards.timeline import Timeline
 from lmworks.train.load import folder
 from lmworks.watch.ledger import Ledger
@@ -26,7 +29,7 @@ from lmworks.watch.skips import EVENT
 Which = Literal["base", "tuned"]
 _STAGE = {"base": "pretrain", "tuned": "tune"}
 _SHARED = ("corpus", "tokenizer", "shards")  # what an averaged model's run reads from the run that it came from
-_COPIED = ("recipe.yaml", "sources.json")
+_COPIED = ("recipe.yaml", "sources.json", credentials.NAME)
 
 
 def find(run_dir: Path, which: Which, step: int | None = None) -> Path:
@@ -73,16 +76,15 @@ def rollback(run_dir: Path, which: Which, to_step: int, skip: tuple[int, int] | 
 
 
 def _undo(run_dir: Path, name: str) -> list[str]:
-    """Mark a stage as begun and those built on it as not begun; returns the names of the latter that had been done."""
-    undone, again = {name}, []
+    """Mark a stage as begun and those built on it as not begun; returns the names of the latter that had been begun."""
+    undone, again = {stage.folder for stage in STAGES if stage.name == name}, []
     for stage in STAGES:
         stamp = run_dir / stage.folder / STAMP
         if stage.name == name and stamp.exists():
             write_json(stamp, read_json(stamp) | {"done": False})
-        elif undone & set(stage.needs):
-            undone.add(stage.name)
-            if stamp.exists():
-                stamp.unlink()
+        elif undone & {need.partition("/")[0] for need in stage.needs}:
+            undone.add(stage.folder)
+            if forget(run_dir / stage.folder, stage):
                 again.append(stage.name)
     return again
 
@@ -164,6 +166,8 @@ def _furnish(run_dir: Path, to: Path, which: Which) -> None:
         if (run_dir / "tune" / "data").exists():
             (to / "tune" / "data").symlink_to((run_dir / "tune" / "data").resolve(), target_is_directory=True)
     for stage in done:
-        stamp = run_dir / stage.folder / STAMP
-        if stamp.exists():
-            write_json(to / stage.folder / STAMP, read_json(stamp) | {"done": True})
+        record = remembered(run_dir / stage.folder)
+        if record:
+            remember(to / stage.folder, stage, record["inputs"], record.get("seconds", 0.0))
+        if (searched := run_dir / stage.folder / RECORD).exists():
+            shutil.copy2(searched, to / stage.folder / RECORD)

@@ -1,7 +1,7 @@
-"""The stages of a run: what each reads, and the function that does it.
+"""The stages of a run: what each needs and makes, and the function that does it.
 
-A stage's stamp is a hash of the recipe values it reads, of the stamps of the stages it builds on, and of what those have made. It is
-written last, so a stage with the right stamp is whole and need not be done again; delete its folder and it is made again, equal.
+Which keys of the recipe a stage reads stands in `lmworks.recipe.reads`; when it is done again, in `lmworks.run.stale`. Delete a stage's
+folder and it is made again, equal.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from lmworks.errors import UserError
 from lmworks.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from lmworks.corpus.contamination import Gate
+    from lmworks.evaluate.protection import Protection
     from lmworks.parallel.mesh import Ranks
     from lmworks.watch.heartbeat import Heartbeat
+
+STAMP = "stage.json"  # in each stage's folder
 
 
 @dataclass(frozen=True)
@@ -38,56 +42,82 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage:
-    """`folder` is made by the stage alone; `reads` are recipe paths (a node with all below it, or a pattern of leaves).
+    """`folder` is made by the stage alone. `needs` are the files of earlier stages whose contents it reads, below the run directory, and
+    `makes` patterns of the files in its folder that others read; a name that ends in / is a folder of checkpoints, and means the newest.
 
-    With `files`, what lies at the sources' paths is read, too. A stage that `resumes` goes on in a folder that the same recipe has half
-    filled. One that `keeps` goes on in any folder: corpus and shards compare what each part was made from, and before pretraining
-    changed recipes are refused, so that no checkpoint is cleared behind the user's back.
-    `makes` are patterns of the files in the folder that later stages read: their stamps hold what is in them, not only how it was made.
+    A stage that `resumes` goes on in a folder that the same recipe has half filled. One that `keeps` goes on in any folder: corpus and
+    shards compare what each part was made from, a tokenizer that weights were trained with stays, and before pretraining changed recipes
+    are refused, so that no checkpoint is cleared behind the user's back.
     What is done by `all_ranks` is so where there are several; the others wait for the first to do the rest.
     `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
     """
 
     name: str
     folder: str
-    reads: tuple[str, ...]
     needs: tuple[str, ...]
+    makes: tuple[str, ...]
     work: Callable[[Context], RenderableType | None]
     resumes: bool = False
     keeps: bool = False
-    makes: tuple[str, ...] = ()
-    files: bool = False
     check: Callable[[Recipe], None] | None = None
     all_ranks: bool = False
 
 
-def _corpus(context: Context) -> RenderableType | None:
-    from lmworks.corpus import prepare, table
-    from lmworks.corpus.items import Unavailable
-    from lmworks.evaluate import benchmarks, tasks
+def _asked(recipe: Recipe) -> Protection:
+    """What an evaluation of this recipe will ask: the one answer to what may not be in any text that is trained on."""
+    from lmworks.evaluate.protection import protection
     from lmworks.progress import console
 
-    wanted = context.recipe.evaluate
-    try:
-        asked = list(benchmarks.questions(wanted.benchmarks))
-    except Unavailable as reason:
-        console.print(f"[yellow]not decontaminated against the benchmark sets, which will not be scored either: {reason}[/yellow]")
-        asked = []
-    asked += tasks.protected(wanted.tasks, wanted.task_items)
-    return table(prepare(context.recipe, context.run_dir / "corpus", asked, context.folder))
+    asked = protection(recipe)
+    for name, reason in asked.unread.items():
+        text = f"{name} cannot be kept out of the training text, so that scores on it will be marked as not clean: {reason}"
+        console.print(text, style="yellow")
+    return asked
+
+
+def _searched(asked: Protection, recipe: Recipe, folder: Path) -> None:
+    """Write down that the text of a stage's folder was searched for what is asked."""
+    from lmworks.corpus.contamination import record
+
+    gate = recipe.corpus.decontaminate
+    record.save(folder, record.hashes(asked.questions if gate and gate.gate != "report" else ()))
+
+
+def _searched_of(context: Context, *stages: str) -> list[Path]:
+    """The folders of stages with such a record; that of the shards counts where they have imported text."""
+    folders = {stage.name: context.run_dir / stage.folder for stage in STAGES}
+    return [folders[name] for name in stages if name != "shards" or context.recipe.shards.imported]
+
+
+def _corpus(context: Context) -> RenderableType | None:
+    from lmworks.corpus import prepare, table
+
+    asked = _asked(context.recipe)
+    report = prepare(context.recipe, context.run_dir / "corpus", asked.questions, context.folder, asked.unread)
+    _searched(asked, context.recipe, context.run_dir / "corpus")
+    return table(report)
 
 
 def _tokenizer(context: Context) -> RenderableType | None:
     from lmworks.tokenizer.evaluate import table
     from lmworks.tokenizer.train import train
+    from lmworks.train.tokenizer import weights_of
 
-    return table(train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer")["evaluation"])
+    trained = weights_of(context.run_dir)
+    return table(train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)["evaluation"])
 
 
 def _shards(context: Context) -> RenderableType | None:
     from lmworks.shards.build import build
 
-    manifest = build(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", context.run_dir / "shards")
+    recipe, run_dir, gate, searched = context.recipe, context.run_dir, None, ""
+    if recipe.shards.imported and recipe.corpus.decontaminate:
+        asked = _asked(recipe)
+        gate = asked.gate(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
+        searched = asked.digest(run_dir / "corpus")
+    manifest = build(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", gate, searched)
+    if gate is not None:
+        _searched(asked, recipe, run_dir / "shards")
     return f"{sum(manifest.train_tokens().values()):,} tokens to train on, from {len(manifest.sources)} sources"
 
 
@@ -99,8 +129,13 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 
 
 def _pretrain(context: Context) -> RenderableType | None:
+    from lmworks.corpus.contamination import record
     from lmworks.train.pretrain import pretrain
 
+    if context.ranks is None or context.ranks.is_first:
+        folder = context.run_dir / "checkpoints"
+        before = [folder] if any(folder.glob("step-*")) else []  # what was trained on then may have been searched for less
+        record.save(folder, record.of_all([*_searched_of(context, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.other_data,
         context.ranks, context.heartbeat,
@@ -109,13 +144,17 @@ def _pretrain(context: Context) -> RenderableType | None:
 
 
 def _tune(context: Context) -> RenderableType | None:
-    from lmworks.evaluate.tasks import questions
     from lmworks.train.tune import tune
 
-    asked = list(questions(context.recipe.evaluate.tasks, context.recipe.evaluate.task_items))
-    tune(
-        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, asked, context.ranks, context.heartbeat
-    )
+    recipe = context.recipe
+
+    def protect() -> tuple[set[str], Gate | None]:
+        asked = _asked(recipe)
+        _searched(asked, recipe, context.run_dir / "tune")
+        gate = recipe.corpus.decontaminate
+        return {one.text.strip() for one in asked.questions}, asked.gate(gate.ngram) if gate else None
+
+    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
     return None
 
 
@@ -129,7 +168,8 @@ def _evaluate(context: Context) -> RenderableType | None:
     results: dict[str, Any] = {}
     for name in ("base", "tuned") if context.recipe.tune else ("base",):
         model = load_model(context.run_dir, name)
-        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", context.run_dir / "evaluate", name)
+        searched = _searched_of(context, "pretrain", *(("tune",) if name == "tuned" else ()))
+        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", context.run_dir / "evaluate", name, searched)
     return printable(results)
 
 
@@ -152,20 +192,30 @@ def _check_export(recipe: Recipe) -> None:
     check(recipe)
 
 
-# No more of the phases than it must: the budgets weigh its sample too, but a run whose budget is extended keeps its tokenizer.
-_TOKENIZER = ("seed", "tokenizer", "model.max_length", "train.phases.*.mixture.*")
-_TRAINING = ("seed", "threads", "model", "optimizer", "train")
-_TUNING = ("seed", "tune", "optimizer", "train.precision", "train.micro_batch", "train.compile", "evaluate.tasks", "evaluate.task_items")
+_CORPUS, _TOKENIZER = "corpus/manifest.json", ("tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
+_BASE, _TUNED = "checkpoints/", "tune/checkpoints/"
+_WEIGHTS = (*_TOKENIZER, _BASE, _TUNED)
 
 STAGES = (
-    Stage("corpus", "corpus", ("seed", "corpus", "evaluate.benchmarks"), (), _corpus, keeps=True, makes=("manifest.json",), files=True),
-    Stage("tokenizer", "tokenizer", _TOKENIZER, ("corpus",), _tokenizer, makes=("tokenizer.json", "chat_template.jinja")),
-    Stage("shards", "shards", ("seed", "shards"), ("corpus", "tokenizer"), _shards, keeps=True, makes=("manifest.json",)),
-    Stage("pretrain", "checkpoints", _TRAINING, ("shards",), _pretrain, keeps=True, all_ranks=True),
-    Stage("tune", "tune", _TUNING, ("corpus", "pretrain"), _tune, resumes=True, all_ranks=True),
-    Stage("evaluate", "evaluate", ("evaluate",), ("pretrain", "tune"), _evaluate, check=_check_evaluate),
-    Stage("export", "export", ("export",), ("pretrain", "tune", "evaluate"), _export, check=_check_export),
-)
+    Stage(
+        "corpus", "corpus", (), ("train/**/*.parquet", "validation/**/*.parquet", "manifest.json", "report.json"),
+        _corpus, keeps=True,
+    ),
+    Stage(
+        "tokenizer", "tokenizer", (_CORPUS,), ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "report.json"),
+        _tokenizer, keeps=True,
+    ),
+    Stage(
+        "shards", "shards", (_CORPUS, _TOKENIZER[0]), ("train/*", "validation/*", "token_bytes.npy", "manifest.json"), _shards, keeps=True,
+    ),
+    Stage("pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True),
+    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, _BASE), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
+    Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
+    Stage(
+        "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,
+        check=_check_export,
+    ),
+)  # fmt: skip
 
 
 def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
@@ -178,6 +228,9 @@ def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an older recipe, or a killed try, has left."""
-    if folder.is_dir():
-        shutil.rmtree(folder)
+    """Empty a stage's folder of what an older recipe, or a killed try, has left. What says that the folder is ours stays."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != STAMP:
+            path.unlink()

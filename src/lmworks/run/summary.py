@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,8 +11,8 @@ from rich.text import Text
 from lmworks.doctor.gather import gather
 from lmworks.evaluate.tables import bits_table, samples_table, scores_table
 from lmworks.files import read_json
-from lmworks.run.stages import STAGES
-from lmworks.run.walk import STAMP
+from lmworks.run.budget import compared
+from lmworks.run.walk import seconds_by_stage
 
 _PLACES = (
     ("report.html", "the run page: open it in a browser"),
@@ -32,7 +31,7 @@ _FIGURES = ("train/tokens", "train/loss", "perf/tokens_per_second", "perf/mfu")
 
 def summary(run_dir: Path) -> RenderableType:
     """All of it for a terminal."""
-    parts: list[RenderableType] = ["", _places(run_dir), "", _training(run_dir)]
+    parts: list[RenderableType] = ["", _places(run_dir), "", _training(run_dir), *_plan(run_dir)]
     results = run_dir / "evaluate" / "results.json"
     if results.exists():
         document = read_json(results)
@@ -60,14 +59,23 @@ def _training(run_dir: Path) -> Table:
     spread, dead = run.last("experts/load_cv"), run.last("experts/dead")
     if spread is not None and dead is not None:
         table.add_row("experts", f"load varies by {100 * spread:.0f}% (coefficient of variation), {dead:.0f} dead")
-    times = {stage.name: _seconds(run_dir / stage.folder) for stage in STAGES}
+    times = seconds_by_stage(run_dir)
     spent = [f"{name} {seconds:.0f} s" for name, seconds in times.items() if seconds is not None]
     if spent:
         table.add_row("time", ", ".join(spent) + f"; {sum(s for s in times.values() if s is not None) / 60:.1f} minutes in all")
     return table
 
 
-def _seconds(folder: Path) -> float | None:
-    path = folder / STAMP
-    record: dict[str, Any] = read_json(path) if path.exists() else {}
-    return record.get("seconds")
+
+def _plan(run_dir: Path) -> list[RenderableType]:
+    """What was planned of the recipe's time beside what it took; nothing for a run without one."""
+    found = compared(run_dir, seconds_by_stage(run_dir))
+    if not found:
+        return []
+    table = Table(title="Where the time went, in seconds", title_justify="left", header_style="dim", box=None)
+    for heading in ("", "planned", "took"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, (planned, took) in found.items():
+        table.add_row(name, f"{planned:.0f}", "" if took is None else f"{took:.0f}")
+    table.add_row("all", *(f"{sum(seconds or 0 for seconds in column):.0f}" for column in zip(*found.values(), strict=True)), style="bold")
+    return ["", table]

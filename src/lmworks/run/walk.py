@@ -6,36 +6,45 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
+from rich.text import Text
 
-from lmworks import __version__
+from lmworks import credentials
+from lmworks.checkpoint import listing as saved
 from lmworks.corpus.engine.listing import Listing, changes, listing
 from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
-from lmworks.files import read_json, sha256_file, write_json
+from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
 from lmworks.recipe.after import Layout
-from lmworks.recipe.fingerprint import Change, as_tree, changed_keys, fingerprint, harmless, require_allowed
+from lmworks.recipe.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.recipe.load import Resolved, load_resolved
-from lmworks.recipe.paths import flat
+from lmworks.recipe.reads import readers
 from lmworks.recipe.recipe import Recipe
-from lmworks.run.stages import STAGES, Context, Stage, clear, stages_for
+from lmworks.run import budget
+from lmworks.run.stages import STAGES, STAMP, Context, Stage, clear, stages_for
+from lmworks.run.stale import Why, inputs, phases, remember, remembered, require_own, require_own_directory, values_of, why
+from lmworks.train.tokenizer import require_same, weights_of
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 
-STAMP = "stage.json"
+if TYPE_CHECKING:
+    from lmworks.train.calibrate import Speed
+
 SOURCES = "sources.json"
-_DATA = ("corpus", "tokenizer", "shards")  # --allow of any of these lets a started run go on with other token files
+_MEASURE = "measure"
+_DATA = ("corpus", "tokenizer", "shards")
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the walk tells the terminal: a stage begins, was done before, or has ended with something to print; or a note about it."""
+    """What the walk tells the terminal: a stage begins, was done before, or has ended; or a note about it. With something to print: of one
+    that begins again, why, and what will follow.
+    """
 
     stage: str
     what: str  # begin | skip | end | note
@@ -53,14 +62,15 @@ def walk(
     """
     recipe = resolved.recipe
     assert recipe.run_dir
-    run_dir = Path(recipe.run_dir)
-    stages = stages_for(recipe, last)
-    other_data = any(name.split(".")[0] in _DATA for name in allow)
+    run_dir, began = Path(recipe.run_dir), time.monotonic()
+    stages_for(recipe, last)
+    credentials.load(run_dir)
+    other_data = any(_reaches_tokens(recipe, name) for name in allow)
     with _joined(Context(recipe, run_dir, resume_command, other_data, resolved.path.parent)) as context:
         if context.ranks is not None and not context.ranks.is_first:
             _follow(context)
         else:
-            _lead(context, stages, resolved, allow, tell)
+            _lead(context, resolved, last, allow, tell, began)
     return run_dir
 
 
@@ -80,111 +90,158 @@ def _follow(context: Context) -> None:
     """Take part in what the first rank calls the others to."""
     assert context.ranks is not None
     stages = {stage.name: stage for stage in STAGES}
-    while (name := context.ranks.hear()) is not None:
-        stages[name].work(context)
+    while (told := context.ranks.hear()) is not None:
+        if isinstance(told, Recipe):
+            context = replace(context, recipe=told)
+        elif told == _MEASURE:
+            budget.measure(context.recipe, context.run_dir, context.ranks)
+        else:
+            stages[told].work(context)
 
 
-def _lead(context: Context, stages: Sequence[Stage], resolved: Resolved, allow: Sequence[str], tell: Callable[[Told], None]) -> None:
+def _lead(
+    context: Context, resolved: Resolved, last: str | None, allow: Sequence[str], tell: Callable[[Told], None], began: float
+) -> None:
     """Do what the recipe asks, and call the other ranks to what all do."""
-    recipe, run_dir = context.recipe, context.run_dir
+    run_dir, ranks = context.run_dir, context.ranks
     together = False
+
+    def speed_of(recipe: Recipe) -> Speed:
+        nonlocal together
+        if ranks is not None:
+            ranks.tell(recipe)
+            ranks.tell(_MEASURE)
+        together = True
+        speed = budget.measure(recipe, run_dir, ranks)
+        together = False
+        return speed
+
     try:
+        require_own_directory(run_dir, resolved.text)
         with RunLock(run_dir):
-            files = _look_at_sources(run_dir, recipe, allow, tell)
-            stamps = stamps_of(recipe, run_dir, files)
+            settled = budget.kept(resolved, run_dir)
+            recipe = (settled or resolved).recipe
+            stages = stages_for(recipe, last)
+            now = _look(run_dir, settled or resolved, allow, tell)
             trains = any(stage.name == "pretrain" for stage in stages)  # data alone is made without a word about the model
-            if trains and not all(is_done(run_dir, stage, stamps[stage.name]) for stage in stages):
-                for stage in stages_for(recipe):
-                    if stage.check:
-                        stage.check(recipe)
+            waiting = [stage for stage in stages if now.why(stage, recipe)]
+            for stage in stages_for(recipe) if trains and waiting else ():
+                if stage.check:
+                    stage.check(recipe)
+            for stage in waiting:
+                require_own(run_dir, stage)
+            require_same(run_dir, weights_of(run_dir))
             _note_layout(run_dir, recipe)
-            resolved.save(run_dir)
-            if files != _seen(run_dir):
-                write_json(run_dir / SOURCES, files)
-            for stage in stages:
+            (settled or resolved).save(run_dir)
+            if now.files != _seen(run_dir):
+                write_json(run_dir / SOURCES, now.files)
+            for stage in (one for one in stages if one.name in _DATA):  # which know nothing of what time becomes
+                _bring(context, stage, resolved.recipe, now, tell)
+            if any(stage.name == "shards" for stage in stages):
+                _require_text(run_dir, recipe)
+            if not trains:
+                return
+            made_now = settled is None
+            if settled is None:
+                settled, lines = budget.settle(resolved, run_dir, lambda: time.monotonic() - began, speed_of)
+                settled.save(run_dir)
+                for line in lines:
+                    tell(Told("pretrain", "note", printable=line))
+            if ranks is not None and settled is not resolved:
+                ranks.tell(settled.recipe)
+            context = replace(context, recipe=settled.recipe)
+            for stage in (one for one in stages_for(settled.recipe, last) if one.name not in _DATA):
                 together = stage.all_ranks
-                _bring(context, stage, stamps_of(recipe, run_dir, files)[stage.name], tell)
+                _bring(context, stage, settled.recipe, now, tell)
                 together = False
+            if made_now and last is None:
+                _compare_times(run_dir, time.monotonic() - began)
     finally:
-        if context.ranks is not None and not together:  # what goes wrong while all are at work, all meet
-            context.ranks.tell(None)
+        if ranks is not None and not together:  # what goes wrong while all are at work, all meet
+            ranks.tell(None)
 
 
-def stamps_of(recipe: Recipe, run_dir: Path, files: Listing) -> dict[str, str]:
-    """By stage, hex SHA-256 of all that it reads: values of the recipe, `files` of the sources, how what it builds on was made and what
-    came out.
-    """
-    tree = flat(as_tree(recipe)) | {"train.phases": _phases(recipe)}
-    stamps: dict[str, str] = {}
-    for stage in stages_for(recipe):
-        read = [path for path in sorted(tree) if _under(path, stage.reads) and not _passed_over(path)]
-        values = {path: tree[path] for path in read} | ({"files": files} if stage.files and files else {})
-        built_on = [need for need in STAGES if need.name in stage.needs and need.name in stamps]
-        needs = {need.name: [stamps[need.name], _made(run_dir / need.folder)] for need in built_on}
-        stamps[stage.name] = fingerprint({"values": values, "needs": needs})
-    return stamps
+def _require_text(run_dir: Path, recipe: Recipe) -> None:
+    """Raise `UserError` if the text is too little for the budgets, before anything is trained; those within a time are made to fit."""
+    from lmworks.shards.manifest import Manifest
+    from lmworks.shards.order import Order
+
+    if recipe.time is None and recipe.train.phases and not saved.begun(run_dir / "checkpoints"):
+        Order(recipe, Manifest.load(run_dir / "shards"))
 
 
-def _made(folder: Path) -> str | None:
-    """What the stage of a folder has said of the files it made; None before it has ended."""
-    path = folder / STAMP
-    made: str | None = read_json(path).get("made") if path.exists() else None
-    return made
+@dataclass(frozen=True)
+class _Now:
+    """What lies in the run directory `run_dir`, what the sources' `files` are, and which `changes` of the recipe brought us here."""
+
+    run_dir: Path
+    files: Listing
+    changes: list[Change] = field(default_factory=list)
+
+    def inputs(self, stage: Stage, recipe: Recipe) -> dict[str, str]:
+        return inputs(stage, recipe, self.run_dir, self.files)
+
+    def why(self, stage: Stage, recipe: Recipe) -> Why:
+        return why(stage, recipe, self.run_dir, self.inputs(stage, recipe))
 
 
-def _content(folder: Path, patterns: Sequence[str]) -> str:
-    """Hex SHA-256 over names and contents of the files that match."""
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    return fingerprint({"files": {str(path.relative_to(folder)): sha256_file(path) for path in files}})
+def seconds_by_stage(run_dir: Path) -> dict[str, float | None]:
+    """What the last try of each stage took, where it has ended."""
+    paths = {stage.name: run_dir / stage.folder / STAMP for stage in STAGES}
+    return {name: read_json(path).get("seconds") if path.exists() else None for name, path in paths.items()}
 
 
-def _phases(recipe: Recipe) -> list[str]:
-    """The order of the phases, which the paths of their values do not tell."""
-    return [phase.name for phase in recipe.train.phases]
+def _compare_times(run_dir: Path, seconds: float) -> None:
+    """Write down what was planned beside what it took."""
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        stages = {name: list(pair) for name, pair in budget.compared(run_dir, seconds_by_stage(run_dir)).items()}
+        ledger.write("time", seconds=round(seconds, 1), planned_and_actual=stages)
 
 
-def _passed_over(path: str) -> bool:
-    """What says how the work is done, not what comes out."""
-    return path.startswith(("train.", "corpus.", "shards.")) and harmless(path)
-
-
-def _under(path: str, nodes: Sequence[str]) -> bool:
-    return any(path == node or path.startswith((node + ".", node + "[")) or fnmatchcase(path, node) for node in nodes)
-
-
-def is_done(run_dir: Path, stage: Stage, expected: str) -> bool:
-    """Whether the stage has ended under the expected stamp."""
-    return _stamped(run_dir / stage.folder) == {"stamp": expected, "done": True}
-
-
-def _stamped(folder: Path) -> dict[str, Any]:
-    path = folder / STAMP
-    return {key: read_json(path)[key] for key in ("stamp", "done")} if path.exists() else {}
-
-
-def _bring(context: Context, stage: Stage, expected: str, tell: Callable[[Told], None]) -> None:
+def _bring(context: Context, stage: Stage, recipe: Recipe, now: _Now, tell: Callable[[Told], None]) -> None:
     folder = context.run_dir / stage.folder
-    if is_done(context.run_dir, stage, expected):
+    made_from = now.inputs(stage, recipe)
+    reason = why(stage, recipe, context.run_dir, made_from)
+    if not reason:
         tell(Told(stage.name, "skip"))
         return
-    if not stage.keeps and not (stage.resumes and _stamped(folder).get("stamp") == expected):
+    require_own(context.run_dir, stage)
+    if not stage.keeps and not (stage.resumes and not reason.changed and not reason.new):
         clear(folder)
-    tell(Told(stage.name, "begin"))
-    record = {"stage": stage.name, "stamp": expected, "version": __version__}
-    write_json(folder / STAMP, record | {"done": False})
+    for name in () if stage.all_ranks else reason.lost:  # whoever trains looks for the newest whole checkpoint itself
+        if name != f"{stage.folder}/{STAMP}":
+            (context.run_dir / name).unlink(missing_ok=True)
+    tell(Told(stage.name, "begin", printable=_again(context.run_dir, stage, recipe, reason, now)))
+    remember(folder, stage, made_from)
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
         context.ranks.tell(stage.name)
     try:
-        result = stage.work(context)
+        with explain_full_disk(folder):
+            result = stage.work(context)
     except Interrupted:
         write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
-    made = _content(folder, stage.makes) if stage.makes else None
-    write_json(folder / STAMP, record | {"done": True, "seconds": round(seconds, 1), "made": made})
+    remember(folder, stage, made_from, seconds)
     write_page(context.run_dir)
     tell(Told(stage.name, "end", seconds, result))
+
+
+def _again(run_dir: Path, stage: Stage, recipe: Recipe, reason: Why, now: _Now) -> Text | None:
+    """Why a stage that was done is done again, and what was built on it."""
+    text = reason.text(now.changes)
+    if not text:
+        return None
+    changed, built = {stage.folder}, []
+    for other in stages_for(recipe):
+        if any(need.partition("/")[0] in changed for need in other.needs) and remembered(run_dir / other.folder) is not None:
+            changed.add(other.folder)
+            built.append(other.name)
+    after = f"; what was built on it follows where it comes out different: {', '.join(built)}" if built else ""
+    if stage.name == "tokenizer" and saved.begun(run_dir / "checkpoints"):
+        text += "; tokenizer.json stays, since weights were trained with it"
+    return Text(f"again, since {text + after}", "yellow")
 
 
 def _seen(run_dir: Path) -> Listing:
@@ -194,37 +251,58 @@ def _seen(run_dir: Path) -> Listing:
     return seen
 
 
-def _look_at_sources(run_dir: Path, recipe: Recipe, allow: Sequence[str], tell: Callable[[Told], None]) -> Listing:
-    """What the sources' files are now. Changed ones are noticed as changes of the recipe are."""
+def _look(run_dir: Path, resolved: Resolved, allow: Sequence[str], tell: Callable[[Told], None]) -> _Now:
+    """What the sources' files are now, and how the recipe has changed. Changed files are noticed as changes of the recipe are."""
     before = _seen(run_dir)
-    now = listing(recipe, before)
+    now = listing(resolved.recipe, before)
     found = list(changes(before, now))
-    _accept_changes(run_dir, recipe, allow, found)
+    accepted = _accept_changes(run_dir, resolved, allow, found)
     for change in found:
         tell(Told("corpus", "note", printable=f"the files of source {change.path.split('.')[2]} have changed: {change.new}"))
-    return now
+    matter, derived = [change for change in accepted if not harmless(change)], _derived(resolved)
+    follows = [change for change in matter if set(change.keys) <= derived]
+    if follows and len(follows) < len(matter) and saved.begun(run_dir / "checkpoints"):
+        keep = " ".join(f"--set {change.path}={change.old}" for change in follows)
+        tell(Told("pretrain", "note", printable=f"follows from what changed: {', '.join(map(str, follows))}; to keep it: {keep}"))
+    return _Now(run_dir, now, accepted)
 
 
-def _accept_changes(run_dir: Path, recipe: Recipe, allow: Sequence[str], files: Sequence[Change]) -> None:
-    """Once training has begun, a changed recipe is refused unless each changed key is allowed by name; what was allowed is written down.
+def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], files: Sequence[Change]) -> list[Change]:
+    """How the recipe differs from that of the last walk; changed `files` of a source count as a change of it.
 
-    Changed `files` of a source count as a change of it.
+    Once training has begun, a changed recipe is refused unless each changed key is allowed by name, and what was allowed is written down.
     """
     path = run_dir / "resolved.json"
-    if not path.exists() or not any((run_dir / "checkpoints").glob("step-*")):
-        return
-    before = load_resolved(path)
+    if not path.exists():
+        return list(files)
+    before, recipe = load_resolved(path), resolved.recipe
     changed = [*(change for change in changed_keys(before, recipe) if change.path != "run_dir"), *files]
-    if sorted(_phases(before)) == sorted(_phases(recipe)) and _phases(before) != _phases(recipe):
-        changed.append(Change("train.phases", _phases(before), _phases(recipe)))
-    accepted = require_allowed(changed, allow)
+    if sorted(phases(before)) == sorted(phases(recipe)) and phases(before) != phases(recipe):
+        changed.append(Change("train.phases", phases(before), phases(recipe)))
+    if not saved.begun(run_dir / "checkpoints"):
+        return changed
+    accepted = require_allowed(changed, allow, _derived(resolved))
     if changed:
         with Ledger(run_dir / "ledger.jsonl") as ledger:
             ledger.write(
                 "recipe_changed",
                 allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
-                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c.path)],
+                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c)],
             )
+    return changed
+
+
+def _derived(resolved: Resolved) -> set[str]:
+    """The keys whose values follow from others of the recipe. That of `threads` follows from the machine."""
+    return {path for path, origin in resolved.origins.items() if origin.kind == "derived"} - {"threads"}
+
+
+def _reaches_tokens(recipe: Recipe, allowed: str) -> bool:
+    """Whether a key that may change, or one below it, is read by those who make the token files: then these may be other ones, too."""
+    if allowed.partition(".")[0] not in Recipe.model_fields:
+        return False
+    below = [path for path in values_of(recipe) if path.startswith(f"{allowed}.")]
+    return any({"corpus", "shards"} & set(readers(path)) for path in (allowed, *below))
 
 
 def _note_layout(run_dir: Path, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Delta, Engine, Job, PromptTooLong, Scores
+from lmworks.serve.engine import Busy, Delta, Engine, Job, PromptTooLong, Scores
 from lmworks.serve.figures import Requests, exposition
 from lmworks.serve.guard import Guard, ServerOptions
 from lmworks.serve.page import page
@@ -55,19 +55,20 @@ class Api:
         await asyncio.to_thread(self._engine.close)
 
     async def completions(self, request: Request) -> Response:
-        asked = parse(CompletionRequest, await request.body(), self._engine)
-        return await self._answer(request, asked, Completion)
+        return await self._answer(request, CompletionRequest, Completion)
 
     async def chat(self, request: Request) -> Response:
-        asked = parse(ChatRequest, await request.body(), self._engine)
-        return await self._answer(request, asked, Chat)
+        return await self._answer(request, ChatRequest, Chat)
 
-    async def _answer(self, request: Request, asked: Any, kind: type[Completion] | type[Chat]) -> Response:
-        if self._engine.figures().waiting >= self._options.max_waiting:
-            raise BadRequest(f"{self._options.max_waiting} answers are waiting already; try again later", status=429)
-        # Rendering and encoding a long prompt must not hold up the streams of others.
+    async def _answer(
+        self, request: Request, form: type[CompletionRequest] | type[ChatRequest], kind: type[Completion] | type[Chat]
+    ) -> Response:
+        # Reading, rendering and encoding a long request must not hold up the streams of others.
+        asked: Any = await asyncio.to_thread(parse, form, await request.body(), self._engine)
+        most = self._options.max_waiting
+        self._engine.refuse_over(most, asked.n)
         wanted = await asyncio.to_thread(asked.request, self._engine)
-        job, events = self._engine.open(wanted)
+        job, events = self._engine.open(wanted, most)
         reply = kind(self._engine, asked, wanted)
         if asked.stream:
             return _EventStream(_server_sent(reply, events), job)
@@ -108,6 +109,8 @@ async def refused(request: Request, error: Exception) -> Response:
     if isinstance(error, PromptTooLong):
         param = "messages" if request.url.path.endswith("chat/completions") else "prompt"
         return JSONResponse(error_body(str(error), 400, param, "context_length_exceeded"), 400)
+    if isinstance(error, Busy):
+        return JSONResponse(error_body(str(error), 429), 429)
     if isinstance(error, UserError):
         return JSONResponse(error_body(str(error), 400), 400)
     if isinstance(error, HTTPException):

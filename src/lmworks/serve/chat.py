@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
+from rich.text import Text
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions
+from lmworks.model.generate import SAMPLING, GenerateOptions
 from lmworks.serve.engine import Delta, Engine, PromptTooLong, Request
+from lmworks.terminal import Terminal, plain
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not move the cursor or retitle the window
 HELP = """\
 /system TEXT      tell the model how to behave (alone: show it; /system - clears it)
 /temperature X    0 always takes the likeliest token; 0.7 is livelier (alone: show it)
@@ -30,8 +29,8 @@ class Conversation:
 
     engine: Engine
     system: str = ""
-    temperature: float = 0.7
-    top_p: float = 0.95
+    temperature: float = SAMPLING["temperature"]
+    min_p: float = SAMPLING["min_p"]
     max_tokens: int | None = None
     seed: int | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +51,7 @@ class Conversation:
         options = GenerateOptions(
             max_new_tokens=engine.room(len(prompt), self.max_tokens),
             temperature=self.temperature,
-            top_p=self.top_p,
+            min_p=self.min_p,
             stop_ids=engine.vocabulary.stop_ids,
         )
         said = []
@@ -109,11 +108,6 @@ def command(conversation: Conversation, line: str) -> str:
     raise UserError(f"there is no command {name}; /help lists them")
 
 
-def safe(text: str) -> str:
-    """Text without the control characters that a terminal would obey."""
-    return _CONTROL.sub("", text)
-
-
 def chat(conversation: Conversation) -> None:
     """Talk until the input ends. On a pipe a prompt that is too long ends it with a `UserError`; on a terminal it is told."""
     if sys.stdin.isatty():
@@ -130,7 +124,7 @@ def _piped(conversation: Conversation) -> None:
             out.write(command(conversation, line) + "\n")
         elif line:
             for delta in conversation.ask(line):
-                out.write(safe(delta.text))
+                out.write(plain(delta.text))  # a model must not move the cursor or retitle the window
                 out.flush()
             out.write("\n")
         out.flush()
@@ -139,11 +133,12 @@ def _piped(conversation: Conversation) -> None:
 def _terminal(conversation: Conversation) -> None:
     import readline  # noqa: F401  gives input() editing and history
 
-    console = Console(highlight=False)
+    console = Terminal()
     engine = conversation.engine
-    console.print(f"\n[bold]{engine.name}[/bold]  [dim]{engine.context:,} tokens of context · /help for commands · Ctrl-D to leave[/dim]")
+    about = f"  {engine.context:,} tokens of context · /help for commands · Ctrl-D to leave"
+    console.print(Text.assemble("\n", (engine.name, "bold"), (about, "dim")))
     if not engine.tuned:
-        console.print("[yellow]This is a base model: it continues text and was not taught to answer.[/yellow]")
+        console.print("This is a base model: it continues text and was not taught to answer.", style="yellow")
     while True:
         try:
             # \001 and \002 tell readline which characters take no room.
@@ -152,26 +147,26 @@ def _terminal(conversation: Conversation) -> None:
             console.print()
             return
         except KeyboardInterrupt:
-            console.print("\n[dim]Ctrl-D leaves[/dim]")
+            console.print("\nCtrl-D leaves", style="dim")
             continue
         try:
             if line.startswith("/"):
-                console.print(command(conversation, line), style="dim", markup=False)
+                console.print(command(conversation, line), style="dim")
             elif line:
                 _answer(console, conversation, line)
         except UserError as error:
-            console.print(str(error), style="red", markup=False)
+            console.print(str(error), style="red")
 
 
-def _answer(console: Console, conversation: Conversation, line: str) -> None:
+def _answer(console: Terminal, conversation: Conversation, line: str) -> None:
     before, last, start = conversation.forgotten, None, time.monotonic()
     stopped = False
     answer = conversation.ask(line)
-    console.print("[bold green]model ›[/bold green] ", end="")
+    console.print(Text.assemble(("model ›", "bold green"), " "), end="")
     try:
         for delta in answer:
             last = delta
-            console.out(safe(delta.text), end="", highlight=False)
+            console.out(delta.text, end="")
             console.file.flush()
     except PromptTooLong:
         console.print()
@@ -190,4 +185,4 @@ def _answer(console: Console, conversation: Conversation, line: str) -> None:
         notes.append("cut off: no room for more")
     if conversation.forgotten > before:
         notes.append("the oldest messages no longer fit and were forgotten")
-    console.print(" · ".join(notes), style="dim", markup=False)
+    console.print(" · ".join(notes), style="dim")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,21 +15,25 @@ from lmworks.serve.protocol import error_body
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OPEN = ("/", "/health")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where to listen and what to accept; `max_body` is in bytes."""
+    """Where to listen and what to accept; `max_body` is in bytes, `max_waiting` in answers. A client has `head_seconds` to send the head of
+    a request, and `body_seconds` for its body."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     max_body: int = 4 * 2**20
     max_waiting: int = 256
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
 
 
-class _TooLarge(Exception):
-    pass
+class _BadBody(Exception):
+    """A body that is not taken: message and status."""
 
 
 class Guard:
@@ -61,19 +67,24 @@ class Guard:
             self._record(path, status, time.monotonic() - start)
 
     async def _guarded(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # of several the first counts
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             await _refuse(send, *refusal)
             return
-        seen, started = 0, False
+        seen, whole, started = 0, False, False
+        deadline = asyncio.get_running_loop().time() + self._options.body_seconds
 
         async def limited() -> Any:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
+            nonlocal seen, whole
+            try:
+                async with asyncio.timeout_at(None if whole else deadline):  # behind the body comes only the end of the connection
+                    message = await receive()
+            except TimeoutError:
+                raise _BadBody(f"the body has not come within {self._options.body_seconds:g} s", 408) from None
+            seen, whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
             if seen > self._options.max_body:
-                raise _TooLarge
+                raise _BadBody(*self._too_large())
             return message
 
         async def noted(message: Any) -> None:
@@ -83,10 +94,10 @@ class Guard:
 
         try:
             await self._app(scope, limited, noted)
-        except _TooLarge:
+        except _BadBody as refusal_of_body:
             if started:
                 raise
-            await _refuse(send, *self._too_large())
+            await _refuse(send, *refusal_of_body.args)
 
     def _refusal(self, scope: Any, headers: dict[bytes, str]) -> tuple[str, int] | None:
         if self._options.host in LOOPBACK and _name(headers.get(b"host", "")) not in LOOPBACK:
@@ -108,15 +119,17 @@ class Guard:
         return f"the body is larger than {self._options.max_body:,} bytes", 413
 
 
-def _name(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+def _name(host: str) -> str | None:
+    """The name in a Host header, without its port; None if it is no such header."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower() if found else None
 
 
 async def _refuse(send: Any, message: str, status: int) -> None:
     body = json.dumps(error_body(message, status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status in (408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -9,13 +9,28 @@ import json
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from lmworks.model.generate import GenerateOptions
+from lmworks.recipe.paths import nearest
 from lmworks.serve.engine import Engine, Request
 
 MAX_ANSWERS = 128  # answers that one request may ask for
 _MAX_TOP = 20
+_MAX_STOPS = 16
+_MAX_MESSAGES = 10_000
+_MAX_DEPTH = 64  # of lists and maps in each other
+T = TypeVar("T")
+
+
+class _UpToTheFirstFault(FailFast):
+    """Of a list, since a million faults would otherwise be put into words, for each shape that it might have."""
+
+    def __hash__(self) -> int:  # what stands in a union must have one
+        return hash(type(self))
+
+
+ListOf = Annotated[list[T], _UpToTheFirstFault()]
 
 
 class BadRequest(Exception):
@@ -41,7 +56,7 @@ class StreamOptions(BaseModel):
 class Sampling(BaseModel):
     """Fields that both kinds of request share. A null is the same as leaving the field out, as with OpenAI."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
@@ -50,12 +65,19 @@ class Sampling(BaseModel):
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = None
-    stop: str | list[str] = []
+    stop: str | ListOf[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float = 0
-    frequency_penalty: float = 0
-    logit_bias: dict[str, float] = {}
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    # for OpenAI's own books; no answer depends on them
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -65,8 +87,8 @@ class Sampling(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > 16:
-            raise BadRequest(f"stop lists {len(stops)} strings; at most 16 are allowed", "stop")
+        if len(stops) > _MAX_STOPS:
+            raise BadRequest(f"stop lists {len(stops)} strings; at most {_MAX_STOPS} are allowed", "stop")
         if "" in stops:
             raise BadRequest("stop contains an empty string, which would end every answer at once; remove it", "stop")
         return stops
@@ -88,18 +110,26 @@ class Sampling(BaseModel):
         )
 
 
-TokenIds = list[int]
+TokenIds = ListOf[int]
 
 
 class CompletionRequest(Sampling):
     """`/v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds] = ""
+    prompt: str | ListOf[str] | TokenIds | ListOf[TokenIds] = ""
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
     echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cap_prompts(cls, value: Any) -> Any:
+        given = value.get("prompt")
+        if isinstance(given, list) and len(given) > MAX_ANSWERS and not isinstance(given[0], int):
+            raise BadRequest(f"prompt lists {len(given)} prompts; at most {MAX_ANSWERS} answers per request are allowed", "prompt")
+        return value
 
     def request(self, engine: Engine) -> Request:
         self.refuse_unsupported()
@@ -140,33 +170,32 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | ListOf[TextPart] | None = None
+    tool_calls: ListOf[dict[str, Any]] | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The form that chat templates take: text content, and the arguments of tool calls as objects."""
+        """The form that chat templates take: text content."""
         content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
-            message["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+            message["tool_calls"] = self.tool_calls
         return message
 
 
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError as error:
-            raise BadRequest(f"the arguments of tool call {function.get('name')!r} are not JSON: {error}", "messages") from None
-    if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), dict):
-        raise BadRequest("a tool call needs function.name and function.arguments, a JSON object", "messages")
-    return {**call, "function": function}
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as it was given, in which all that is read of it later has its form. Raises `BadRequest`."""
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest("a tool needs function.name", "tools")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None) or not isinstance((parameters or {}).get("properties"), dict | None):
+        raise BadRequest("function.parameters of a tool is a JSON schema, an object with properties", "tools")
+    return tool
 
 
 class TemplateOptions(BaseModel):
@@ -174,16 +203,26 @@ class TemplateOptions(BaseModel):
 
     enable_thinking: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        unknown = next((key for key in value if key not in cls.model_fields), None) if isinstance(value, dict) else None
+        if unknown is not None:
+            where = f"chat_template_kwargs.{unknown[:100]}"
+            raise BadRequest(f"{where} is not known to this server, which takes only enable_thinking there; leave it out", where)
+        return value
+
 
 class ChatRequest(Sampling):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=_MAX_TOP)
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[Annotated[dict[str, Any], AfterValidator(_tool)]] | None = None
+    parallel_tool_calls: bool = True
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -204,6 +243,8 @@ class ChatRequest(Sampling):
             raise BadRequest("response_format other than text is not supported by this server; leave it out", "response_format")
         if self.tool_choice not in (None, "auto", "none"):
             raise BadRequest("tool_choice can only be auto or none here; leave it out", "tool_choice")
+        if not self.parallel_tool_calls:
+            raise BadRequest("parallel_tool_calls: false is not supported by this server; leave it out", "parallel_tool_calls")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
         messages = [message.plain() for message in self.messages]
@@ -224,16 +265,42 @@ def parse(kind: type[R], body: bytes, engine: Engine) -> R:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
+    _refuse_unknown(kind, value)
+    if _deeper(value, _MAX_DEPTH):
+        raise BadRequest(f"the body has lists and objects in each other more than {_MAX_DEPTH} deep")
     try:
         request = kind.model_validate(value)
     except ValidationError as error:
         # Where a field may have several shapes each reports a fault; the one that got furthest is the one that was meant.
-        fault = max(error.errors(include_url=False), key=lambda fault: len(fault["loc"]))
+        fault = max(error.errors(include_url=False, include_input=False), key=lambda fault: len(fault["loc"]))
         where = ".".join(str(part) for part in fault["loc"] if not (isinstance(part, str) and "[" in part))
         raise BadRequest(f"{where or 'body'}: {fault['msg']}", where or None) from None
     if request.model is not None and request.model != engine.name:
         raise BadRequest(f"the model `{request.model}` does not exist; this server has `{engine.name}`", "model", "model_not_found", 404)
     return request
+
+
+def _refuse_unknown(kind: type[Sampling], value: dict[str, Any]) -> None:
+    """Raise `BadRequest` that names the first parameter which is none of this kind of request's. A null is the same as none."""
+    unknown = next((key for key, item in value.items() if key not in kind.model_fields and item is not None), None)
+    if unknown is None:
+        return
+    name, other = unknown[:100], ChatRequest if kind is CompletionRequest else CompletionRequest
+    close = nearest(name, list(kind.model_fields))
+    if unknown in other.model_fields:
+        hint = f"is a parameter of /v1/{'chat/completions' if other is ChatRequest else 'completions'} and not of this"
+    else:
+        hint = f"is not known to this server; did you mean {close}?" if close else "is not known to this server; leave it out"
+    raise BadRequest(f"{name} {hint}", name)
+
+
+def _deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [item for one in level if isinstance(one, (dict, list)) for item in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return False
+    return any(isinstance(one, (dict, list)) for one in level)
 
 
 def _no_constant(name: str) -> float:

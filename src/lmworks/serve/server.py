@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
 from lmworks.serve.engine import Engine
 from lmworks.serve.guard import ServerOptions
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
 
 
@@ -47,11 +49,53 @@ def listen(options: ServerOptions) -> socket.socket:
 
 def serve(engine: Engine, listener: socket.socket, options: ServerOptions) -> None:
     """Serve on `listener` until interrupted."""
+    import uvicorn
+
+    try:
+        uvicorn.Server(configuration(engine, options)).run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def configuration(engine: Engine, options: ServerOptions) -> uvicorn.Config:
+    """How uvicorn serves the engine."""
     app = build_app(engine, options)
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, server_header=False)
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        listener.close()
+    return uvicorn.Config(
+        app, http=_patient_for(options.head_seconds), log_level="warning", timeout_graceful_shutdown=2, server_header=False
+    )
+
+
+def _patient_for(seconds: float) -> Any:
+    """uvicorn's protocol with a limit on the time for the head of a request, which uvicorn has only between two requests: sockets on
+    which nothing comes would use up those that the process may have."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _head: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            super().connection_lost(error)
+            self._unwatch()
+
+        def _watch(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:  # the head is there
+                self._unwatch()
+            elif self._head is None:
+                self._head = self.loop.call_later(seconds, self.transport.close)
+
+        def _unwatch(self) -> None:
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
+
+    return Patient

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmworks.corpus.contamination import Gate
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
@@ -24,7 +25,9 @@ from lmworks.shards.encode import Encoded, encode_part, find, open_parquet
 from lmworks.shards.indexed import token_dtype, with_ending
 from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split, SplitName
 from lmworks.shards.rows import FOLDER as ROWS
+from lmworks.shards.searching import search
 from lmworks.shards.shuffle import cuts, write_shard
+from lmworks.tokenizer import Tokenizer
 
 _FORMAT = 2  # of what is written; another one has shards made anew
 _ASIDE, _DONE = "encoded", "done.json"
@@ -33,13 +36,16 @@ _WORTH_A_PROCESS = 16 << 20  # bytes that are encoded while a process starts
 _QUICKER = 64  # times as many are hashed
 
 
-def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) -> Manifest:
+def build(
+    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Gate | None = None, searched: str = ""
+) -> Manifest:
     """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
 
     Each document ends with <|endoftext|>. The documents of a source lie in the order of a keyed permutation, so that any stretch of a
     shard is a fair sample of the source. Works in `threads` processes, part by part and then shard by shard. Memory: some text in each
     process, and in this one 4 bytes per document of the largest source. Disk: the tokens twice while it works. Killed and started again
-    it keeps what was finished from the same inputs; the result is the same, whatever the number of processes.
+    it keeps what was finished from the same inputs; the result is the same, whatever the number of processes. Imported sources are
+    searched with `gate`, whose protected texts have the hash `searched`.
 
     Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that loses bytes.
     """
@@ -48,9 +54,15 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
     corpus_dir, tokenizer_dir, out_dir = Path(corpus_dir), Path(tokenizer_dir), Path(out_dir)
     tokenizer, tokenizer_sha256 = load(tokenizer_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     with explain_os_errors(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
-            np.save(handle, tokenizer.byte_lengths, allow_pickle=False)
+        return _build(recipe, corpus_dir, tokenizer, tokenizer_sha256, out_dir, gate, searched)
+
+
+def _build(
+    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Gate | None, searched: str
+) -> Manifest:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
+        np.save(handle, tokenizer.byte_lengths, allow_pickle=False)
     manifest = Manifest(
         seed=recipe.seed,
         vocab_size=tokenizer.vocab_size,
@@ -62,11 +74,12 @@ def build(recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path) 
     jobs = _jobs(recipe, corpus_dir, tokenizer_sha256)
     finished = _finished(recipe, jobs, out_dir)
     waiting = [job for job in jobs if job.inputs not in finished]
-    _encode(recipe, waiting, tokenizer_dir, out_dir)
+    _encode(recipe, waiting, tokenizer.directory, out_dir)
     for job, split in shuffled(waiting, out_dir, recipe.seed, int(recipe.shards.shard_tokens), recipe.threads or 1):
         finished[job.inputs] = split
     manifest = _with_sources(manifest, jobs, finished)
-    manifest = manifest.model_copy(update={"sources": (*manifest.sources, *_imported(recipe, manifest))})
+    imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, gate, searched))
+    manifest = manifest.model_copy(update={"sources": (*manifest.sources, *imported)})
     _remove_strangers(out_dir, manifest)
     manifest.save(out_dir / MANIFEST)
     if (out_dir / _ASIDE).exists():
@@ -210,8 +223,11 @@ def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, 
     return manifest.model_copy(update={"sources": tuple(sources)})
 
 
-def _imported(recipe: Recipe, manifest: Manifest) -> Iterator[SourceShards]:
-    """The sources that `lmworks data import` made, where they lie."""
+def _imported(
+    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Gate | None, searched: str
+) -> Iterator[SourceShards]:
+    """The sources that `lmworks data import` made, where they lie, but for shards in which `gate` found protected text."""
+    before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}
     for name, folder in sorted(recipe.shards.imported.items()):
         place = Path(folder).expanduser().resolve()
         other = Manifest.load(place)
@@ -223,8 +239,19 @@ def _imported(recipe: Recipe, manifest: Manifest) -> Iterator[SourceShards]:
         if any(source.name == name for source in manifest.sources):
             raise UserError(f"shards.imported.{name}: the corpus has a source of this name too; give one of them another name")
         train = other.source(name).train
+        if any(Path(shard.prefix).is_absolute() for shard in train.shards):
+            raise UserError(f"shards.imported.{name}: {place} is no folder that `lmworks data import` made; its token files lie elsewhere")
         shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
-        yield other.source(name).model_copy(update={"train": train.model_copy(update={"shards": shards})})
+        train = train.model_copy(update={"shards": shards})
+        if gate is not None and recipe.corpus.decontaminate is not None:
+            what = recipe.corpus.decontaminate.gate
+            inputs = _digest([train.inputs, str(place), searched, gate.ngram, what])
+            made = before[name].train if name in before else None
+            if made is not None and made.inputs == inputs and all(_intact(out_dir, shard) for shard in made.shards):
+                train = made
+            else:
+                train = search(name, train, tokenizer, gate, what, out_dir).model_copy(update={"inputs": inputs})
+        yield other.source(name).model_copy(update={"train": train})
 
 
 def _finished(recipe: Recipe, jobs: Sequence[Job], out_dir: Path) -> dict[str, Split]:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ class BlockCache:
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder / "lock"):
                 names = {f"blocks-{self.slots}", f"tags-{self.slots}"}
-                for path in [*folder.glob("blocks-*"), *folder.glob("tags-*")]:
-                    if path.name not in names:
+                for path in folder.iterdir():
+                    if path.name not in names and re.fullmatch(r"(blocks|tags)-\d+", path.name):
                         path.unlink()  # of another size; whoever still has it open keeps it until then
                 data = _allocated(folder / f"blocks-{self.slots}", self.slots * BLOCK)
                 tags = _allocated(folder / f"tags-{self.slots}", self.slots * _TAG.itemsize)
@@ -82,7 +83,7 @@ def block_key(shard_sha256: str, block: int) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
+    with open(path, "w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -7,9 +7,11 @@ by whoever shuffles them. A `.json` beside them, written last, says what the par
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +57,11 @@ class EncodedWriter:
 
         self._prefix.parent.mkdir(parents=True, exist_ok=True)
         self._schema = pa.schema([(name, pa.large_string()) for name in _KNOWN] + [("bytes", pa.int64())])
-        self._tokens = IndexedWriter(self._prefix, self._dtype).__enter__()
-        self._aside = atomic_path(with_ending(self._prefix, ABOUT))
-        self._about = pa.ipc.new_file(str(self._aside.__enter__()), self._schema)
+        with ExitStack() as stack:
+            self._tokens = stack.enter_context(IndexedWriter(self._prefix, self._dtype))
+            aside = stack.enter_context(atomic_path(with_ending(self._prefix, ABOUT)))
+            self._about = stack.enter_context(pa.ipc.new_file(str(aside), self._schema))
+            self._stack = stack.pop_all()
         return self
 
     def add(self, tokens: np.ndarray, size: int, known: tuple[str, str, str, str]) -> None:
@@ -75,15 +79,13 @@ class EncodedWriter:
         self._about.write_batch(pa.record_batch([pa.array(c, f.type) for c, f in zip(self._rows, self._schema, strict=True)], self._schema))
         self._rows = [[] for _ in self._rows]
 
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stack:  # so that what goes wrong while closing undoes the files as well
+            if error is not None:
+                raise error
             self._flush()
-        self._about.close()
-        self._aside.__exit__(*error)
-        self._tokens.__exit__(*error)
-        if error[0] is None:
-            counts = {"documents": self._tokens.documents, "tokens": self._tokens.tokens, "bytes": self._bytes}
-            write_json(with_ending(self._prefix, ".json"), {"inputs": self._inputs, **counts})
+        counts = {"documents": self._tokens.documents, "tokens": self._tokens.tokens, "bytes": self._bytes}
+        write_json(with_ending(self._prefix, ".json"), {"inputs": self._inputs, **counts})
 
 
 def find(prefix: Path, inputs: str) -> Encoded | None:

@@ -45,6 +45,7 @@ def import_tokens(
     `eos` is the token that closes documents there, if it is not the tokenizer's own, which takes its place. Raises UserError for files that
     are damaged, hold tokens outside the vocabulary, or do not decode to text.
     """
+    _require_ours(Path(out_dir))
     tokenizer, found = load(tokenizer_dir), files(kind, Path(path))
     out_dir, tokenizer_sha256 = Path(out_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     dtype = dtype or (("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32") if kind == "olmo" else None)
@@ -80,6 +81,14 @@ def import_tokens(
     manifest.save(out_dir / MANIFEST)
     shutil.rmtree(out_dir / "encoded")
     return Imported(manifest, closed, empty, begins)
+
+
+def _require_ours(out_dir: Path) -> None:
+    """Raise UserError for a folder that holds what no import has put there."""
+    if out_dir.exists() and not (out_dir / MANIFEST).exists():
+        stranger = next((path.name for path in sorted(out_dir.iterdir()) if path.name not in ("encoded", "train", TOKEN_BYTES)), None)
+        if stranger is not None:
+            raise UserError(f"{out_dir} holds {stranger} and was not made by an import; choose another folder with --out")
 
 
 def import_file(

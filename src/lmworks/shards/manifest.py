@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
@@ -26,22 +27,37 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# What becomes a path is held to its form here, since a manifest may come from anywhere.
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Ending = Annotated[str, Field(pattern=r"^(\.[a-z]+)+$")]
+Count = Annotated[int, Field(ge=0)]
+SOURCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
 class Shard(_Record):
-    """One `.bin` with its `.idx` and lineage; `sha256` by the ending of the file name."""
+    """One `.bin` with its `.idx` and lineage; `sha256` by the ending of the file name. `prefix` is below the shards folder, or that of an
+    imported one whole."""
 
     prefix: str
-    tokens: int
-    documents: int
-    sha256: dict[str, str]
-    size: dict[str, int]
+    tokens: Count
+    documents: Count
+    sha256: dict[Ending, Sha256]
+    size: dict[Ending, Count]
+
+    @field_validator("prefix")
+    @classmethod
+    def _inside(cls, prefix: str) -> str:
+        if ".." in PurePosixPath(prefix).parts or not re.search(rf"(^|/)(train|validation)/{SOURCE_NAME}$", prefix):
+            raise ValueError(f"{prefix!r} is no place of token files")
+        return prefix
 
 
 class Split(_Record):
     """The documents of one source that are trained on, or held out. `inputs` is the hash of all they were made from."""
 
-    tokens: int
-    bytes: int
-    documents: int
+    tokens: Count
+    bytes: Count
+    documents: Count
     inputs: str
     shards: tuple[Shard, ...]
 
@@ -62,8 +78,8 @@ class Manifest(_Record):
     seed: int
     vocab_size: int
     dtype: str
-    tokenizer_sha256: str
-    token_bytes_sha256: str
+    tokenizer_sha256: Sha256
+    token_bytes_sha256: Sha256
     sources: tuple[SourceShards, ...]
 
     @classmethod

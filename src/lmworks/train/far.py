@@ -44,7 +44,7 @@ class Far:
                 values |= ask(model, self._asked(length))
                 if model.ranks.is_first:
                     found = values["needle/accuracy"]
-                    console.print(f"[dim]{found:.0%} of {len(self._needles[length])} needles found (chance is {1 / FACTS:.0%})[/dim]")
+                    console.print(f"{found:.0%} of {len(self._needles[length])} needles found (chance is {1 / FACTS:.0%})", style="dim")
         finally:
             model.train(was_training)
         return values

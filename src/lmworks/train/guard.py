@@ -56,7 +56,7 @@ class Guard:
 
     def _warn(self, text: str) -> None:
         if self._team.is_first:
-            progress.console.print(f"[yellow]{text}[/yellow]")
+            progress.console.print(text, style="yellow")
 
     # What belongs into the checkpoint's meta, and back.
 
@@ -118,7 +118,10 @@ class Guard:
 
     def save_failed(self, step: int, error: UserError) -> None:
         """Warn, and try again soon; raises the error after too many."""
-        self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
+        try:
+            self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
+        except UserError as silent:  # most often the same full disk; no reason for the first rank to end before the others
+            self._warn(f"step {step:,}: {silent}")
         self.saves.failed(step, error)
         self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.again:,}")
 

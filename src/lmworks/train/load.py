@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from lmworks.model import Transformer
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.model import Rope
 from lmworks.recipe.recipe import Recipe
+from lmworks.train.tokenizer import META, require_same
 
 
 def folder(run_dir: Path, which: Literal["base", "tuned"]) -> Path:
@@ -41,17 +42,33 @@ def newest_base(run_dir: Path) -> Path:
 
 def _newest(place: Path) -> Path:
     path, refused = listing.newest_good(place)
+    while path is None and any(not bad.exists() for bad, _ in refused):  # a run that goes on has pruned them meanwhile
+        path, refused = listing.newest_good(place)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
         raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
     return path
 
 
+def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
+    """Fill the model from a checkpoint and return what else is in it; None if a run that goes on has pruned it meanwhile."""
+    state: dict[str, object] = {"model": dict(model.state_dict())}
+    try:
+        found = checkpoints.load(path, state, verified=True)
+        if averaged:
+            checkpoints.load(path, {"average": {name: parameter.data for name, parameter in model.named_parameters()}}, verified=True)
+    except (OSError, UserError):
+        if path.exists():
+            raise
+        return None
+    return found
+
+
 def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of the newest good checkpoint, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
 
     `dtype` is that of the activations. `which` "tuned" falls back to the base model where the run has no tuned one.
-    Raises `UserError` if there is no good checkpoint.
+    Raises `UserError` if there is no good checkpoint, and if the run's tokenizer is not the one that the weights were trained with.
     """
     recipe = load_resolved(run_dir / "resolved.json")
     place = folder(run_dir, which)
@@ -60,10 +77,9 @@ def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: 
     path = _newest(place)
     model = Transformer(recipe.model)
     model.set_rope(final_rope(recipe))
-    state: dict[str, object] = {"model": dict(model.state_dict())}
-    checkpoints.load(path, state, verified=True)
-    if recipe.optimizer.ema:
-        checkpoints.load(path, {"average": {name: parameter.data for name, parameter in model.named_parameters()}}, verified=True)
+    while (meta := _filled(model, path, bool(recipe.optimizer.ema))) is None:
+        path = _newest(place)
+    require_same(run_dir, meta.get(META))
     if torch.cuda.is_available():
         model = model.to("cuda")
     model.compute_dtype = dtype

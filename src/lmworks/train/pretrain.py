@@ -9,7 +9,6 @@ import torch
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
-from lmworks.files import sha256_file
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.optim.schedules import Schedules
@@ -29,6 +28,7 @@ from lmworks.train.course import Stage
 from lmworks.train.far import Far
 from lmworks.train.mixture import LEDGER, Follower, read_changes
 from lmworks.train.sampling import Sampler
+from lmworks.train.tokenizer import META, digest, require_same
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate
 from lmworks.watch.finite import BadSteps
@@ -152,9 +152,10 @@ def pretrain(
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).taken)
     for line in warnings(batches.order, recipe.shards.warn_epochs):
-        console.print(f"[yellow]{line}[/yellow]")
+        console.print(line, style="yellow")
     assert recipe.model.vocab_size
-    check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
+    tokenizer_sha256 = digest(run_dir)
+    check_vocabulary(batches.manifest, recipe.model.vocab_size, tokenizer_sha256)
     ranks = ranks or alone()
     first_rank = ranks.is_first
     model, optimizer = with_optimizer(recipe, build_model(recipe, ranks))
@@ -176,17 +177,18 @@ def pretrain(
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
-            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer),
+            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, recipe.evaluate.prompts),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks),
-            meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data},
+            meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256},
         )  # fmt: skip
         first = trainer.resume()
+        require_same(run_dir, trainer.began_with.get(META))
         before = trainer.began_with.get("shards", data)
         if before != data:
             if not other_data and any(data.get(name) != digest for name, digest in before.items()):  # sources that were added are no matter
                 raise UserError(
-                    f"the token files in {run_dir / 'shards'} are not those that this run began with; put the old text and tokenizer back, "
+                    f"the token files in {run_dir / 'shards'} are not those that this run began with; put the old text back, "
                     "choose another run_dir, or go on with --allow shards"
                 )
             ledger.write("data_changed", step=first, shards=data)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lmworks import jsonl
 from lmworks.files import explain_os_errors
 from lmworks.model import Transformer
-from lmworks.model.generate import GenerateOptions, generate
+from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.tokenizer.tokenizer import Tokenizer
 
-PROMPTS = ("The people of the United States", "def main():\n    ", "On July 4, 1776,")
-QUESTIONS = ("Hello! How are you today?", "What is 3 + 4?")
 _TOKENS = 32
 
 
 class Sampler:
-    """Appends `{"step", "prompt", "completion"}` lines to a file: continuations of running text.
+    """Appends `{"step", "prompt", "completion"}` lines to a file: continuations of the prompts as running text.
 
     Ranks that share a model generate together; those with `path` None write nothing.
     """
 
-    def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path | None, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
         self.path, self.tokenizer = path, tokenizer
-        self.prompts = {prompt: tokenizer.encode(prompt) for prompt in PROMPTS}
+        self.prompts = {prompt: self._encoded(prompt) for prompt in prompts}
+
+    def _encoded(self, prompt: str) -> list[int]:
+        return self.tokenizer.encode(prompt)
 
     def begin(self, step: int) -> None:
         """Cut the samples of `step` and later, left by a run that got further than its last checkpoint."""
@@ -41,7 +42,10 @@ class Sampler:
         prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) + _TOKENS < context}
         if not prompts:
             return
-        options = GenerateOptions(max_new_tokens=_TOKENS, temperature=0.7, min_p=0.1, seed=1, stop_ids=tuple(self.tokenizer.stop_ids))
+        options = GenerateOptions(
+            max_new_tokens=_TOKENS, temperature=SAMPLING["temperature"], min_p=SAMPLING["min_p"], seed=1,
+            stop_ids=tuple(self.tokenizer.stop_ids),
+        )  # fmt: skip
         completions = generate(model, list(prompts.values()), options)
         if self.path is None:
             return
@@ -53,12 +57,8 @@ class Sampler:
 class ChatSampler(Sampler):
     """The same with questions under the chat template."""
 
-    def __init__(self, path: Path | None, tokenizer: Tokenizer) -> None:
-        super().__init__(path, tokenizer)
-        self.prompts = {}
-        for question in QUESTIONS:
-            text = tokenizer.apply_chat([{"role": "user", "content": question}], add_generation_prompt=True)
-            self.prompts[question] = tokenizer.encode(text, allow_special=True)
+    def _encoded(self, prompt: str) -> list[int]:
+        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], add_generation_prompt=True)[0]
 
 
 @contextmanager

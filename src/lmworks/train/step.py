@@ -14,6 +14,7 @@ from lmworks.optim.optimizer import Updates
 from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
+from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.watch.spike import Limits
 
@@ -30,6 +31,15 @@ class StepResult:
     applied: Tensor
     counts_LE: Tensor | None
     valid_tokens: int
+
+
+def micro_batch_of(recipe: Recipe, length: int, pipelined: bool = False) -> int:
+    """Sequences of `length` tokens at a time: of all lengths as many tokens. In a pipeline many small ones keep the ranks busy, as many as
+    the plan counts."""
+    assert recipe.train.micro_batch
+    if pipelined:
+        return recipe.train.micro_batch
+    return max(1, recipe.train.micro_batch * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
 
 
 def train_step(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lmworks import progress
+from lmworks.allocator import keep_freed_memory
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
@@ -22,18 +23,19 @@ from lmworks.model.balance import set_temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 from lmworks.shards.prefetch import Prefetch
-from lmworks.train.course import Course, Stage
+from lmworks.train.course import Course, Stage, steps_between
 from lmworks.train.detail import LayerSignals, passing
 from lmworks.train.guard import Guard
 from lmworks.train.mixture import Follower
 from lmworks.train.readings import Clock, experts, losses
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
-from lmworks.train.step import StepResult, train_step
+from lmworks.train.step import StepResult, micro_batch_of, train_step
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
@@ -111,8 +113,7 @@ class Trainer:
         )  # fmt: skip
 
     def _every(self, duration: Duration) -> int:
-        total = self.course.tokens
-        return max(1, duration.steps(step_tokens=max(1, total // self.course.steps), phase_tokens=total))
+        return steps_between(duration, self.course.steps, self.course.tokens)
 
     def state(self, values: bool = True) -> dict[str, Any]:
         """Everything that a later step depends on, by name; tensors are the live ones, or (`values` False) places to load into."""
@@ -132,14 +133,14 @@ class Trainer:
         """Load the newest good checkpoint, if there is one; returns its step. Raises `UserError` if all are bad."""
         meta = self._load()
         for path, reason in self.checkpoints.refused:
-            progress.console.print(f"[yellow]{path} is not used: {reason}[/yellow]")
+            progress.console.print(f"{path} is not used: {reason}", style="yellow")
         if meta is None:
             self._refuse_to_forget()
             self.step = self.guard.skips.next(0)
             return 0
         self.began_with = meta
         self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **self._how())
-        progress.console.print(f"[dim]{self.label} goes on from step {self.step:,} of {self.course.steps:,}[/dim]")
+        progress.console.print(f"{self.label} goes on from step {self.step:,} of {self.course.steps:,}", style="dim")
         return self.saved
 
     def _load(self) -> dict[str, Any] | None:
@@ -158,7 +159,9 @@ class Trainer:
 
     def _how(self) -> dict[str, str]:
         """What this machine decides and the recipe may leave open."""
-        return {"device": self.model.device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
+        device = self.model.device
+        how = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
+        return how | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
 
     def _refuse_to_forget(self) -> None:
         """No good checkpoint, but there have been some, now or in an earlier try: never train over that without being told."""
@@ -174,12 +177,14 @@ class Trainer:
     def run(self, metrics: MetricLog) -> None:
         """Train to the end of the course. Raises `Interrupted` after saving when asked to stop."""
         self.metrics = metrics
+        if self.model.device.type == "cpu":
+            keep_freed_memory()
         self.model.train()
         if self.step == 0:
             self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)
         self.sampler.begin(self.saved + 1)
         if self.model.whole is None:
-            progress.console.print("[dim]no samples are written during the run: its layers lie on several pipeline stages[/dim]")
+            progress.console.print("no samples are written during the run: its layers lie on several pipeline stages", style="dim")
         if self.mixture is not None:
             self.mixture.take_up(self.step)
         self._saved_at = time.monotonic()
@@ -324,11 +329,7 @@ class Trainer:
 
     def _micro_batch(self, batch: Batch) -> int:
         """Sequences at a time: of all lengths as many tokens."""
-        assert self.recipe.train.micro_batch
-        if self.model.pipeline:  # many small ones keep it busy, and as many as the plan counts
-            return self.recipe.train.micro_batch
-        tokens_at_once = self.recipe.train.micro_batch * max(int(phase.sequence_length) for phase in self.recipe.train.phases)
-        return max(1, tokens_at_once // batch.tokens.shape[1])
+        return micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None)
 
     def _observe(self, result: StepResult, batch: Batch, limits: Limits) -> GoBack | None:
         loss, norm = float(result.loss), float(result.grad_norm)

@@ -8,6 +8,7 @@ from pathlib import Path
 from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
+from lmworks.corpus.contamination import Gate
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
@@ -23,6 +24,7 @@ from lmworks.train.course import Stage
 from lmworks.train.load import final_mtp_weight, final_rope, newest_base
 from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.sampling import ChatSampler
+from lmworks.train.tokenizer import META, digest, require_same
 from lmworks.train.trainer import Trainer
 from lmworks.train.validation import validate_conversations
 from lmworks.watch.finite import BadSteps
@@ -68,20 +70,22 @@ class Tuning:
 
 
 def tune(
-    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, exclude_questions: Collection[str] = (),
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    protect: Callable[[], tuple[Collection[str], Gate | None]] = lambda: ((), None),
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
 ) -> None:  # fmt: skip
     """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.
 
-    Reads `tokenizer/`, `corpus/` (what it holds out is not tuned on) and the newest good checkpoint; writes `tune/`. Conversations
-    in which a user asks one of `exclude_questions` are left out. Raises `Interrupted` when asked to stop, and `UserError`.
+    Reads `tokenizer/`, `corpus/` (what it holds out is not tuned on) and the newest good checkpoint; writes `tune/`. `protect` is called
+    where the conversations are to be made, for what `build_chat_data` keeps out of them. Raises `Interrupted` when asked to stop, and
+    `UserError`.
     """
     assert recipe.tune is not None
     folder = run_dir / "tune"
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     ranks = ranks or alone()
     if ranks.is_first and not (folder / "data" / "manifest.json").exists():
-        build_chat_data(recipe, tokenizer, folder / "data", run_dir / "corpus", exclude_questions)
+        build_chat_data(recipe, tokenizer, folder / "data", run_dir / "corpus", *protect())
     ranks.barrier()
     course = Tuning(recipe, folder / "data")
     model = build_model(recipe, ranks)
@@ -100,10 +104,10 @@ def tune(
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
-            sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer),
+            sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer, recipe.evaluate.questions),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None),
-            label="tune", meta={"recipe": fingerprint(recipe), "base": base.name},
+            label="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
         )  # fmt: skip
         first = trainer.resume()
         with MetricLog(folder, recipe.metrics, resume_step=first + 1) if ranks.is_first else NoMetrics() as metrics:
@@ -116,7 +120,7 @@ def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     found: list[Path] = []
     team.together(lambda: found.append(newest_base(run_dir)) if team.is_first else None)
     base = team.agree(found[0] if found else Path())
-    saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team)
+    require_same(run_dir, saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team).get(META))
     return base
 
 

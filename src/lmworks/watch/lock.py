@@ -65,6 +65,16 @@ class RunLock:
         self.release()
 
 
+def is_lock(path: Path) -> bool:
+    """Whether a file is one of these locks, held or released."""
+    with open(path, "rb") as handle:
+        text = handle.read(4096)
+    try:
+        return not text or "pid" in json.loads(text)
+    except (ValueError, TypeError):
+        return False
+
+
 def _holder(fd: int) -> dict[str, Any]:
     """What the holder wrote about itself; empty in the instant before it has."""
     try:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lmworks.corpus.units import STEP, mix, ngrams
+from lmworks.corpus.units import STEP, mix, ngrams, whole
 
-SHORTEST, ALONE = 5, 8
+SHORTEST, ALONE, ANSWER_ALONE = 5, 8, 10
+MOST_ITEMS = 10  # of one set that share a run; what more of them share is how the set asks, and what half of them share
+_LEAST_ITEMS = 3
+NEAR, NEAR_SHARE, NEAR_LEAST = 5, 0.4, 6
 
 
 class Table:
@@ -18,17 +22,20 @@ class Table:
         self.length = length
         self.hashes, first = np.unique(hashes, return_index=True)
         self.owners, self.places = owners[first], places[first]
-        # most training n-grams are refused by this filter without a search
-        self._shift = np.uint64(64 - min(max(len(first).bit_length() + 4, 16), 28))
-        self._filter = np.zeros(1 << (64 - int(self._shift)), dtype=bool)
-        self._filter[self.hashes >> self._shift] = True
+        # nearly all training n-grams are refused by these filters, one for the first bits and one for the last, without a search
+        small, large = (min(max(len(first).bit_length() + more, 14), 28) for more in (2, 4))  # the first is to fit into a cache
+        self._shift, self._mask = np.uint64(64 - small), np.uint64((1 << large) - 1)
+        self._high, self._low = np.zeros(1 << small, dtype=bool), np.zeros(1 << large, dtype=bool)
+        self._high[self.hashes >> self._shift] = True
+        self._low[self.hashes & self._mask] = True
 
     def __len__(self) -> int:
         return len(self.hashes)
 
     def find(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(places in `grams` that are protected, which entry each is)."""
-        places = np.flatnonzero(self._filter[grams >> self._shift])
+        places = np.flatnonzero(self._high[grams >> self._shift])
+        places = places[self._low[grams[places] & self._mask]]
         entries = np.minimum(np.searchsorted(self.hashes, grams[places]), len(self.hashes) - 1)
         hit = self.hashes[entries] == grams[places]
         return places[hit], entries[hit]
@@ -61,48 +68,115 @@ class Short:
     before: bool = False
 
 
-def short_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> Short | None:
-    """How an item with a question under the n-gram is looked for; None if that cannot be."""
-    least = SHORTEST * scale
-    if len(question) >= least:
-        return Short(owner, question, answer if len(question) < ALONE * scale else answer[:0])
-    if least <= len(answer) < length:
-        return Short(owner, answer, question, before=True)
-    both = np.concatenate((question, answer))
-    return Short(owner, both, both[:0]) if least <= len(both) < length else None
+def shorts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> list[Short]:
+    """How an item with a question under the n-gram, or an answer under it, is looked for; empty if that cannot be."""
+    least, alone = SHORTEST * scale, ALONE * scale
+    found = []
+    if least <= len(question) < length:
+        found.append(Short(owner, question, answer if len(question) < alone else answer[:0]))
+    elif len(question) < least and least <= len(answer) < min(alone, length):
+        found.append(Short(owner, answer, question, before=True))
+    elif len(question) < least and len(answer) < least:
+        both = np.concatenate((question, answer))
+        found += [Short(owner, both, both[:0])] if least <= len(both) < length else []
+    if ANSWER_ALONE * scale <= len(answer) < length:
+        found.append(Short(owner, answer, answer[:0]))
+    return found
+
+
+@dataclass(frozen=True)
+class Item:
+    """A protected text as it was given: its question and its answer in units. `set` numbers the evaluation sets; -1 is held-out text."""
+
+    owner: int
+    set: int
+    question: np.ndarray
+    answer: np.ndarray
+    scale: int
+
+    @property
+    def whole(self) -> np.ndarray:
+        return np.concatenate((self.question, self.answer))
+
+
+@dataclass(frozen=True)
+class Long:
+    """An item that is looked for whole: the run of it by which it is found begins at its unit `at`."""
+
+    owner: int
+    at: int
+    text: np.ndarray
 
 
 class Tables:
-    """All protected runs, made once: entries are numbered through all tables."""
+    """All protected runs, made once: entries are numbered through all tables. `sizes` are the items of each evaluation set.
 
-    def __init__(
-        self, runs: dict[int, list[tuple[np.ndarray, int]]], shorts: dict[tuple[int, int], dict[int, list[Short]]]
-    ) -> None:
+    Runs that more than ten items of a set share, or half of them and at least three, are how the set asks and give nothing away; they are
+    left out and counted in `shared`, by set, with the text and place of one of them.
+    """
+
+    def __init__(self, items: Sequence[Item], ngram: int, sizes: Sequence[int], calls: np.ndarray) -> None:
         self.runs: dict[int, tuple[Table, int]] = {}
         self.shorts: dict[tuple[int, int], tuple[Table, int]] = {}
         self.short_lengths: dict[int, list[int]] = {}
+        self.short_items: dict[tuple[int, int], dict[int, list[Short]]] = {}
+        self.long: dict[int, list[Long]] = {}
+        self.near: dict[int, Near] = {}
+        self.shared: dict[int, tuple[int, int, int, int]] = {}
+        self.owners: set[int] = set()
         self.entries = 0
         self._all: list[tuple[int, Table]] = []
-        for length, texts in sorted(runs.items()):
-            sizes = np.array([len(hashes) for hashes, _ in texts])
-            grams = ngrams(np.concatenate([hashes for hashes, _ in texts]), length)
-            text = np.repeat(np.arange(len(texts)), sizes)[: len(grams)]
-            places = np.arange(len(grams)) - (np.cumsum(sizes) - sizes)[text]
-            inside = places + length <= sizes[text]
-            owners = np.array([owner for _, owner in texts])[text]
-            self.runs[length] = self._numbered(Table(length, grams[inside], owners[inside], places[inside]))
+        for scale in sorted({item.scale for item in items}):
+            self._add_runs([item for item in items if item.scale == scale], scale, ngram * scale, sizes)
+        self._add_shorts(items, ngram)
+        scales = {*self.short_begun, *self.near, *([1] if len(calls) else [])}
+        self.fives = [Fives(scale, self.short_begun.get(scale, calls[:0]), self.near.get(scale), calls if scale == 1 else calls[:0])
+                      for scale in sorted(scales)]  # fmt: skip
+        self.lengths = sorted({*self.runs, *(five.table.length for five in self.fives)})
+
+    def _add_runs(self, items: list[Item], scale: int, length: int, sizes: Sequence[int]) -> None:
+        items = sorted((item for item in items if len(item.question) + len(item.answer) >= length), key=lambda item: item.set < 0)
+        if not items:
+            return
+        texts = [item.whole for item in items]
+        grams, of_item, places = _grams(texts, length)
+        sets = np.array([item.set for item in items])
+        common = _shared(grams, of_item, sets, sizes)
+        owners = np.array([item.owner for item in items])
+        for number in np.unique(sets[of_item[common]]).tolist():
+            of_set = np.flatnonzero(common & (sets[of_item] == number))
+            first = int(of_set[0])
+            self.shared[number] = len(np.unique(grams[of_set])), int(owners[of_item[first]]), int(places[first]), length
+        own = ~common
+        self.runs[length] = self._numbered(Table(length, grams[own], owners[of_item[own]], places[own]))
+        self.owners.update(np.unique(owners[of_item[own]]).tolist())
+        firsts: dict[int, int] = {}
+        for place in np.flatnonzero(own)[::-1].tolist():
+            firsts[int(of_item[place])] = place
+        for number, place in firsts.items():
+            item, at = items[number], int(places[place])
+            text = item.question if len(item.question) >= at + length else item.whole
+            if item.set >= 0:
+                self.long.setdefault(int(grams[place]), []).append(Long(item.owner, at, text))
+        asked = [item for item in items if item.set >= 0]
+        if asked:
+            self.near[scale] = near = Near(asked, scale, sizes)
+            self.owners |= near.owners
+
+    def _add_shorts(self, items: Sequence[Item], ngram: int) -> None:
         begun: dict[int, list[np.ndarray]] = {}
-        for (scale, length), by_hash in sorted(shorts.items()):
+        for item in items:
+            for short in shorts_of(item.owner, item.question, item.answer, item.scale, ngram * item.scale) if item.set >= 0 else ():
+                by_hash = self.short_items.setdefault((item.scale, len(short.text)), {})
+                by_hash.setdefault(int(whole(short.text)[0]), []).append(short)
+        for (scale, length), by_hash in sorted(self.short_items.items()):
             hashes = np.array(list(by_hash), dtype=np.uint64)
-            owners = np.array([items[0].owner for items in by_hash.values()])
+            owners = np.array([shorts[0].owner for shorts in by_hash.values()])
             self.shorts[scale, length] = self._numbered(Table(length, hashes, owners, np.zeros_like(owners)))
             self.short_lengths.setdefault(scale, []).append(length)
-            begun.setdefault(scale, []).extend(ngrams(items[0].text, SHORTEST * scale)[:1] for items in by_hash.values())
-        self.beginnings = {
-            scale: Table(SHORTEST * scale, np.concatenate(parts), *[np.zeros(len(parts), dtype=np.int64)] * 2)
-            for scale, parts in begun.items()
-        }
-        self.lengths = sorted({*self.runs, *(table.length for table in self.beginnings.values())})
+            begun.setdefault(scale, []).extend(ngrams(shorts[0].text, SHORTEST * scale)[:1] for shorts in by_hash.values())
+            self.owners.update(short.owner for shorts in by_hash.values() for short in shorts)
+        self.short_begun = {scale: np.concatenate(parts) for scale, parts in begun.items()}
 
     def _numbered(self, table: Table) -> tuple[Table, int]:
         first = self.entries
@@ -114,3 +188,103 @@ class Tables:
         """(protected text, first unit in it, length) of an entry."""
         first, table = next((first, table) for first, table in reversed(self._all) if first <= entry)
         return int(table.owners[entry - first]), int(table.places[entry - first]), table.length
+
+    @property
+    def owner_of(self) -> np.ndarray:
+        """(entries,) the protected text of each."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(table.owners for _, table in self._all)])
+
+
+class Near:
+    """Items of which most is in a document, with a word changed here and there: enough of their runs of five in a stretch as long."""
+
+    def __init__(self, items: Sequence[Item], scale: int, sizes: Sequence[int]) -> None:
+        texts = [item.question if len(item.question) >= 2 * NEAR * scale else item.whole for item in items]
+        grams, of_item, _ = _grams(texts, NEAR * scale)
+        own = ~_shared(grams, of_item, np.array([item.set for item in items]), sizes)
+        grams, of_item = grams[own], of_item[own]
+        order = np.lexsort((of_item, grams))
+        once = np.ones(len(order), dtype=bool)
+        once[1:] = (grams[order][1:] != grams[order][:-1]) | (of_item[order][1:] != of_item[order][:-1])
+        grams, self._items = grams[order[once]], of_item[order[once]]
+        self.length, self.hashes = NEAR * scale, np.unique(grams)
+        self._bounds = np.append(np.searchsorted(grams, self.hashes), len(grams))
+        counts = np.bincount(self._items, minlength=len(items))
+        self._needed = np.maximum(np.ceil(NEAR_SHARE * counts).astype(np.int64), NEAR_LEAST)
+        self._stretch = np.array([len(text) + len(text) // 3 + 8 for text in texts])
+        self._owners = np.array([item.owner for item in items])
+        self.owners: set[int] = set(self._owners[counts >= self._needed].tolist())
+
+    def find(self, places: np.ndarray, entries: np.ndarray, documents: np.ndarray) -> list[tuple[int, int, int, int]]:
+        """(document, owner, first unit, one past the last) of the items found, from where runs of theirs stand, ascending."""
+        counts = self._bounds[entries + 1] - self._bounds[entries]
+        hit = np.repeat(np.arange(len(entries)), counts)
+        item = self._items[np.arange(len(hit)) - np.repeat(np.cumsum(counts) - counts, counts) + self._bounds[entries][hit]]
+        order = np.lexsort((places[hit], item, documents[hit]))
+        hit, item = hit[order], item[order]
+        edges = np.flatnonzero(np.concatenate(([True], (item[1:] != item[:-1]) | (documents[hit][1:] != documents[hit][:-1]), [True])))
+        found = []
+        for group in np.flatnonzero(np.diff(edges) >= self._needed[item[edges[:-1]]] if len(item) else np.zeros(0, dtype=bool)).tolist():
+            inside = hit[edges[group] : edges[group + 1]]
+            number = int(item[edges[group]])
+            span = self._stretch_of(places[inside], entries[inside], number)
+            if span:
+                found.append((int(documents[inside[0]]), int(self._owners[number]), *span))
+        return found
+
+    def _stretch_of(self, places: np.ndarray, entries: np.ndarray, item: int) -> tuple[int, int] | None:
+        needed, first = int(self._needed[item]), 0
+        for last in range(needed - 1, len(places)):
+            while places[last] - places[first] + self.length > self._stretch[item]:
+                first += 1
+            if last - first + 1 >= needed and len(np.unique(entries[first : last + 1])) >= needed:
+                end = np.searchsorted(places, places[first] + self._stretch[item] - self.length, side="right") - 1
+                return int(places[first]), int(places[end]) + self.length
+        return None
+
+
+class Fives:
+    """All runs of five units that lead to something, in one table, which is cheaper than three.
+
+    They begin a short text, are part of an item that may be there nearly whole, or `call` for the text to be read by its symbols.
+    """
+
+    def __init__(self, scale: int, begun: np.ndarray, near: Near | None, calls: np.ndarray) -> None:
+        alike = near.hashes if near else calls[:0]
+        both = np.concatenate((begun, alike, calls))
+        zeros = np.zeros(len(both), dtype=np.int64)
+        self.scale, self.near = scale, near
+        self.table = Table(NEAR * scale, both, zeros, zeros)
+        self.begins, self.calls = np.isin(self.table.hashes, begun), np.isin(self.table.hashes, calls)
+        self.alike = np.where(np.isin(self.table.hashes, alike), np.searchsorted(alike, self.table.hashes), -1)
+
+
+def _grams(texts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All runs of `length` units of each text: (their hashes, which text, which unit of it)."""
+    sizes = np.array([len(hashes) for hashes in texts])
+    grams = ngrams(np.concatenate(texts), length)
+    text = np.repeat(np.arange(len(texts)), sizes)[: len(grams)]
+    places = np.arange(len(grams)) - (np.cumsum(sizes) - sizes)[text]
+    inside = places + length <= sizes[text]
+    return grams[inside], text[inside], places[inside]
+
+
+def _shared(grams: np.ndarray, of_item: np.ndarray, sets: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """(G,) bool: the runs that so many items of one evaluation set have that they are how it asks."""
+    found = np.zeros(len(grams), dtype=bool)
+    asked = np.flatnonzero(sets[of_item] >= 0)
+    _, which, counts = np.unique(grams[asked], return_inverse=True, return_counts=True)
+    asked = asked[counts[which] >= _LEAST_ITEMS]
+    if not len(asked):
+        return found
+    asked = asked[np.lexsort((of_item[asked], sets[of_item[asked]], grams[asked]))]
+    gram, item = grams[asked], of_item[asked]
+    first = np.ones(len(asked), dtype=bool)
+    first[1:] = (gram[1:] != gram[:-1]) | (sets[item[1:]] != sets[item[:-1]])
+    other = first.copy()
+    other[1:] |= item[1:] != item[:-1]
+    heads = np.flatnonzero(first)
+    having = np.add.reduceat(other, heads, dtype=np.int64)
+    how = (having > MOST_ITEMS) | (having >= _LEAST_ITEMS) & (2 * having >= np.array(sizes)[sets[item[heads]]])
+    found[asked[np.repeat(how, np.diff(np.append(heads, len(asked))))]] = True
+    return found

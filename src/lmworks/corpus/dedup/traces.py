@@ -4,22 +4,26 @@ memory-mapped, so that memory grows with what is looked at.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from lmworks.corpus.dedup.keys import text_keys, url_keys
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, sketches
-from lmworks.corpus.document import Document
+from lmworks.corpus.document import Batch
 from lmworks.corpus.semantic import Embed
-from lmworks.corpus.units import Units
-from lmworks.files import atomic_path
+from lmworks.files import atomic_path, explain_os_errors
 from lmworks.recipe.corpus import Source
 from lmworks.recipe.dedup import Dedup
+
+_ROWS = 1 << 14  # whose bands are worked out together
 
 
 def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
@@ -31,37 +35,65 @@ def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
     return Sketching.of(node.ngram, node.permutations, node.bands, min([node.threshold, *own]))
 
 
+class _Column:
+    """Rows of numbers in a file while they are collected, so that memory does not grow with them."""
+
+    def __init__(self, folder: Path, dtype: Any, width: int) -> None:
+        self._folder, self._dtype, self._width = folder, np.dtype(dtype), width
+        with explain_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def add(self, rows: np.ndarray) -> None:
+        """(N, width) or, of width 1, (N,)."""
+        with explain_os_errors(self._folder):
+            self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).tobytes())
+
+    def rows(self) -> np.ndarray:
+        """(N, width) all that was added, mapped."""
+        with explain_os_errors(self._folder):
+            self._file.flush()
+        empty = not os.fstat(self._file.fileno()).st_size
+        data = np.zeros(0, self._dtype) if empty else np.memmap(self._file, self._dtype, mode="r")
+        return data.reshape(-1 if self._width else 0, self._width)
+
+
 class TracesWriter:
-    """Collects the traces of one part, batch by batch; `close` writes them."""
+    """Collects the traces of one part, batch by batch, in files in `folder` without a name; `close` writes them."""
 
-    def __init__(self, sketching: Sketching | None, embed: Embed | None = None) -> None:
-        self._sketching, self._embed = sketching, embed
-        self._vectors: list[np.ndarray] = []
-        self._texts: list[np.ndarray] = [np.zeros((0, 2), dtype=np.uint64)]
-        self._urls: list[np.ndarray] = [np.zeros((0, 2), dtype=np.uint64)]
-        self._sketches: list[np.ndarray] = [np.zeros((0, sketching.values if sketching else 0), dtype=np.uint8)]
+    def __init__(self, folder: Path, sketching: Sketching | None, embed: Embed | None = None) -> None:
+        self._folder, self._sketching, self._embed = folder, sketching, embed
+        self._vectors: _Column | None = None
+        self._texts, self._urls = _Column(folder, np.uint64, 2), _Column(folder, np.uint64, 2)
+        self._sketches = _Column(folder, np.uint8, sketching.values if sketching else 0)
 
-    def add(self, documents: Sequence[Document], units: Units) -> None:
-        """Documents in the order in which they are staged, with the units of their texts."""
-        self._texts.append(text_keys([document.text for document in documents]))
-        self._urls.append(url_keys([str(document.facts.get("url", "")) for document in documents]))
+    def add(self, batch: Batch) -> None:
+        """Documents in the order in which they are staged."""
+        documents = batch.documents
+        self._texts.add(text_keys([document.text for document in documents]))
+        self._urls.add(url_keys([str(document.facts.get("url", "")) for document in documents]))
         if self._sketching:
-            self._sketches.append(sketches(units, self._sketching))
+            self._sketches.add(sketches(batch.compared, self._sketching))
         if self._embed:
-            self._vectors.append(self._embed(documents, units))
+            vectors = self._embed(documents, batch.units)
+            self._vectors = self._vectors or _Column(self._folder, vectors.dtype, vectors.shape[1])
+            self._vectors.add(vectors)
 
     def close(self, path: Path) -> None:
         """Write the file, whole or not at all; the same documents give the same bytes."""
-        table = np.concatenate(self._sketches)
-        columns = {
-            "text": _binary(np.concatenate(self._texts)),
-            "url": _binary(np.concatenate(self._urls)),
-        }
+        columns = {"text": _binary(self._texts.rows()), "url": _binary(self._urls.rows())}
         if self._sketching:
+            table = self._sketches.rows()
             columns["sketch"] = _binary(table)
-            columns |= {f"band{band}": pa.array(keys) for band, keys in enumerate(band_keys(table, self._sketching))}
+            bands = [_Column(self._folder, np.uint64, 1) for _ in range(self._sketching.bands)]
+            for first in range(0, len(table), _ROWS):
+                for band, keys in zip(bands, band_keys(table[first : first + _ROWS], self._sketching), strict=True):
+                    band.add(keys)
+            for number, band in enumerate(bands):
+                keys = band.rows()
+                columns[f"band{number}"] = pa.Array.from_buffers(pa.uint64(), len(keys), [None, pa.py_buffer(keys)])
         if self._vectors:
-            columns["vector"] = _binary(np.concatenate(self._vectors))
+            columns["vector"] = _binary(self._vectors.rows())
         rows = pa.table(columns)
         with atomic_path(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as out:
             out.write_table(rows, max_chunksize=max(rows.num_rows, 1))
@@ -118,6 +150,5 @@ class Traces:
 
 def _binary(rows: np.ndarray) -> pa.Array:
     """Each row of numbers as one value of fixed size."""
-    data = np.ascontiguousarray(rows)
-    width = data.dtype.itemsize * data.shape[1]
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(data), [None, pa.py_buffer(data.tobytes())])
+    width = rows.dtype.itemsize * rows.shape[1]
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(rows), [None, pa.py_buffer(rows)])

@@ -18,6 +18,14 @@ from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
 from lmworks.recipe.corpus import Source
 
+_ADVICE = {
+    "enormous": "a document, which a file is without another layout, may have corpus.max_document bytes: raise that, or set layout: lines",
+    **dict.fromkeys(
+        ("too_many_words", "gopher_too_many_words"),
+        "a file is one document, and the rules of prose drop what has more than 100,000 words, such as a book: set rules: other for this "
+        "source to keep it whole, or layout: lines to make each line a document",
+    ),
+}
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
 
 
@@ -55,6 +63,7 @@ def _emptiness(job: Job) -> dict[str, str]:
             continue
         reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
         where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"
+        where = next((advice for reason, advice in _ADVICE.items() if reason in lost), where)
         found[report.name] = f"none of its {report.came.documents} documents is usable ({reasons}); {where}"
     return found
 
@@ -91,7 +100,7 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
     report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
     if on(job):
         found = read_json(job.path("common", "all", ".found.json"))
-        report.boilerplate = found["boilerplate"]
+        report.widespread, report.shared = found["widespread"], found["shared"]
         for name in sorted({*found["protected"], *found["trivial"]}):
             one = touched.get(name, Touched())
             report.protected[name] = {
@@ -116,13 +125,18 @@ def write_manifest(job: Job, report: Report) -> None:
     write_json(job.out / "manifest.json", {"files": {name: found[name] for found in files for name in sorted(found)}})
 
 
-def require_training_text(report: Report) -> None:
-    """Raise UserError for a source of which nothing is left to train on."""
-    for source in report.sources:
-        if not source.train.documents:
-            raise UserError(
-                f"source {source.name}: nothing is left to train on of its {source.came.documents} documents; see rejected.jsonl"
-            )
+def leave_out_empty(job: Job, report: Report) -> None:
+    """Note the optional sources of which nothing is left to train on as missing. Raise UserError for one that is not optional."""
+    optional = {source.name for source in job.sources if source.optional}
+    came = {one.name: one.came.documents for one in report.sources if not one.train.documents}
+    empty = {name: f"nothing is left to train on of its {documents} documents" for name, documents in came.items()}
+    for name, why in empty.items():
+        if name not in optional:
+            raise UserError(f"source {name}: {why}; see rejected.jsonl, or set optional: true to go on without it")
+    report.missing |= empty
+    report.sources = [source for source in report.sources if source.name not in empty]
+    if not report.sources:
+        raise UserError("nothing is left to train on of any corpus source; see rejected.jsonl in the corpus directory")
 
 
 def tidy(job: Job, report: Report) -> None:

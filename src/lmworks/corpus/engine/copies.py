@@ -146,7 +146,7 @@ def _settled(job: Job, rows: Rows, pairs: np.ndarray, limits_N: np.ndarray) -> n
             chosen = np.zeros(span.stop - span.start, dtype=bool)
             chosen[wanted[(wanted >= span.start) & (wanted < span.stop)] - span.start] = True
             for batch in texts_of(job, piece, chosen) if chosen.any() else ():
-                hashes, bounds = shingles(units(batch.texts), job.sketching.ngram, range(len(batch.texts)))
+                hashes, bounds = shingles(units(batch.texts, "lines"), job.sketching.ngram, range(len(batch.texts)))
                 values, ends = distinct(hashes, bounds)
                 values.tofile(file)
                 counts.append(np.diff(ends))

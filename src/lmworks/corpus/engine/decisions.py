@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lmworks.corpus.document import Fact
-from lmworks.corpus.engine.tables import DECISIONS, writing
+from lmworks.corpus.engine.tables import DECISIONS
 
 LEFT = ""
 """The fate of a document that no step has dropped; later stages decide about it."""
 
 
 class Decisions:
-    """Rows of `tables.DECISIONS`, and the statistics of each document."""
+    """Rows of `tables.DECISIONS` with a column for each of `statistics`, the numbers that steps take of a document."""
 
-    def __init__(self) -> None:
+    def __init__(self, statistics: Sequence[str]) -> None:
+        self.schema = pa.schema([*DECISIONS, *((name, pa.float64()) for name in statistics)])
+        self._statistics = statistics
+        self._forget()
+
+    def _forget(self) -> None:
         self._places: dict[str, int] = {}
         self._rows: list[list[Any]] = []
         self._measured: dict[str, dict[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def add(self, identity: str, origin: str, size: int, language: str, fate: str = LEFT, reason: str = "") -> None:
         """The next document that was read."""
@@ -45,16 +53,14 @@ class Decisions:
             if isinstance(value, int | float) and math.isfinite(value):
                 self._measured.setdefault(name, {})[self._places[identity]] = float(value)
 
-    def write(self, path: Path, statistics: Sequence[str]) -> None:
-        """Write the rows with a column for each statistic."""
-        schema = pa.schema([*DECISIONS, *((name, pa.float64()) for name in statistics)])
+    def write(self, out: pq.ParquetWriter) -> None:
+        """Write the rows, of documents that no step will see any more, and forget them."""
         columns = [pa.array(column, field.type) for column, field in zip(_columns(self._rows), DECISIONS, strict=True)]
-        count = len(self._rows)
-        for name in statistics:
+        for name in self._statistics:
             values = self._measured.get(name, {})
-            columns.append(pa.array([values.get(place) for place in range(count)], pa.float64()))
-        with writing(path, schema) as out:
-            out.write_table(pa.table(columns, schema=schema))
+            columns.append(pa.array([values.get(place) for place in range(len(self._rows))], pa.float64()))
+        out.write_table(pa.table(columns, schema=self.schema))
+        self._forget()
 
 
 def _columns(rows: list[list[Any]]) -> list[tuple[Any, ...]]:

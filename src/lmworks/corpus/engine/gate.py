@@ -23,13 +23,12 @@ from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.reading import read_inputs
 from lmworks.corpus.engine.tables import save_array, writing
 from lmworks.corpus.engine.task import Advance
-from lmworks.corpus.units import units
 from lmworks.files import write_json
 
 EVALUATION = "evaluation.parquet"
 PROTECTED = pa.schema([("name", pa.string()), ("text", pa.string()), ("answer", pa.string()), ("evaluation", pa.bool_())])
 _BATCH = 1024
-_MOST_BOILERPLATE = 50
+_MOST_WIDESPREAD = 50
 
 
 def on(job: Job) -> bool:
@@ -93,7 +92,7 @@ def scan(job: Job, piece: Piece, advance: Advance) -> None:
     scanned: list[tuple[int, Findings]] = []
     count = 0
     for batch in texts_of(job, piece, fates.learnt, fates.cuts):
-        scanned.append((count, gate.scan(units(batch.texts))))
+        scanned.append((count, gate.scan(batch.texts)))
         count += len(batch.texts)
         advance(piece.bytes * len(batch.texts) // total, len(batch.texts))
     Findings.joined(scanned).save(_scanned(job, piece))
@@ -108,15 +107,17 @@ def common_inputs(job: Job, task: str) -> Any:
 
 
 def common(job: Job, task: str, advance: Advance) -> None:
-    """Add up what the parts have found: which runs are boilerplate, with the most frequent of them to be looked at."""
+    """Add up what the parts have found: which runs are in many documents, with the most frequent of them to be looked at."""
     gate = _gate(job)
     seen = gate.seen(Findings.load(_scanned(job, piece)) for piece in job.pieces)
     save_array(_common(job), seen)
-    shown = [asdict(one) for one in gate.boilerplate(seen, _MOST_BOILERPLATE)]
-    write_json(
-        job.path("common", "all", ".found.json"),
-        {"protected": gate.protected, "trivial": gate.trivial, "boilerplate": shown},
-    )
+    told = {
+        "protected": gate.protected,
+        "trivial": gate.trivial,
+        "widespread": [asdict(one) for one in gate.widespread(seen, _MOST_WIDESPREAD)],
+        "shared": [asdict(one) for one in gate.shared()],
+    }
+    write_json(job.path("common", "all", ".found.json"), told)
 
 
 def _common(job: Job) -> Path:
@@ -137,5 +138,5 @@ def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
     chosen = np.zeros(len(fates.held), dtype=bool)
     chosen[rows] = True
     texts = (text for batch in texts_of(job, piece, chosen, fates.cuts) for text in batch.texts)
-    judged = {row: gate.judge(units([text]), seen) for row, text in zip(rows.tolist(), texts, strict=True)}
+    judged = {row: gate.judge(text, seen) for row, text in zip(rows.tolist(), texts, strict=True)}
     return {row: matches for row, matches in judged.items() if matches}

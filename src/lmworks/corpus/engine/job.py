@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lmworks import __version__
+from lmworks import __version__, credentials
 from lmworks.corpus.dedup.sketch import Sketching
 from lmworks.corpus.dedup.traces import sketching_of
 from lmworks.corpus.engine.marker import digest
@@ -118,12 +118,14 @@ class Job:
             "code": dict(self.code),
             "evaluation": self.evaluation,
         }
+        credentials.save(self.staging, value)
         write_json(self.staging / "job.json", value)
 
     @classmethod
     def load(cls, out: Path) -> Job:
         """The job saved in the corpus directory `out`. Goes to the directory in which it was begun, which its paths start from."""
         value = read_json(out / "staging" / "job.json")
+        credentials.load(out / "staging")
         out = out.resolve()
         os.chdir(value["directory"])
         parts = {name: [Part.from_json(part) for part in found] for name, found in value["parts"].items()}

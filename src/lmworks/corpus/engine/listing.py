@@ -1,4 +1,4 @@
-"""What lies at the sources' paths: names, sizes and times, so that an added or changed file is noticed.
+"""What lies at the paths of sources and evaluation sets: names, sizes and times, so that an added or changed file is noticed.
 
 Sources that are pinned (wheels), come with Python, or live on a hub are not looked at.
 """
@@ -14,7 +14,7 @@ from lmworks.recipe.fingerprint import Change
 from lmworks.recipe.recipe import Recipe
 
 Listing = dict[str, dict[str, list[int]]]
-"""Source to file to numbers that change with its contents."""
+"""Where in the recipe a source stands, to file to numbers that change with its contents."""
 
 _ELSEWHERE = ("wheel", "stdlib", "huggingface")
 _WHOLE = 1 << 62
@@ -22,16 +22,17 @@ _WHOLE = 1 << 62
 
 def listing(recipe: Recipe, before: Listing) -> Listing:
     """What is there now. A source that cannot be looked at now is taken to be as it was `before`: a finished corpus does not need it."""
-    sources = [source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE]
+    sources = {f"corpus.sources.{source.name}": source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE}
+    sources |= {f"evaluate.protect.{own.name}": own.source for own in recipe.evaluate.protect}
     found: Listing = {}
     with bar("look at sources", len(sources)) as progress:
-        for source in sources:
+        for name, source in sources.items():
             try:
                 files = [file for part in parts(source, _WHOLE) for file in part.as_json()["files"]]
-                found[source.name] = {str(name): list(rest) for name, *rest in files}
+                found[name] = {str(path): list(rest) for path, *rest in files}
             except UserError:
-                if source.name in before:
-                    found[source.name] = before[source.name]
+                if name in before:
+                    found[name] = before[name]
             progress.advance()
     return found
 
@@ -50,4 +51,4 @@ def changes(before: Listing, now: Listing) -> Iterator[Change]:
             if files
         ]
         if told:
-            yield Change(f"corpus.sources.{name}.files", f"{len(old)} file{'s' if len(old) != 1 else ''}", ", ".join(told))
+            yield Change(f"{name}.files", f"{len(old)} file{'s' if len(old) != 1 else ''}", ", ".join(told))

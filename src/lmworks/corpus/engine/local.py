@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from lmworks import machine
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.task import Advance, Stage, weight
 from lmworks.errors import UserError
@@ -29,7 +30,7 @@ def execute(job: Job, stages: Sequence[Stage]) -> None:
             tasks = stage.tasks(job)
             todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
             total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
-            workers = min(job.recipe.corpus.processes or os.cpu_count() or 1, len(todo), left // _WORTH_A_PROCESS + 1)
+            workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _WORTH_A_PROCESS + 1)
             with bar(stage.label, total or None, total - left) as progress:
                 rate = Rate(progress)
                 if workers > 1:

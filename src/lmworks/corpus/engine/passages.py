@@ -66,7 +66,7 @@ def _learnt(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarr
     rows, first = np.flatnonzero(fates.learnt), 0
     for batch in texts_of(job, piece, fates.learnt):
         count = len(batch.texts)
-        yield rows[first : first + count], batch.texts, units(batch.texts)
+        yield rows[first : first + count], batch.texts, units(batch.texts, "lines")
         advance(piece.bytes * count // max(len(rows), 1), count)
         first += count
 

@@ -17,7 +17,6 @@ class Passing:
     def __init__(self, steps: Sequence[Step], decisions: Decisions, rejected: Samples) -> None:
         self._steps, self._decisions, self._rejected = steps, decisions, rejected
         self.passages = [Passage(step.name) for step in steps]
-        self.statistics = tuple(dict.fromkeys(name for step in steps for name in step.statistics))
 
     def through(self, batch: Batch) -> tuple[Batch, list[int]]:
         """(what is left of the batch, the sizes in bytes of its texts)."""

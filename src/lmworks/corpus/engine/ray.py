@@ -11,6 +11,7 @@ from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.local import Rate, raise_for
 from lmworks.corpus.engine.task import Stage, weight
 from lmworks.corpus.engine.worker import attempt, single_threaded
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
@@ -41,7 +42,7 @@ def _begun(job: Job) -> Any:
     node = job.recipe.corpus.executor
     cpus = job.recipe.corpus.processes if node.address is None else None
     try:
-        ray.init(address=node.address, num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+        ray.init(address=reveal(node.address), num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"cannot reach the Ray cluster at {node.address}: {str(error).splitlines()[0]}") from None
     return ray

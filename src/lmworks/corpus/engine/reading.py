@@ -30,6 +30,7 @@ from lmworks.files import read_json, write_json
 
 BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
 _TELL = 256
+_DECIDED = 8192  # documents whose decisions are written together
 DRAWN = np.dtype([("bytes", "<i8"), ("key", "<u8")])
 KEPT = np.dtype([("number", "<i8"), ("bytes", "<i8"), ("key", "<u8")])
 """Of a document that is left: the last part of its id, its size, and the key that decides who is held out."""
@@ -46,14 +47,26 @@ def size_inputs(job: Job, piece: Piece) -> Any:
 
 def size(job: Job, piece: Piece, advance: Advance) -> None:
     """Size and key of each sound document of a part, so that a budget can be drawn exactly."""
-    ids, sizes = [], []
+    ids: list[str] = []
+    sizes: list[int] = []
+    found = []
     for identity, item in _told(job, piece, advance):
         if item.reason is None:
             ids.append(identity)
             sizes.append(len(item.text.encode()))
-    rows = np.zeros(len(ids), dtype=DRAWN)
-    rows["bytes"], rows["key"] = sizes, keys(ids, job.recipe.seed, "draw")
-    save_array(job.path("size", piece, ".npy"), rows)
+        if len(ids) == _DECIDED:
+            found.append(_rows(ids, sizes, DRAWN, job.recipe.seed, "draw"))
+            ids, sizes = [], []
+    save_array(job.path("size", piece, ".npy"), np.concatenate([*found, _rows(ids, sizes, DRAWN, job.recipe.seed, "draw")]))
+
+
+def _rows(ids: list[str], sizes: list[int], dtype: np.dtype[Any], seed: int, purpose: str) -> np.ndarray:
+    """Rows of `DRAWN` or `KEPT`."""
+    rows = np.zeros(len(ids), dtype=dtype)
+    rows["bytes"], rows["key"] = sizes, keys(ids, seed, purpose)
+    if dtype == KEPT:
+        rows["number"] = [int(identity.rpartition("/")[2]) for identity in ids]
+    return rows
 
 
 def draw_inputs(job: Job, task: str) -> Any:
@@ -113,16 +126,17 @@ class _Reading:
         self._came, self._not_drawn = Count(), Count()
         self._quarantined: Counts = {}
         self._quarantine, self._rejected = Samples(), Samples()
-        self._decisions = Decisions()
+        steps = steps_of(job, piece)
+        self._decisions = Decisions(tuple(dict.fromkeys(name for step in steps for name in step.statistics)))
         semantic = job.recipe.corpus.dedup.semantic
-        self._traces = TracesWriter(job.sketching, embedding(semantic, job.folder) if semantic else None)
-        self._passing = Passing(steps_of(job, piece), self._decisions, self._rejected)
-        self._ids: list[str] = []
-        self._sizes: list[int] = []
+        self._traces = TracesWriter(job.staging, job.sketching, embedding(semantic, job.folder) if semantic else None)
+        self._passing = Passing(steps, self._decisions, self._rejected)
+        self._left: list[np.ndarray] = [np.zeros(0, dtype=KEPT)]
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
-        with writing(job.path("read", piece, ".parquet")) as out:
+        decisions = job.path("read", piece, ".decisions.parquet")
+        with writing(job.path("read", piece, ".parquet")) as out, writing(decisions, self._decisions.schema) as decided:
             batch: list[Document] = []
             characters = 0
             for document in self._documents(advance):
@@ -131,13 +145,12 @@ class _Reading:
                 if characters >= BATCH_CHARACTERS:
                     self._process(batch, out)
                     batch, characters = [], 0
+                    if len(self._decisions) >= _DECIDED:
+                        self._decisions.write(decided)
             self._process(batch, out)
+            self._decisions.write(decided)
         self._traces.close(job.path("read", piece, ".traces"))
-        rows = np.zeros(len(self._ids), dtype=KEPT)
-        rows["number"] = [int(identity.rpartition("/")[2]) for identity in self._ids]
-        rows["bytes"], rows["key"] = self._sizes, keys(self._ids, job.recipe.seed, "validation")
-        save_array(job.path("read", piece, ".keys.npy"), rows)
-        self._decisions.write(job.path("read", piece, ".decisions.parquet"), self._passing.statistics)
+        save_array(job.path("read", piece, ".keys.npy"), np.concatenate(self._left))
         write_json(
             job.path("read", piece, ".counts.json"),
             {
@@ -174,9 +187,8 @@ class _Reading:
         batch, sizes = self._passing.through(Batch(documents))
         if not len(batch):
             return
-        self._traces.add(batch.documents, batch.units)
-        self._ids += [document.id for document in batch.documents]
-        self._sizes += sizes
+        self._traces.add(batch)
+        self._left.append(_rows([document.id for document in batch.documents], sizes, KEPT, self._job.recipe.seed, "validation"))
         out.write_batch(rows_of(batch.documents))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.task import Stage, weight
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.progress import Bar, bar
@@ -66,14 +67,15 @@ def script(job: Job, stage: Stage) -> str:
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in node.options)]
     work = [sys.executable, "-m", "lmworks.cli.main", "corpus", "task", str(job.out), stage.name]
     command = f'exec {shlex.join(work)} "$SLURM_ARRAY_TASK_ID" --of {jobs}'
-    return "\n".join(["#!/bin/bash", *lines, "set -euo pipefail", "export OMP_NUM_THREADS=1", *node.setup, command, ""])
+    return "\n".join(["#!/bin/bash", *lines, "set -euo pipefail", "export OMP_NUM_THREADS=1", *reveal(node.setup), command, ""])
 
 
 def _submit(job: Job, stage: Stage, after: str | None) -> str:
     path = job.staging / "slurm" / f"{stage.name}.sh"
-    write_text(path, script(job, stage))
+    write_text(path, script(job, stage), private=True)  # the setup may have credentials in it
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
-    done = subprocess.run(["sbatch", "--parsable", *waiting, str(path)], capture_output=True, text=True, check=False)
+    command = ["sbatch", "--parsable", *waiting, str(path)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; mend corpus.executor")
     return done.stdout.strip().partition(";")[0]
@@ -101,7 +103,7 @@ def _look(job: Job, stage: Stage, tasks: list[object], progress: Bar) -> list[ob
 
 def _alive(submitted: Sequence[str]) -> bool:
     command = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(submitted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     return bool(done.stdout.strip()) or (done.returncode != 0 and "Invalid job id" not in done.stderr)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class _Writing:
         self._rejected = Samples()
         self._passages: list[dict[str, str]] = []
         self._touched: dict[str, Touched] = {}
-        self._ends: list[tuple[str, str, str, str]] = []  # fate, reason, detail, copy of
+        self._ends: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
+        self._same_ends: dict[tuple[str, ...], tuple[str, ...]] = {}  # most are alike, and need no room of their own
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
@@ -131,7 +133,7 @@ class _Writing:
         bucket = bucket_of(document, source)
         output = f"{source.name}.{bucket}" if bucket else source.name
         count(self._kept[split], output, size)
-        self._ends.append((split, reason or "", "", copy_of or ""))
+        self._end(split, reason or "", "", copy_of or "")
         return split, output
 
     def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:
@@ -141,9 +143,12 @@ class _Writing:
         return rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
 
     def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
-        self._ends.append((step, reason, detail, copy_of or ""))
+        self._end(step, reason, detail, copy_of or "")
         more = {"copy_of": copy_of, "against": detail, "passage": passage}
         self._rejected.add(document.source, reason, document.id, document.origin, document.text, **more)
+
+    def _end(self, *end: str) -> None:
+        self._ends.append(self._same_ends.setdefault(end, end))
 
     def _tell(self, document: Document, matches: Sequence[Match]) -> None:
         for name in {match.set for match in matches}:
@@ -155,24 +160,22 @@ class _Writing:
 
     def _write_decisions(self) -> dict[str, Any]:
         """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
-        table = pq.read_table(self._job.path("read", self._piece, ".decisions.parquet")).combine_chunks()
-        open_ = pc.equal(table["fate"], "").combine_chunks()
-        for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*self._ends, strict=True), strict=False):
-            filled = pc.replace_with_mask(table[name].combine_chunks(), open_, pa.array(values, pa.string()))
-            table = table.set_column(table.schema.get_field_index(name), name, filled)
-        with writing(decisions_path(self._job, self._piece), table.schema) as out:
-            out.write_table(table)
-        learnt = pc.equal(table["fate"], "train")
-        measured = {}
-        for name in table.column_names[len(DECISIONS) :]:
-            measured[name] = {"read": _histogram(table[name]), "train": _histogram(table[name].filter(learnt))}
-        return measured
-
-
-def _histogram(values: pa.ChunkedArray) -> dict[str, Any]:
-    made = Histogram()
-    made.add(values.drop_null().to_pylist())
-    return made.as_json()
+        path, ends = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._ends)
+        schema = pq.read_schema(path)
+        measured = {name: {"read": Histogram(), "train": Histogram()} for name in schema.names[len(DECISIONS) :]}
+        with writing(decisions_path(self._job, self._piece), schema) as out:
+            for _, table in row_groups(path):
+                open_ = pc.equal(table["fate"], "").combine_chunks()
+                here = list(islice(ends, pc.sum(open_).as_py() or 0))
+                for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*here, strict=True), strict=False):
+                    filled = pc.replace_with_mask(table[name].combine_chunks(), open_, pa.array(values, pa.string()))
+                    table = table.set_column(table.schema.get_field_index(name), name, filled)
+                out.write_table(table)
+                learnt = pc.equal(table["fate"], "train")
+                for name, of in measured.items():
+                    of["read"].add(table[name].drop_null().to_pylist())
+                    of["train"].add(table[name].filter(learnt).drop_null().to_pylist())
+        return {name: {kind: one.as_json() for kind, one in of.items()} for name, of in measured.items()}
 
 
 def _passage(document: Document, match: Match) -> str:

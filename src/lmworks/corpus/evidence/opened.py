@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lmworks.corpus.engine.fates import staged
+from lmworks.corpus.engine.fates import cuts_path, staged
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.engine.writing import decisions_path, outputs
@@ -122,6 +122,17 @@ class Prepared:
             if place >= 0:
                 return first + place, rows["text"][place].as_py()
         return None
+
+    def cut(self, piece: Piece, identity: str) -> tuple[str, float] | None:
+        """(what is left of a document without the passages that stood earlier, the share of its words), if it lost some and staged text
+        is kept.
+        """
+        found, path = self.staged(piece, identity), cuts_path(self.job, piece)
+        if found is None or not path.is_file():
+            return None
+        rows = pq.read_table(path)
+        place = pc.index(rows["row"], found[0]).as_py()
+        return (rows["text"][place].as_py(), rows["left"][place].as_py()) if place >= 0 else None
 
     def piece_of(self, identity: str) -> Piece:
         """The part of a document; UserError for what is no id of this corpus."""

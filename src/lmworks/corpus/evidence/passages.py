@@ -28,4 +28,5 @@ def passages(corpus: Prepared, piece: Piece, identity: str) -> list[Passage]:
         told = [one for one in corpus.report["contamination"] if one["id"] == identity]
         return [Passage(one["against"], one["passage"]) for one in told]
     row, text = found
+    text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # which is what the gate saw
     return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in verdicts(corpus.job, piece).get(row, [])]

@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.corpus.document import Batch, Document, Drop, Fact, Step
 from lmworks.corpus.engine.copies import REASONS
+from lmworks.corpus.engine.fates import REPEATED
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.engine.reading import BATCH_CHARACTERS, steps_of
 from lmworks.corpus.evidence.differences import differences
@@ -190,6 +191,11 @@ def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Ke
         yield Moment("dedup", f"{verb}: {reason} of {where}")
         if fate == "dedup":
             return
+    elif fate == "dedup" and reason == REPEATED:
+        cut = corpus.cut(piece, decision["id"])
+        left = f", {cut[1]:.0%} of its words did not stand earlier" if cut else ""
+        yield Moment("dedup", f"dropped: {reason}{left}", changed=differences(text, cut[0]) if cut else ())
+        return
     else:
         yield Moment("dedup", "no copy of an earlier document")
     if kept and kept.columns["text"] != text:

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable
 
 _CODE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 _ESCAPE = re.compile(r"\\([\\`*_{}\[\]()#+.!<>|~-])")
-_PERMALINK = re.compile(r"[ \t]*¶[ \t]*$", re.MULTILINE)
+_DECLARED = re.compile(rb"<meta[^>]{0,200}?charset\s{0,9}=\s{0,9}[\"']?\s{0,9}([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
+# begun only where a run of spaces begins: tried at each of its spaces, the search would be quadratic in its length
+_PERMALINK = re.compile(r"(?<![ \t])[ \t]*¶[ \t]*$", re.MULTILINE)
 
 
-def extractor() -> Callable[[bytes], str]:
-    """The function from a page to its text ("" if it has none). Raises ImportError without trafilatura (extra `web`)."""
+def extractor() -> Callable[[bytes], bytes]:
+    """The function from a page to its text in UTF-8 (b"" if it has none). Raises ImportError without trafilatura (extra `web`)."""
     import logging
 
     import trafilatura
 
     logging.disable()
 
-    def extract(data: bytes) -> str:
-        found = trafilatura.extract(data, fast=True, favor_precision=True, include_comments=False, output_format="markdown")
-        return unescaped(found or "")
+    def extract(data: bytes) -> bytes:
+        found = trafilatura.extract(decoded(data), fast=True, favor_precision=True, include_comments=False, output_format="markdown")
+        return unescaped(found or "").encode("utf-8", "replace")
 
     return extract
+
+
+def decoded(data: bytes) -> str | bytes:
+    """A page as text, by its byte order mark, as UTF-8, or as it declares itself; as it is, for a guess, where none of these fits.
+
+    trafilatura guesses first, and differently if another package has brought a detector along.
+    """
+    declared = _DECLARED.search(data, 0, 4096)
+    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    for encoding in ["utf-16"] if marked else ["utf-8-sig", *([declared[1].decode("ascii")] if declared else [])]:
+        try:
+            text, _ = codecs.getdecoder(encoding)(data)
+        except (LookupError, ValueError):
+            continue
+        if isinstance(text, str):  # a codec such as hex makes bytes
+            return text
+    return data
 
 
 def unescaped(markdown: str) -> str:

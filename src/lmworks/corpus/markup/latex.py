@@ -16,11 +16,11 @@ _MACRO = re.compile(r"\\(?:(?:re)?newcommand\*?\s*\{?\\([A-Za-z]+)\}?|def\s*\\([
 _LONGEST_MACRO = 200
 _MOST_GROWTH = 4
 _INDENT = re.compile(r"^(#+ [^\n]*\n\n)[ \t]+", re.MULTILINE)
-_BLANK = re.compile(r"[ \t]*\n(?:[ \t]*\n){2,}")
+_BLANK = re.compile(r"(?<![ \t])[ \t]*\n(?:[ \t]*\n){2,}")  # begun only where a run of spaces begins, or it would be quadratic
 
 
-def extractor() -> Callable[[bytes], str]:
-    """The function from LaTeX source to text. Raises ImportError without pylatexenc (extra `web`)."""
+def extractor() -> Callable[[bytes], bytes]:
+    """The function from LaTeX source to text in UTF-8. Raises ImportError without pylatexenc (extra `web`)."""
     import logging
 
     from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
@@ -44,8 +44,8 @@ def extractor() -> Callable[[bytes], str]:
     )
     converter = LatexNodes2Text(known, math_mode="verbatim", keep_braced_groups=False, strict_latex_spaces=False)
 
-    def extract(data: bytes) -> str:
-        return to_text(decoded_latex(data), converter.latex_to_text)
+    def extract(data: bytes) -> bytes:
+        return to_text(decoded_latex(data), converter.latex_to_text).encode("utf-8", "replace")
 
     return extract
 
@@ -80,7 +80,7 @@ def to_text(source: str, convert: Callable[[str], str]) -> str:
     pieces = [f"# {convert(title[1]).strip()}"] if title else []
     pieces += [convert(section).strip() for section in _HEADING.split(text)]
     joined = "\n\n".join(filter(None, pieces))
-    joined = re.sub(r"VERBATIM(\d+)X", lambda match: kept[int(match[1])] if int(match[1]) < len(kept) else match[0], joined)
+    joined = re.sub(r"VERBATIM(\d{1,9})X", lambda match: kept[int(match[1])] if int(match[1]) < len(kept) else match[0], joined)
     return _INDENT.sub(r"\1", _BLANK.sub("\n\n", joined.replace("\xa0", " "))).strip()
 
 

@@ -20,19 +20,25 @@ _PREFIXED = re.compile(
     r")(?![A-Za-z0-9_-])"
 )
 _ASSIGNED = re.compile(
-    r"(?:api|secret|access|auth|private|client)[_-]?(?:key|token|secret)[\"']? {0,4}(?:=>|[:=]) {0,4}[\"']([A-Za-z0-9+/_=.-]{20,128})[\"']"
-    r"|(?:password|passwd|token)[\"']? {0,4}(?:=>|[:=]) {0,4}[\"']([A-Za-z0-9+/_=.!@$%^&*-]{12,128})[\"']",
+    r"(?:api|secret|access|auth|private|client)[_-]?(?:key|token|secret)[\"']? {0,4}(?:=>|[:=：]) {0,4}"
+    r"[\"']([A-Za-z0-9+/_=.-]{20,128})[\"']"
+    r"|(?:password|passwd|token)[\"']? {0,4}(?:=>|[:=：]) {0,4}[\"']([A-Za-z0-9+/_=.!@$%^&*-]{12,128})[\"']",
     re.IGNORECASE,
 )
+_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)(?:_ID)?[=：:] ?([A-Za-z0-9+/_=.-]{20,128})(?![^\s,;\"'])")  # in a shell
 _SIGNS = (
     "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "sk-", "AIza", "hf_", "k_live_", "SG.", "npm_",
     "pypi-AgEI", "eyJ",
 )  # fmt: skip
 _NAMES = ("key", "token", "secret", "password", "passwd")
-_VALUE = re.compile(r"[:=>] {0,4}[\"'][A-Za-z0-9+/_=.!@$%^&*-]{12}")
+_VALUE = re.compile(r"[:=>：] {0,4}[\"'][A-Za-z0-9+/_=.!@$%^&*-]{12}")
 _PLACEHOLDER = re.compile(r"example|your|xxxx|test|dummy|change|sample|placeholder|secret|password|1234567|abcdef|fake|0000", re.IGNORECASE)
 _BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
+_BODY = re.compile(  # of a key that is cut off
+    r"\s{0,4}[A-Za-z0-9+/=]{40,80}(?:\r?\n[A-Za-z0-9+/=]{40,80}){1,400}(?:\r?\n[A-Za-z0-9+/=]{1,80}(?![^\r\n]))?"
+)
 _LONGEST_BLOCK = 1 << 14
+_NOWHERE = -2
 _LEAST_ENTROPY = 3.2  # bits per character; English identifiers of that length lie below, random base 64 above
 
 
@@ -54,6 +60,9 @@ def secrets(text: str) -> Iterator[tuple[int, int]]:
         group = 1 if found[1] else 2
         if not _PLACEHOLDER.search(found[group]) and _random(found[group]):
             spans.append(found.span(group))
+    for found in _VARIABLE.finditer(text) if any(name.upper() in text for name in _NAMES) else ():
+        if not _PLACEHOLDER.search(found[1]) and _random(found[1]):
+            spans.append(found.span(1))
     yield from in_order(spans)
 
 
@@ -69,13 +78,13 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
     for begin in _BEGIN.finditer(text):
         if begin.start() < reached:
             continue
-        if close < begin.end():
+        if close < begin.end() and close != _NOWHERE:
             close = text.find("-----END ", begin.end())
-        if close < 0:
-            return
-        if close - begin.end() > _LONGEST_BLOCK:
-            continue
-        end = text.find("-----", close + 9, close + 80)
+            close = close if close >= 0 else _NOWHERE
+        end = text.find("-----", close + 9, close + 80) if 0 <= close - begin.end() <= _LONGEST_BLOCK else -1
         if end > 0 and close - begin.end() > 100:
             reached = end + 5
+            yield begin.start(), reached
+        elif end < 0 and (body := _BODY.match(text, begin.end())):
+            reached = body.end()
             yield begin.start(), reached

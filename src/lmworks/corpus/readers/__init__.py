@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from lmworks.corpus.items import Item, broken
+from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
@@ -53,8 +53,12 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 def read(source: Source, part: Part, max_document: int) -> Iterator[Item]:
     """The items of a part, the same each time: documents of at most `max_document` bytes of UTF-8, and what is none with its reason."""
     left = part.size
+    outside = [file for file in part.files if file.leads_out]
+    for file in outside:
+        yield broken("leads_out", shown(file.path), f"{file.changed}; to read what it leads to, make that a source")
+    part = replace(part, files=tuple(file for file in part.files if not file.leads_out))
     try:
-        for item in _FAMILIES[source.kind].read(source, part, max_document):
+        for item in _FAMILIES[source.kind].read(source, part, max_document) if part.files else ():
             checked = _checked(item, max_document)
             yield checked if checked.consumed <= left or not part.size else replace(checked, consumed=left)
             left = max(left - checked.consumed, 0)

@@ -1,24 +1,33 @@
-"""Archives of files (zip, tar), read member by member where they lie. Nothing is ever unpacked to disk."""
+"""Archives of files (zip, tar), read member by member where they lie, by a process with limits. Nothing is ever unpacked to disk."""
 
 from __future__ import annotations
 
-import struct
-import tarfile
-import zipfile
-import zlib
+import io
+import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
+from lmworks.corpus import unpacking
 from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.layouts import Member
-from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, decompress, open_binary
+from lmworks.corpus.limited import Ended, Failed, Limited
+from lmworks.corpus.opening import Bomb, Damaged
 from lmworks.corpus.readers.listing import File
 from lmworks.errors import UserError
 
 _TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 ARCHIVES = (".zip", *_TARS)
-# what zipfile and tarfile make of numbers and names that cannot be
-_CONFUSED = (ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, AttributeError, struct.error)
+_SECONDS, _MEMORY = 60.0, 2 << 30
+_CHUNK = 1 << 20
+_ERRORS: dict[bytes, type[Exception]] = {
+    unpacking.BOMB: Bomb,
+    unpacking.DAMAGED: Damaged,
+    unpacking.LOST: ConnectionError,
+    unpacking.REFUSED: UserError,
+}
+
+_idle: list[Limited] = []  # processes that have no archive open
 
 
 def is_archive(path: str) -> bool:
@@ -30,53 +39,46 @@ def members(file: File) -> Iterator[Member | Item]:
     """The files in an archive, each open until the next is asked for; what cannot be opened is an item with its reason.
 
     A name that leads out of the archive, one that was there before, and an encrypted or damaged member cost that member only. Links and
-    devices are passed over.
+    devices are passed over. Raises Bomb, Damaged, ConnectionError and UserError, and so do the streams of the members.
     """
+    unpacker = _idle.pop() if _idle else Limited("lmworks.corpus.unpacking:Unpacker", _SECONDS, _MEMORY)
     try:
-        yield from _members(file)
-    except UserError:
-        raise
-    except _CONFUSED as error:
-        raise Damaged(f"{type(error).__name__}: {error}") from None
+        path = file.path if "://" in file.path else os.path.abspath(file.path)
+        _ask(unpacker, unpacking.OPEN, b"%d %s" % (file.size, os.fsencode(path)))
+        while answer := _ask(unpacker, unpacking.NEXT):
+            if found := json.loads(answer):
+                name, size, reason, text = found
+                if reason:
+                    yield broken(reason, f"{shown(file.path)}/{shown(name)}", text, size)
+                else:
+                    yield Member(name, size, io.BufferedReader(_Content(unpacker), _CHUNK))
+    finally:
+        _idle.append(unpacker)
 
 
-def _members(file: File) -> Iterator[Member | Item]:
-    seen: set[str] = set()
-    with open_binary(file.path, seek=file.path.endswith(".zip")) as (stream, _):
-        for member in _zip(stream, file) if file.path.endswith(".zip") else _tar(stream):
-            if isinstance(member, Item):
-                yield member
-                continue
-            origin = f"{shown(file.path)}/{shown(member.name)}"
-            if not member.name or member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
-                yield broken("unsafe_name", origin, member.name, 0)
-            elif member.name in seen:
-                yield broken("duplicate_member", origin, "", 0)
-            else:
-                seen.add(member.name)
-                yield member
+class _Content(io.RawIOBase):
+    """The content of the member that the process has open."""
+
+    def __init__(self, unpacker: Limited) -> None:
+        self._unpacker = unpacker
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = _ask(self._unpacker, unpacking.READ, b"%d" % len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
-def _zip(stream: Any, file: File) -> Iterator[Member | Item]:
-    with zipfile.ZipFile(stream) as archive:
-        infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
-        whole = sum(info.file_size for info in infos)
-        if whole > HARMLESS and whole > MOST_EXPANSION * (file.size or stream.seek(0, 2)):
-            raise Bomb(f"would expand to {whole:,} bytes")
-        for info in infos:
-            origin = f"{shown(file.path)}/{shown(info.filename)}"
-            if info.flag_bits & 1:
-                yield broken("encrypted", origin, "", info.compress_size)
-                continue
-            try:
-                with archive.open(info) as opened:
-                    yield Member(info.filename, info.compress_size, decompress(opened, info.filename))
-            except (zipfile.BadZipFile, zlib.error, EOFError, *_CONFUSED) as error:
-                yield broken("damaged_member", origin, str(error), info.compress_size)
-
-
-def _tar(stream: Any) -> Iterator[Member]:
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for info in archive:
-            if info.isreg() and (opened := archive.extractfile(info)):
-                yield Member(info.name, info.size, decompress(opened, info.name))
+def _ask(unpacker: Limited, verb: bytes, what: bytes = b"") -> bytes:
+    try:
+        answer = unpacker(verb + b" " + what)
+    except Ended as ended:
+        raise Bomb(f"unpacking it {ended}") from None
+    except Failed as failed:
+        raise Damaged(str(failed)) from None
+    if answer.startswith(unpacking.GIVEN):
+        return answer.removeprefix(unpacking.GIVEN)
+    kind, _, text = answer.partition(b" ")
+    raise _ERRORS[kind + b" "](text.decode("utf-8", "replace"))

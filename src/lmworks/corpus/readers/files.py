@@ -35,7 +35,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
-_TITLE = re.compile(r"^title:[ \t]*([\"']?)(.+?)\1[ \t]*$", re.MULTILINE)
+_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 Convert = Callable[[Member, int], Iterator[Item]]
 
@@ -127,6 +127,9 @@ def _markdown(data: bytes, origin: str, limit: int, size: int) -> Item:
     front = _FRONT_MATTER.match(item.text) if item.reason is None else None
     if front is None:
         return item
-    title = _TITLE.search(front[1])
+    found = _TITLE.search(front[1])
+    title = found[1].strip(" \t") if found else ""
+    if len(title) > 2 and title[0] == title[-1] and title[0] in "\"'":
+        title = title[1:-1]
     body = item.text[front.end() :].lstrip("\n")
-    return replace(item, text=f"# {title[2]}\n\n{body}" if title and not body.startswith("# ") else body)
+    return replace(item, text=f"# {title}\n\n{body}" if title and not body.startswith("# ") else body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lzma
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -11,8 +10,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import Bomb
+from lmworks.corpus.opening import Bomb, lost_errors
 from lmworks.errors import UserError
+from lmworks.masking import mask
 
 
 @lru_cache(maxsize=1)
@@ -29,20 +29,13 @@ def _damage() -> tuple[type[Exception], ...]:
     return (*known, zstandard.ZstdError)
 
 
-def _lost() -> tuple[type[Exception], ...]:
-    """What the network packages that are in use raise."""
-    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
-    found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
-    return (ConnectionError, TimeoutError, FileNotFoundError, PermissionError, *found)
-
-
 def guarded(rows: Iterator[Item], path: str) -> Iterator[Item]:
     """Rows until the file breaks off. Raises UserError when a URL does, which is nobody's data."""
     try:
         yield from rows
     except Bomb as error:
         yield broken("bomb", shown(path), str(error))
-    except (*_damage(), *_lost()) as error:
-        if "://" in path and (isinstance(error, _lost()) or getattr(error, "errno", None) is not None):
+    except (*_damage(), *lost_errors()) as error:
+        if "://" in path and (isinstance(error, lost_errors()) or getattr(error, "errno", None) is not None):
             raise UserError(f"cannot go on reading {path}: {str(error) or type(error).__name__}; run the same command again") from None
-        yield broken("damaged_file", shown(path), str(error))
+        yield broken("damaged_file", shown(path), mask(str(error)))

@@ -6,15 +6,17 @@ import fnmatch
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.items import Unavailable
 from lmworks.corpus.opening import COMPRESSED, fsspec
+from lmworks.credentials import hide, reveal
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
+LEADS_OUT = "a link that leads out of its source"
 _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
 
 
@@ -26,18 +28,28 @@ class File:
     size: int
     changed: str = ""
 
+    @property
+    def leads_out(self) -> bool:
+        """Whether it is a link that leads out of its source, which is not followed."""
+        return self.changed == LEADS_OUT
+
 
 def find(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
     """Files of a source at its `path` (file, directory, glob or fsspec URL), sorted by path.
 
     Inside a directory only names ending in one of `suffixes`, compressed or not, count (all if empty); hidden and tool directories are
-    passed over. Raises Unavailable if there are none.
+    passed over. A link inside it that leads out of it is a file that `leads_out`. Raises Unavailable if there are none.
     """
     assert source.path is not None, "the recipe checks it"
-    files = _list_remote(source.path, suffixes) if "://" in source.path else _list_local(source.path, suffixes)
-    if source.include:
+
+    def included(name: str) -> bool:
         pattern = source.include
-        files = [file for file in files if fnmatch.fnmatch(file.path, pattern) or fnmatch.fnmatch(os.path.basename(file.path), pattern)]
+        return pattern is None or fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(os.path.basename(name), pattern)
+
+    if "://" in source.path:
+        files = [file for file in _list_remote(source.path, suffixes) if included(file.path)]
+    else:
+        files = list(_list_local(source.path, suffixes, included))
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
         raise Unavailable(f"no files at {source.path}{matching}; check the path")
@@ -52,20 +64,17 @@ def fits(name: str, suffixes: tuple[str, ...]) -> bool:
     return not suffixes or name.endswith(suffixes) or plain.endswith(suffixes)
 
 
-def _list_local(path: str, suffixes: tuple[str, ...]) -> list[File]:
-    found: Iterator[str]
+def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], bool]) -> Iterator[File]:
     if os.path.isdir(path):
-        found = (name for name in _walk(path) if fits(name, suffixes))
+        yield from _walk(path, lambda name: fits(name, suffixes) and included(name))
     elif os.path.isfile(path):
-        found = iter([path])
+        if included(path):
+            yield from filter(None, [local_file(path)])
     elif mark := re.search(r"[*?[]", path):
         base, pattern = path[: mark.start()].rpartition("/")[0], _pattern(path)
         deepest = None if "**" in path else os.path.normpath(path).count("/")
-        walked = _walk(base or ("/" if path.startswith("/") else "."), deepest)
-        found = (name for name in walked if pattern.fullmatch(os.path.normpath(name)))
-    else:
-        found = iter(())
-    return [file for file in map(local_file, found) if file is not None]
+        below = base or ("/" if path.startswith("/") else ".")
+        yield from _walk(below, lambda name: bool(pattern.fullmatch(os.path.normpath(name))) and included(name), deepest)
 
 
 def local_file(path: str) -> File | None:
@@ -77,10 +86,23 @@ def local_file(path: str) -> File | None:
     return File(path, status.st_size, str(status.st_mtime_ns)) if stat.S_ISREG(status.st_mode) else None
 
 
-def _walk(path: str, deepest: int | None = None) -> Iterator[str]:
-    """Files below a directory. Links to directories are followed, and each directory is entered once, however many links lead to it."""
-    seen = set()
+def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) -> Iterator[File]:
+    """Files below a directory whose names are wanted.
+
+    Links to directories in it are followed, and each directory is entered once, however many links lead to it. Links that lead out of it,
+    which whoever made the directory may have aimed at anything, are not.
+    """
+    root = os.path.realpath(path)
+    seen: set[tuple[int, int]] = set()
+
+    def leads_out(name: str) -> bool:
+        return os.path.islink(name) and os.path.commonpath([root, os.path.realpath(name)]) != root
+
     for folder, folders, names in os.walk(path, followlinks=True):
+        if folder != path and leads_out(folder):
+            folders.clear()
+            yield File(folder, 0, LEADS_OUT)
+            continue
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()
@@ -88,7 +110,11 @@ def _walk(path: str, deepest: int | None = None) -> Iterator[str]:
         seen.add((status.st_dev, status.st_ino))
         deep = deepest is not None and os.path.normpath(folder).count("/") >= deepest
         folders[:] = () if deep else sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES)
-        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+        for name in (os.path.join(folder, name) for name in names if not name.startswith(".")):
+            if wanted(name):
+                file = File(name, 0, LEADS_OUT) if leads_out(name) else local_file(name)
+                if file is not None:
+                    yield file
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
@@ -102,7 +128,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
     try:
-        system, inner = fsspec().core.url_to_fs(path)
+        system, inner = fsspec().core.url_to_fs(reveal(path))
         if any(mark in inner for mark in "*?["):
             found = system.glob(inner, detail=True)
         elif system.isdir(inner):
@@ -114,7 +140,7 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
     except (ImportError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     return [
-        File(system.unstrip_protocol(name), int(info.get("size") or 0), str(_version(info)))
+        File(hide(system.unstrip_protocol(name)), int(info.get("size") or 0), str(_version(info)))
         for name, info in found.items()
         if info.get("type") != "directory"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 from lmworks.corpus.items import Item, broken, decoded
 
 LAYOUTS = ("cells", "outputs")
+_LONGEST_NAME = 40  # of a language: it stands before each cell
 
 
 def text_of(data: bytes, origin: str, limit: int, consumed: int, outputs: bool) -> Item:
@@ -31,7 +32,7 @@ def text_of(data: bytes, origin: str, limit: int, consumed: int, outputs: bool) 
 def _language(notebook: dict[str, Any]) -> str:
     about = notebook.get("metadata") or {}
     name = (about.get("language_info") or {}).get("name") or (about.get("kernelspec") or {}).get("language") or "python"
-    return name if isinstance(name, str) and name.isidentifier() else ""
+    return name if isinstance(name, str) and name.isidentifier() and len(name) <= _LONGEST_NAME else ""
 
 
 def _blocks(cell: dict[str, Any], language: str, outputs: bool) -> list[str]:
@@ -39,9 +40,14 @@ def _blocks(cell: dict[str, Any], language: str, outputs: bool) -> list[str]:
     if not source.strip():
         return []
     if cell["cell_type"] != "code":
-        return [f"{'#' * int(cell.get('level', 1))} {source}" if cell["cell_type"] == "heading" else source]
+        return [f"{_marks(cell.get('level'))} {source}" if cell["cell_type"] == "heading" else source]
     printed = "".join(_printed(output) for output in cell.get("outputs", ())).strip("\n") if outputs else ""
     return [f"```{language}\n{source}\n```", *([f"```\n{printed}\n```"] if printed else [])]
+
+
+def _marks(level: Any) -> str:
+    """The sign of a heading: Markdown has six levels, and what is none is the first."""
+    return "#" * min(max(level, 1), 6) if isinstance(level, int) else "#"
 
 
 def _printed(output: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ _ROWS = 8  # more are no faster, and one value may be as long as a document
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """Small files whole, big ones by row groups. Raises UserError if the first file that can be read has not the columns."""
     files = find(source, (".parquet",))
-    names = next((names for file in files[:3] if (names := _names(file.path))), None)
+    names = next((names for file in files[:3] if not file.leads_out and (names := _names(file.path))), None)
     if names:
         Columns(source, 0).wanted(names, shown(files[0].path))
     return list(_parts(files, part_bytes))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lmworks.corpus.parsing import python_error
+from lmworks.corpus.parsing import parsed
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
 from lmworks.corpus.units import ngrams, repeated, units
@@ -174,4 +174,4 @@ def generated(doc: Text) -> float:
 
 def unparsable(doc: Text) -> float:
     """Whether Python code does not parse. The code is parsed, never run."""
-    return float(doc.python and python_error(doc.text) is not None)
+    return parsed(doc.text, "py").share if doc.python else 0.0

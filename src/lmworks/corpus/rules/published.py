@@ -173,7 +173,8 @@ def _filled(doc: Words) -> list[str]:
 
 
 GOPHER = (
-    Rule("gopher_word_count", _prose_words, "A1.1", low=50, high=100_000),
+    Rule("gopher_word_count", _prose_words, "A1.1", low=50),
+    Rule("gopher_too_many_words", _prose_words, "A1.1", high=100_000),
     Rule("gopher_mean_word_length", _mean_length, "A1.1", low=3, high=10),
     Rule("gopher_hash_signs", _hashes, "A1.1", high=0.1),
     Rule("gopher_ellipses", _ellipses, "A1.1", high=0.1),

@@ -36,7 +36,8 @@ _SHAPE = (
 )
 _PROSE = (
     *_BROKEN,
-    Rule("word_count", m.word_count, "Gopher", low=50, high=100_000),
+    Rule("word_count", m.word_count, "Gopher", low=50),
+    Rule("too_many_words", m.word_count, "Gopher", high=100_000),
     *_SHAPE,
     Rule("stop_words", m.stop_words("en"), "Gopher", low=2),
     Rule("bullet_lines", m.bullet_lines, "Gopher", high=0.9),
@@ -110,9 +111,10 @@ _OTHER = (*_BROKEN, Rule("word_count", m.word_count, "ours", low=5), *_LINES)
 
 # units are characters: lengths in words do not apply, common character n-grams are grammar, and what would be 50 words is about 80
 # characters
+_CHARACTERS_PER_WORD = 1.6
 _SPACELESS = (
     *_BROKEN,
-    Rule("character_count", m.word_count, "ours: Gopher's 50 words at 1.6 characters a word", low=80),
+    Rule("character_count", m.word_count, f"ours: Gopher's 50 words at {_CHARACTERS_PER_WORD} characters a word", low=80),
     Rule("alphabetic_words", m.alphabetic_words, "Gopher", low=0.8),
     Rule("symbols_per_word", m.symbols_per_word, "Gopher", high=0.1),
     Rule("ellipsis_lines", m.ellipsis_lines, "Gopher", high=0.3),
@@ -129,6 +131,19 @@ RULES: dict[str, Rules] = {
 }  # fmt: skip
 
 
+_RUNNING_TEXT = 40  # words from which a domain asks for running text
+_ANY_SCRIPT = frozenset(rule.name for rule in (*_BROKEN, *_LINES)) | {"alphabetic_words"}
+
+
+def _spaceless(domain: str) -> Rules:
+    """A domain's rules in a script without spaces: its least length in characters; and those of running text, or what fits any script."""
+    own = RULES[domain]
+    (least,) = (rule for rule in own if rule.name == "word_count")
+    length = replace(least, name="character_count", low=_CHARACTERS_PER_WORD * least.low, high=float("inf"))
+    others = RULES["spaceless"] if least.low >= _RUNNING_TEXT else [rule for rule in own if rule.name in _ANY_SCRIPT]
+    return (length, *(rule for rule in others if rule.name != "character_count"))
+
+
 @lru_cache(maxsize=256)
 def rules_for(name: str | None, domain: str, language: str) -> Rules:
     """The rules called `name`, or those that suit a domain and language. Stop words are asked in languages that have a list."""
@@ -137,7 +152,7 @@ def rules_for(name: str | None, domain: str, language: str) -> Rules:
             raise UserError(f"unknown rules {name!r}; known are {', '.join(RULES)}")
         return RULES[name]
     if language in SPACELESS_LANGUAGES and domain != "code":
-        return RULES["spaceless"]
+        return _spaceless(domain)
     own = m.stop_words(language) if language in STOP_WORDS else None
     return tuple(
         replace(rule, measure=own) if own and rule.name == "stop_words" else rule

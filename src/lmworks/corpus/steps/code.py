@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
-from lmworks.corpus.parsing import KNOWN, error_share, python_error, suffix
+from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
 from lmworks.recipe.text_steps import Code
@@ -33,10 +33,10 @@ def make(node: Code, context: Context) -> Step:
             return document
         if kind not in KNOWN:
             return document if node.unknown == "keep" else Drop("unknown_code", f".{kind}" if kind else "no suffix")
-        share = error_share(document.text, kind)
+        share, error = parsed(document.text, kind)
         facts: dict[str, Any] = {"code_errors": round(share, 6)}
         if share > (0.0 if kind in _PYTHON else node.errors):
-            return Drop("unparsable", (python_error(document.text) or "") if kind in _PYTHON else f"{share:.1%} of .{kind}", facts)
+            return Drop("unparsable", error or f"{share:.1%} of .{kind}", facts)
         if node.run and kind == "py":
             ran = run_python(document.text, limits)
             if ran.outcome != "passed":

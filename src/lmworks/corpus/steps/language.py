@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -14,6 +15,8 @@ _WINDOW = 400
 _WINDOWS = 3
 _FAMILY = {"wuu": "zh", "yue": "zh", "nn": "no", "nb": "no", "arz": "ar", "azb": "az", "pnb": "pa", "ckb": "ku", "bs": "hr", "sh": "hr"}
 """The model's labels that are written like a language with a code of two letters, and often taken for it."""
+
+_KANA = re.compile("[\u3040-\u30ff\uff66-\uff9f]")
 
 Identify = Callable[[str], tuple[str, float]]
 
@@ -41,7 +44,10 @@ def identifier() -> Identify:
         found = detector.detect(sample(text), model="lite")
         if not found:
             return "", 0.0
-        return _FAMILY.get(found[0]["lang"], found[0]["lang"]), round(found[0]["score"], 4)
+        language = _FAMILY.get(found[0]["lang"], found[0]["lang"])
+        if language == "ja" and not _KANA.search(text):
+            language = "zh"  # classical poems look like both; nobody writes Japanese without kana
+        return language, round(found[0]["score"], 4)
 
     return identify
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.recipe.steps import Python
 
@@ -25,12 +26,12 @@ from lmworks.recipe.steps import Python
 def make(node: Python, context: Context) -> Step:
     """Import the file and bind the options. Raises `UserError` for a missing file or function and for options it does not take."""
     path = context.folder / node.file
-    function = _function(path, node.function)
+    function, options = _function(path, node.function), reveal(node.options)
     try:
-        inspect.signature(function).bind(None, **node.options)
+        inspect.signature(function).bind(None, **options)
     except TypeError as error:
         raise UserError(f"step {node.function} of {path}: {error}; see its arguments after the first") from None
-    bound = functools.partial(function, **node.options)
+    bound = functools.partial(function, **options)
     declared = getattr(function, "declared", {})
 
     def checked(document: Document) -> Outcome:

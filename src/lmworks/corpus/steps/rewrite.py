@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
+from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
+from lmworks.masking import mask
 from lmworks.recipe.fingerprint import canonical
 from lmworks.recipe.steps import Rewrite
 
@@ -87,7 +89,7 @@ class _Rewriter:
         try:
             reply = self._client.chat.completions.create(
                 model=node.model,
-                messages=[{"role": "user", "content": node.prompt.replace("{text}", text)}],
+                messages=[{"role": "user", "content": reveal(node.prompt).replace("{text}", text)}],
                 temperature=node.temperature,
                 max_tokens=node.max_tokens,
             )
@@ -109,7 +111,9 @@ class _Rewriter:
 
         node = self._node
         # its retries wait twice as long each time, and as long as the server says
-        return openai.OpenAI(base_url=node.endpoint, api_key=self._key or "none", max_retries=node.retries, timeout=float(node.timeout))
+        return openai.OpenAI(
+            base_url=reveal(node.endpoint), api_key=self._key or "none", max_retries=node.retries, timeout=float(node.timeout)
+        )
 
 
 def cache_directory() -> Path:
@@ -119,7 +123,7 @@ def cache_directory() -> Path:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return mask(" ".join(str(error).split()))[:300]
 
 
 def make(node: Rewrite, context: Context) -> Step:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmworks import machine
 from lmworks.doctor.preflight.finding import Context, Finding, Result
+from lmworks.errors import UserError
 from lmworks.plan.render import size
+from lmworks.recipe.after import world_size
 
 _BLOCK = 4 << 20
 _WRITES = 8
@@ -45,11 +48,17 @@ def places(context: Context) -> Iterator[Place]:
     yield Place("checkpoints", checkpoints, max(0.0, copies * disk.checkpoint - _bytes(checkpoints)))
     yield Place("token files", context.shards_dir, max(0.0, disk.data - _bytes(context.shards_dir)))
     if options.local:
-        yield Place("checkpoints.local", Path(options.local), (options.keep_last + 1) * disk.checkpoint)
+        share = ranks_here(context) / world_size(context.layout)  # a machine's disk takes what its own ranks write
+        yield Place("checkpoints.local", Path(options.local), (options.keep_last + 1) * disk.checkpoint * min(1.0, share))
     if options.copy_to and "://" not in options.copy_to:
         yield Place("checkpoints.copy_to", Path(options.copy_to), copies * disk.checkpoint)
     if (cache := context.recipe.shards.cache) is not None:
         yield Place("shards.cache", Path(cache.dir), max(0.0, float(cache.bytes) - _bytes(Path(cache.dir))))
+
+
+def ranks_here(context: Context) -> int:
+    """Ranks on one machine: those that were started on this one, or as many as the cluster's machines have devices."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", context.machine.devices_per_node))
 
 
 def written(context: Context) -> Finding:
@@ -58,11 +67,18 @@ def written(context: Context) -> Finding:
     figures: dict[str, float] = {}
     disks: dict[int, list[Place]] = {}
     for place in places(context):
-        disks.setdefault(os.stat(nearest(place.path)).st_dev, []).append(place)
+        path = nearest(place.path)
+        try:
+            with scratch(path):
+                disks.setdefault(os.stat(path).st_dev, []).append(place)
+        except UserError as error:
+            worst = 2
+            texts.append(f"{place.name}: {error}")
+            advice.append(f"give {place.name} a directory that can be written")
     share = context.recipe.train.save_every.steps(step_tokens=max(1, plan.tokens // plan.steps), phase_tokens=plan.tokens) / plan.steps
     for here in disks.values():
         names, path = ", ".join(place.name for place in here), nearest(here[0].path)
-        asked, free = sum(place.needed for place in here), float(shutil.disk_usage(path).free)
+        asked, free = sum(place.needed for place in here), float(machine.free_disk(path))
         times = write_times(path)
         rate = _BLOCK * len(times) / sum(times)
         figures |= {f"{here[0].name}/free_bytes": free, f"{here[0].name}/needed_bytes": asked,
@@ -93,7 +109,7 @@ def read(context: Context) -> Finding:
     rate, worst = count / sum(times), max(times)
     width = 2 if (context.recipe.model.vocab_size or 0) < 65_500 else 4
     wanted = context.plan.tokens_per_second * width
-    kind = file_system(context.shards_dir)
+    kind = machine.file_system(context.shards_dir)
     figures = {"read_bytes_per_second": rate, "needed_bytes_per_second": wanted, "worst_read_seconds": worst}
     text = f"{size(rate)}/s at random places on {kind}, {size(wanted)}/s needed, worst of {len(times)} reads {worst:.3f} s"
     remedy = "put the token files on a disk of the machine: --set shards.cache.dir=DIR, with shards.cache.bytes as large as they are"
@@ -109,6 +125,17 @@ def read(context: Context) -> Finding:
 def stalled(times: Sequence[float]) -> bool:
     """Whether one of these times is of another kind than the others."""
     return max(times) > _STALL and max(times) > _RATHER * statistics.median(times)
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A directory inside of `folder` that goes again; `UserError` if there can be none."""
+    try:
+        made = tempfile.TemporaryDirectory(dir=folder, prefix=".preflight-")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror or error})") from None
+    with made as name:
+        yield Path(name)
 
 
 def write_times(folder: Path) -> list[float]:
@@ -146,15 +173,6 @@ def read_block(path: Path, start: int) -> int:
         return len(os.pread(fd, _READ, start))
     finally:
         os.close(fd)
-
-
-def file_system(path: Path) -> str:
-    """The kind of file system that holds a path, such as ext4 or nfs4."""
-    import psutil
-
-    where = nearest(path).resolve()
-    mounts = [one for one in psutil.disk_partitions(all=True) if where.is_relative_to(one.mountpoint)]
-    return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "an unknown file system"
 
 
 def nearest(path: Path) -> Path:

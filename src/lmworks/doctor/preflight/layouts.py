@@ -6,6 +6,7 @@ trained on a trillion tokens before it was found, in the SmolLM3 report). So the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,19 @@ import torch
 
 from lmworks.doctor.preflight import world
 from lmworks.doctor.preflight.finding import Context, Finding
-from lmworks.doctor.preflight.small import RATE, Trained, small_layouts, small_recipe, train
+from lmworks.doctor.preflight.rounding import OF_LOSS, SLACK, worst
+from lmworks.doctor.preflight.small import LONGER, RATE, Trained, small_layouts, small_recipe, train
 from lmworks.model.init import normal, normal_part
 from lmworks.plan.layout import describe
 from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import parameters
 
 _BOX = 48  # rows and columns
 _ALIKE = 0.1  # correlation of two boxes, beyond chance
 _TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
 _OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
+_CHANGES = "the layout changes what is learnt: take another, and report this one with resolved.json"
 _ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
 
 
@@ -40,69 +44,134 @@ def same_start(context: Context) -> Finding:
             return Finding("fail", f"{name}: tensor ranks 0 and 1 begin with the same weights", _ADVICE)
         boxes += len(parts)
     tensors = 0
-    for layout, one, many in worlds(context):
-        for found in many:
+    for small in worlds(context):
+        for found in small.many:
             for name, value in found.start.items():
                 tensors += 1
-                if not np.array_equal(value, one.start[name]):
-                    text = f"{name} begins with other weights on {describe(layout)} than in one process"
+                if not np.array_equal(value, small.one.start[name]):
+                    text = f"{name} begins with other weights on {describe(small.layout)} than in one process"
                     return Finding("fail", f"{text} ({_repeats(value)})", _ADVICE)
     scaled = f", {tensors} whole tensors on the layout scaled down" if tensors else ""
     return Finding("ok", f"{boxes} parts of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
 
 
 def same_steps(context: Context) -> Finding:
-    """Losses, gradient norms, gradients and updated weights of a small model of the same kind, on the layout scaled down."""
+    """Losses, gradient norms, gradients and updated weights of a small model of the same kind, on the layout scaled down.
+
+    In fp32 throughout; and in bf16, where the recipe may train in it. Which, the processor has no say in.
+    """
     if world_size(context.layout) == 1:
         return Finding("skip", "one rank has nobody to differ from")
     texts: list[str] = []
     figures: dict[str, float] = {}
-    for layout, one, many in worlds(context):
-        of_loss = of_grad = of_weight = 0.0
-        seen: set[str] = set()
-        for found in many:
-            pairs = zip([*found.losses, *found.norms], [*one.losses, *one.norms], strict=True)
-            of_loss = max(of_loss, *(abs(a - b) / abs(b) for a, b in pairs))
-            for name, grad in found.grads.items():
-                off = float(np.abs(grad - one.grads[name]).max() / max(np.abs(one.grads[name]).max(), 1e-30))
-                of_grad = max(of_grad, off)
-                if off > _TOLERANCE:
-                    return _differs(f"the gradient of {name}", layout, off)
-            for name, weight in found.weights.items():
-                seen.add(name)
-                of_weight = max(of_weight, float(np.abs(weight - one.weights[name]).max()) / RATE)
-        figures |= {f"{describe(layout)}/{kind}": off for kind, off in (("loss", of_loss), ("gradient", of_grad), ("weight", of_weight))}
-        if of_loss > _TOLERANCE:
-            return _differs("the loss or the gradient norm", layout, of_loss)
-        if of_weight > _OF_UPDATE:
-            return _differs("an updated weight", layout, of_weight)
-        if missing := sorted(set(one.weights) - seen):
-            return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
-        gradients = f" gradients by {of_grad:.0e}," if any(found.grads for found in many) else ""
-        texts.append(f"{describe(layout)}: loss off by {of_loss:.0e},{gradients} weights by {of_weight:.0e} of a step")
+    for small in worlds(context):
+        found = _in_fp32(small, figures)
+        if isinstance(found, Finding):
+            return found
+        texts.append(f"{describe(small.layout)}: {found}")
+        if small.bf16 is not None:
+            found = _in_bf16(small, small.bf16, figures)
+            if isinstance(found, Finding):
+                return found
+            texts[-1] += f"; {found}"
     return Finding("ok", "; ".join(texts), figures=figures)
 
 
-def worlds(context: Context) -> list[tuple[Layout, Trained, list[Trained]]]:
-    """Each layout scaled down, with what one process and what its ranks computed; made once for all checks."""
+def _in_fp32(small: World, figures: dict[str, float]) -> Finding | str:
+    layout, one = small.layout, small.one
+    of_loss = of_grad = of_weight = 0.0
+    seen: set[str] = set()
+    for found in small.many:
+        pairs = zip([*found.losses, *found.norms], [*one.losses, *one.norms], strict=True)
+        of_loss = max(of_loss, *(abs(a - b) / abs(b) for a, b in pairs))
+        for name, grad in found.grads.items():
+            off = float(np.abs(grad - one.grads[name]).max() / max(np.abs(one.grads[name]).max(), 1e-30))
+            of_grad = max(of_grad, off)
+            if off > _TOLERANCE:
+                return _differs(f"the gradient of {name}", layout, off)
+        for name, weight in found.weights.items():
+            seen.add(name)
+            of_weight = max(of_weight, float(np.abs(weight - one.weights[name]).max()) / RATE)
+    figures |= {f"{describe(layout)}/{kind}": off for kind, off in (("loss", of_loss), ("gradient", of_grad), ("weight", of_weight))}
+    if of_loss > _TOLERANCE:
+        return _differs("the loss or the gradient norm", layout, of_loss)
+    if of_weight > _OF_UPDATE:
+        return _differs("an updated weight", layout, of_weight)
+    if missing := sorted(set(one.weights) - seen):
+        return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
+    gradients = f" gradients by {of_grad:.0e}," if any(found.grads for found in small.many) else ""
+    return f"loss off by {of_loss:.0e},{gradients} weights by {of_weight:.0e} of a step"
+
+
+def _in_bf16(small: World, rounded: Rounded, figures: dict[str, float]) -> Finding | str:
+    of_loss, times, where = 0.0, 0.0, ""
+    for found in rounded.many:
+        of_loss = max(of_loss, *(abs(a - b) / abs(b) for a, b in zip(found.losses, rounded.exact.losses, strict=True)))
+        for kind in ("grads", "weights"):
+            most, name = worst(getattr(rounded.exact, kind), getattr(rounded.one, kind), getattr(found, kind))
+            if most > times:
+                times, where = most, f"the gradient of {name}" if kind == "grads" else f"updated weight {name}"
+    figures |= {f"{describe(small.layout)}/bf16 loss": of_loss, f"{describe(small.layout)}/bf16 error": times}
+    if of_loss > OF_LOSS:
+        return _differs("in bf16 the loss", small.layout, of_loss)
+    if times > SLACK:
+        text = f"in bf16 {where} on {describe(small.layout)} has {times:.1f} times the rounding error of one process"
+        return Finding("fail", text, _CHANGES)
+    return f"in bf16 loss off by {of_loss:.0e}, the rounding error {times:.1f} times that of one process"
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One process in fp32 and in bf16, and the ranks in bf16."""
+
+    exact: Trained
+    one: Trained
+    many: list[Trained]
+
+
+@dataclass(frozen=True)
+class World:
+    """A layout scaled down, with what one process and what its ranks computed, in fp32, and in bf16 where the recipe may train in it."""
+
+    layout: Layout
+    one: Trained
+    many: list[Trained]
+    bf16: Rounded | None
+
+
+def worlds(context: Context) -> list[World]:
+    """Each layout scaled down; made once for all checks."""
     if "worlds" not in context.memory:
         recipe = small_recipe(context.recipe)
         with_engine = recipe.train.model_copy(update={"deepspeed": context.recipe.train.deepspeed})
         among_ranks = recipe.model_copy(update={"train": with_engine})
-        made: list[tuple[Layout, Trained, list[Trained]]] = []
+        made: list[World] = []
         if layouts := small_layouts(context.layout):
             (one,) = world.run(train, 1, recipe, Layout())
-            made = [(layout, one, world.run(train, world_size(layout), among_ranks, layout)) for layout in layouts]
+            bf16 = _alone_in_bf16(context.recipe)
+            for layout in layouts:
+                many = world.run(train, world_size(layout), among_ranks, layout)
+                made.append(World(layout, one, many, bf16 and Rounded(*bf16, _ranks_in_bf16(context.recipe, layout))))
         context.memory["worlds"] = made
-    found: list[tuple[Layout, Trained, list[Trained]]] = context.memory["worlds"]
+    found: list[World] = context.memory["worlds"]
     return found
 
 
+def _alone_in_bf16(recipe: Recipe) -> tuple[Trained, Trained] | None:
+    """One process in fp32 and in bf16; None where the recipe computes in fp32, and for DeepSpeed, which keeps other numbers in bf16."""
+    if recipe.train.precision == "fp32" or recipe.train.deepspeed is not None:
+        return None
+    (exact,) = world.run(train, 1, small_recipe(recipe), Layout(), LONGER)
+    (one,) = world.run(train, 1, small_recipe(recipe, precision="bf16"), Layout(), LONGER)
+    return exact, one
+
+
+def _ranks_in_bf16(recipe: Recipe, layout: Layout) -> list[Trained]:
+    return world.run(train, world_size(layout), small_recipe(recipe, precision="bf16"), layout, LONGER)
+
+
 def _differs(what: str, layout: Layout, off: float) -> Finding:
-    return Finding(
-        "fail", f"{what} on {describe(layout)} is off by {off:.1e} from one process",
-        "the layout changes what is learnt: take another, and report this one with resolved.json",
-    )  # fmt: skip
+    return Finding("fail", f"{what} on {describe(layout)} is off by {off:.1e} from one process", _CHANGES)
 
 
 def _kinds(context: Context) -> dict[str, tuple[int, ...]]:

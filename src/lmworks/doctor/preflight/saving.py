@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import tempfile
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,7 +14,7 @@ from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.loading import load
 from lmworks.doctor.preflight import world
-from lmworks.doctor.preflight.disks import nearest
+from lmworks.doctor.preflight.disks import nearest, scratch
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.doctor.preflight.small import small_recipe
 from lmworks.model import Transformer
@@ -37,8 +36,7 @@ def survives(context: Context) -> Finding:
     recipe = small_recipe(context.recipe)
     layout = Layout(tp=2) if context.layout.tp > 1 else Layout(dp_shard=2, zero=context.layout.zero or 1)
     place = nearest(context.run_dir / "checkpoints")
-    with tempfile.TemporaryDirectory(dir=place, prefix=".preflight-") as name:
-        folder = Path(name)
+    with scratch(place) as folder:
         began = time.monotonic()
         answers, processes = world.start(keep_saving, 2, folder / "store", recipe, layout, folder / "checkpoints")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,11 +23,17 @@ from lmworks.train.step import train_step
 _AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
 _AT_ONCE = 3  # axes in one world: 8 ranks
 ROWS, LENGTH, STEPS = 8, 24, 2
+LONGER = 192  # tokens of a row in bf16: the more there are, the less the rounding of each matters beside a mistake
 RATE = 0.02
 
 
-def small_recipe(recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, head_dim: int = 16) -> Recipe:
-    """The same kind of model (attention, positions, experts, latents, layers ahead, tied or not) and optimizer, in fp32, by our engine."""
+def small_recipe(
+    recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, head_dim: int = 16, precision: Literal["fp32", "bf16"] = "fp32"
+) -> Recipe:  # fmt: skip
+    """The same kind of model (attention, positions, experts, latents, layers ahead, tied or not) and optimizer, by our engine.
+
+    What it computes in is `precision` throughout, Newton-Schulz included, whatever the machine is fastest in.
+    """
     model = recipe.model
     heads = 4
     changes: dict[str, object] = {
@@ -46,7 +53,7 @@ def small_recipe(recipe: Recipe, vocab_size: int = 64, hidden_size: int = 32, he
         changes |= {"head_dim": 12, "kv_heads": heads}
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"layers": 1})
-    train = recipe.train.model_copy(update={"precision": "fp32", "compile": False, "micro_batch": 1, "deepspeed": None})
+    train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch": 1, "deepspeed": None})
     rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema": 0.0}
     optimizer = recipe.optimizer.model_copy(update=rates)
     return recipe.model_copy(update={"model": model.model_copy(update=changes), "train": train, "optimizer": optimizer})
@@ -79,7 +86,7 @@ class Trained:
     weights: dict[str, np.ndarray]
 
 
-def train(recipe: Recipe, layout: Layout) -> Trained:
+def train(recipe: Recipe, layout: Layout, length: int = LENGTH) -> Trained:
     """A few steps on this rank of a layout, or alone; every rank returns the whole tensors of its pipeline stages."""
     ranks = Ranks(layout)
     model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
@@ -89,7 +96,7 @@ def train(recipe: Recipe, layout: Layout) -> Trained:
     losses, norms = [], []
     grads: dict[str, np.ndarray] = {}
     for step in range(STEPS):
-        batch = random_batch(step)
+        batch = random_batch(step, length)
         result = train_step(
             model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch=1,
             rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
@@ -100,16 +107,16 @@ def train(recipe: Recipe, layout: Layout) -> Trained:
     return Trained(start, losses, norms, grads, {name: whole(value) for name, value in model.state_dict().items()})
 
 
-def random_batch(step: int) -> Batch:
+def random_batch(step: int, length: int = LENGTH) -> Batch:
     """Random tokens in random documents, the last label of each ignored."""
     draw = np.random.default_rng(step)
-    tokens = draw.integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
+    tokens = draw.integers(0, 64, (ROWS, length + 1)).astype(np.int32)
     labels, begins = tokens[:, 1:].copy(), []
     for row in range(ROWS):
-        cuts = np.sort(draw.choice(np.arange(1, LENGTH), size=int(draw.integers(0, 4)), replace=False))
+        cuts = np.sort(draw.choice(np.arange(1, length), size=int(draw.integers(0, 4)), replace=False))
         labels[row, cuts - 1] = IGNORE
-        begins += [row * LENGTH, *(row * LENGTH + cuts)]
-    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, ROWS * LENGTH], np.int32), 0, step)
+        begins += [row * length, *(row * length + cuts)]
+    return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, ROWS * length], np.int32), 0, step)
 
 
 def whole(tensor: torch.Tensor) -> np.ndarray:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmworks import machine
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.metrics import system
 from lmworks.optim.optimizer import Updates
@@ -120,10 +121,8 @@ def _planned(context: Context, recipe: Recipe, index: int, micro: int) -> float:
 
 def _too_much(context: Context) -> Finding | None:
     """Where the whole model does not belong into this process."""
-    import psutil
-
     recipe = context.recipe
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else machine.available_memory()
     need = seconds = 0.0
     for phase in recipe.train.phases:
         length = int(phase.sequence_length)

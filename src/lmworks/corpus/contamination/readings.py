@@ -1,0 +1,83 @@
+"""How the gate reads a document: without markup between its words, and where it is an escaped dump, unescaped as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from html.entities import html5
+
+import numpy as np
+
+_Pass = tuple[re.Pattern[str], Callable[[re.Match[str]], str]]
+
+_TAG = re.compile(
+    r"<(?:/?[A-Za-z][A-Za-z0-9:-]{0,30}"
+    r"(?:\s{1,40}[\w:@.-]{1,60}(?:\s{0,40}=\s{0,40}(?:\"[^\"<>]{0,500}\"|'[^'<>]{0,500}'|[^\s\"'<>]{1,300}))?){0,20}\s{0,40}/?)>"
+)
+_ENTITY = re.compile(r"&(?:amp;){0,3}(#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+_ESCAPE = re.compile(r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|([nrtbf\"'/\\]))")
+_ESCAPED = ("\\n", '\\"', "\\u", "\\t")
+
+
+def _entity(match: re.Match[str]) -> str:
+    name = match[1]
+    if name[0] != "#":
+        return html5.get(f"{name};", match[0])
+    code = int(name[2:], 16) if name[1] in "xX" else int(name[1:])
+    return chr(code) if 0 < code < 0x110000 else " "
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    high, low, one, char = match.groups()
+    if high:
+        return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
+    return chr(int(one, 16)) if one else {"n": "\n", "r": " ", "t": " ", "b": " ", "f": " "}.get(char, char)
+
+
+_MARKUP: tuple[_Pass, ...] = ((_ENTITY, _entity), (_TAG, lambda match: " "))
+_DUMP: tuple[_Pass, ...] = ((_ESCAPE, _unescaped), *_MARKUP)
+
+
+def _ways(text: str) -> Iterator[tuple[_Pass, ...]]:
+    entities = "&" in text and ";" in text
+    tags = entities or any(rest[:1].isalpha() or rest[:1] == "/" for rest in text.split("<")[1:])
+    yield (*_MARKUP[: int(entities)], *_MARKUP[1 : 1 + int(tags)])
+    escapes = text.count("\\")
+    if escapes and escapes > (lines := text.count("\n")) and sum(map(text.count, _ESCAPED)) > lines:
+        yield _DUMP
+
+
+def readings(text: str) -> list[str]:
+    """The text without tags and with its entities decoded; and where it has more escapes than line ends, as a file of JSON has, the same
+    of the text without them.
+    """
+    found = []
+    for passes in _ways(text):
+        read = text
+        for pattern, replacement in passes:
+            read = pattern.sub(replacement, read)
+        found.append(read)
+    return found
+
+
+def located(text: str) -> list[tuple[str, np.ndarray]]:
+    """The same, each with the place in the text that each of its characters comes from: (C,) int64."""
+    found = []
+    for passes in _ways(text):
+        read, places = text, np.arange(len(text))
+        for pattern, replacement in passes:
+            read, places = _replaced(pattern, replacement, read, places)
+        found.append((read, places))
+    return found
+
+
+def _replaced(
+    pattern: re.Pattern[str], replacement: Callable[[re.Match[str]], str], text: str, places: np.ndarray
+) -> tuple[str, np.ndarray]:
+    pieces, origins, at = [], [], 0
+    for match in pattern.finditer(text):
+        new = replacement(match)
+        pieces += [text[at : match.start()], new]
+        origins += [places[at : match.start()], np.full(len(new), places[match.start()])]
+        at = match.end()
+    return "".join([*pieces, text[at:]]), np.concatenate([*origins, places[at:]])

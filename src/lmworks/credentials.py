@@ -1,0 +1,93 @@
+"""The credentials of a recipe's URLs, kept apart from the URLs.
+
+A recipe holds every URL masked (`hide`, when any node of it is made), so that whatever is written or printed from it (stamps, reports,
+origins of documents, ledgers) is masked without its writer doing anything. What opens a URL asks for the real one (`reveal`). Where other
+processes and later commands need the credentials they lie in a file that only its owner can read (`save`, `load`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.files import read_json, write_json
+from lmworks.masking import MASK, USER, in_texts, mask, mask_values
+
+NAME = "url_credentials.json"
+_MASKED_USER = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://{re.escape(MASK)}@[^\s/?#\"]*")
+_MASKED_VALUE = re.compile(rf"[?&;][^=&;?#\s\"]+={re.escape(MASK)}")
+_USER_AND_HOST = re.compile(USER.pattern + r"[^\s/?#\"]*")
+
+# By masked text the real one: of scheme, user and host, which serves all URLs of a host, and of a whole URL with a secret query.
+_known: dict[str, str] = {}
+
+
+def found(text: str) -> dict[str, str]:
+    """What `mask` takes out of a text, by what is left."""
+    masked = mask(text)
+    if masked == text:
+        return {}
+    taken = {mask(real): real for real in (one[0] for one in _USER_AND_HOST.finditer(text)) if mask(real) != real}
+    return taken | ({masked: text} if mask_values(text) != text else {})
+
+
+def hide(value: Any) -> Any:
+    """A text, or all texts in lists and maps, masked; what was masked is remembered for `reveal`."""
+
+    def change(text: str) -> str:
+        _known.update(found(text))
+        return mask(text)
+
+    return in_texts(value, change)
+
+
+def refuse_two(value: Any) -> None:
+    """Raise `UserError` if two texts in `value` differ in their credentials only, which could not be told apart."""
+    seen: dict[str, str] = {}
+
+    def look(text: str) -> str:
+        for masked, real in found(text).items():
+            if seen.setdefault(masked, real) != real:
+                raise UserError(f"{masked} is written with two different credentials; a recipe can have one for each host")
+        return text
+
+    in_texts(value, look)
+
+
+def reveal(value: Any) -> Any:
+    """What `hide` was given. Raises `UserError` for a URL whose credentials are not known here."""
+    return in_texts(value, _reveal)
+
+
+def _reveal(text: str) -> str:
+    if text in _known:
+        return _known[text]
+    real = _MASKED_USER.sub(lambda one: _known.get(one[0], one[0]), text)
+    if _MASKED_USER.search(real) or ("://" in real and _MASKED_VALUE.search(real)):
+        raise UserError(f"the credentials of {text} are not known here: write them into the recipe, or give them with --set")
+    return real
+
+
+def save(folder: Path, value: Any) -> None:
+    """Write the credentials that the texts of `value` need to a file in `folder` for its owner alone; no file if they need none."""
+    text = json.dumps(value, ensure_ascii=False)
+    needed = {masked: real for masked, real in _known.items() if masked in text}
+    if needed:
+        write_json(folder / NAME, needed, private=True)
+    else:
+        (folder / NAME).unlink(missing_ok=True)
+
+
+def load(folder: Path) -> None:
+    """Know what `save` wrote in `folder`, if it did. What a recipe has said since goes before it."""
+    path = folder / NAME
+    if os.path.exists(path):  # which says no of a path that can be none
+        kept = read_json(path)
+        if not isinstance(kept, dict) or not all(isinstance(real, str) for real in kept.values()):
+            raise UserError(f"{path} is not what lmworks wrote; delete it and run the recipe again")
+        for masked, real in kept.items():
+            _known.setdefault(masked, real)

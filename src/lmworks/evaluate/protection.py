@@ -1,0 +1,100 @@
+"""What an evaluation will ask, as far as it can be read here: it is kept out of every text that is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.corpus.cleaning import clean
+from lmworks.corpus.contamination import Gate, Question, record
+from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers import parts, read
+from lmworks.documents import corpus_files
+from lmworks.errors import UserError
+from lmworks.evaluate import benchmarks, tasks
+from lmworks.evaluate.heldout import held_out
+from lmworks.files import read_json, sha256_file
+from lmworks.recipe.after import Protected
+from lmworks.recipe.recipe import Recipe
+
+_WHOLE = 1 << 62
+_LONGEST = 1 << 24
+
+
+@dataclass(frozen=True)
+class Protection:
+    """`questions` of all sets that an evaluation uses; `unread` are the sets that could not be read, with the reason."""
+
+    questions: list[Question]
+    unread: dict[str, str]
+
+    def gate(self, ngram: int, corpus_dir: Path | None = None) -> Gate:
+        """A gate against the questions, and against the held-out documents of a corpus if one is given."""
+        gate = Gate(ngram)
+        asked = self.questions
+        gate.protect([one.name for one in asked], [clean(one.text) for one in asked], [clean(one.answer) for one in asked], evaluation=True)
+        if corpus_dir is not None and corpus_files(corpus_dir, "validation"):
+            for domain, texts in held_out(corpus_dir).items():
+                gate.protect([f"{domain}/{number}" for number in range(len(texts))], texts, evaluation=False)
+        return gate
+
+    def digest(self, corpus_dir: Path) -> str:
+        """Hex SHA-256 of what such a gate protects."""
+        held = sha256_file(corpus_dir / "manifest.json")
+        return hashlib.sha256(record.hashes(self.questions).tobytes() + held.encode()).hexdigest()
+
+
+def protection(recipe: Recipe) -> Protection:
+    """Read them all. Raises `UserError` for a set of the user's own, or a task, that cannot be read; only benchmarks may be away."""
+    wanted = recipe.evaluate
+    questions: list[Question] = []
+    unread: dict[str, str] = {}
+    for name in wanted.benchmarks:
+        try:
+            questions += benchmarks.questions([name])
+        except Unavailable as reason:
+            unread[name] = str(reason)
+    questions += tasks.questions(wanted.tasks, wanted.task_items)
+    for own in wanted.protect:
+        questions += _questions(own)
+    return Protection(questions, unread)
+
+
+def _questions(own: Protected) -> Iterator[Question]:
+    source, found, answered = own.source, 0, False
+    where = f"evaluate.protect.{own.name}"
+    try:
+        for part in parts(source, _WHOLE):
+            for item in read(source, part, _LONGEST):
+                if item.reason is not None:
+                    raise UserError(f"{where}: {item.origin} is no item ({item.reason}): set its question, or take the row out")
+                answer = str(item.facts.get(own.answer, "")) if own.answer else ""
+                found, answered = found + 1, answered or bool(answer)
+                place = item.origin.rpartition("/")[2]
+                yield Question(f"{own.name}/{place}", item.text, answer)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text.removeprefix(f'source {own.name}: ')}") from None
+    if not found:
+        raise UserError(f"{where}: {own.path} has no items")
+    if own.answer and not answered:
+        raise UserError(f"{where}: no item has an answer at {own.answer!r}; set answer to the column that has it, or leave it out")
+
+
+def doubt(name: str, asked: Sequence[Question], searched: Sequence[Path], recipe: Recipe, corpus_dir: Path) -> str | None:
+    """Why a score on these items of the set `name` may be one on trained text; None if all that was trained on was searched for them.
+
+    `searched` are the folders with the records of what each body of training text was searched for.
+    """
+    missed = int((~np.isin(record.hashes(asked), record.of_all(searched))).sum())
+    if not missed:
+        return None
+    gate, path = recipe.corpus.decontaminate, corpus_dir / "report.json"
+    if gate is None or gate.gate == "report":
+        return f"corpus.decontaminate is {'null' if gate is None else 'set to report only'}"
+    unread = read_json(path).get("unread", {}) if path.exists() else {}
+    return str(unread.get(name, f"not all text trained on was searched for {missed} of its {len(asked)} items"))

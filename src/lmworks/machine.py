@@ -1,0 +1,202 @@
+"""What this machine is: the questions that are asked of it, in one place, and the answers that may be given in its stead.
+
+`LMWORKS_MACHINE="bf16=no,cores=1"` answers for a process and for those that it starts: to plan for another machine, to stay within a share
+of this one, and to test here what happens elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+VARIABLE = "LMWORKS_MACHINE"
+T = TypeVar("T")
+
+
+def _boolean(text: str) -> bool:
+    return {"yes": True, "no": False}[text]
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+def _positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError
+    return value
+
+
+def _bytes(text: str) -> int:
+    if (value := int(float(text))) < 0:
+        raise ValueError
+    return value
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+_OVERRIDES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "bf16": (_boolean, "yes or no"),
+    "cores": (_count, "a whole number from 1"),
+    "peak": (_positive, "FLOP/s of matrix multiplications, such as 3e12"),
+    "speed": (_positive, "FLOP/s of training, such as 1e12"),
+    "memory": (_bytes, "a number of bytes, such as 64e9"),
+    "available": (_bytes, "a number of bytes, such as 16e9"),
+    "disk": (_bytes, "a number of bytes, such as 500e9"),
+    "filesystem": (_name, "a name such as ext4 or nfs4"),
+    "sandbox": (_boolean, "yes or no"),
+}
+
+
+def overrides() -> dict[str, Any]:
+    """The answers that `LMWORKS_MACHINE` gives. Raises `UserError`."""
+    found: dict[str, Any] = {}
+    for pair in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+        name, _, value = pair.partition("=")
+        if name not in _OVERRIDES:
+            raise UserError(f"{VARIABLE}: {name!r} is not known; it takes NAME=VALUE,... with {', '.join(_OVERRIDES)}")
+        read, form = _OVERRIDES[name]
+        try:
+            found[name] = read(value)
+        except (ValueError, KeyError, OverflowError):
+            raise UserError(f"{VARIABLE}: {pair!r} is not valid; {name} is {form}") from None
+    return found
+
+
+def answer(name: str, ask: Callable[[], T]) -> T:
+    """What `LMWORKS_MACHINE` says to a question, else what asking the machine gives."""
+    given = overrides()
+    return given[name] if name in given else ask()
+
+
+def cores() -> int:
+    """CPU cores that this process may use: those that it may run on, or the CPU quota of its container where that is less."""
+
+    def ask() -> int:
+        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min([own, *_cpu_quotas()])
+
+    return answer("cores", ask)
+
+
+def memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its container where that is less."""
+
+    def ask() -> int:
+        import psutil
+
+        return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
+
+    return answer("memory", ask)
+
+
+def available_memory() -> int:
+    """Bytes of it that can be had now without swapping."""
+
+    def ask() -> int:
+        import psutil
+
+        return min([int(psutil.virtual_memory().available), *(left for _, left in _memory_limits())])
+
+    return answer("available", ask)
+
+
+def free_disk(path: Path) -> int:
+    """Bytes that can be written to the file system of a path."""
+    return answer("disk", lambda: shutil.disk_usage(path).free)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that holds a path, such as ext4 or nfs4."""
+
+    def ask() -> str:
+        import psutil
+
+        whole = path.resolve()
+        mounts = [one for one in psutil.disk_partitions(all=True) if whole.is_relative_to(one.mountpoint)]
+        return max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "an unknown file system"
+
+    return answer("filesystem", ask)
+
+
+def sandbox() -> bool:
+    """Whether to try to confine untrusted programs. What the kernel has for that is seen when one is started."""
+    return answer("sandbox", lambda: sys.platform == "linux")
+
+
+def speed() -> float | None:
+    """FLOP/s of training, where somebody has said it; else they are measured on the recipe's own step."""
+    return answer("speed", lambda: None)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bf16 matrices in hardware. `LMWORKS_MACHINE` answers for CPUs only."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
+    able = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16", "sve_bf16")
+    return answer("bf16", lambda: any(able.get(name, False) for name in names))
+
+
+_CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # see cgroups(7)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Folders that may limit this process: of its control group and of those above it, under version 1 or 2.
+
+    A container may see the path of its group on the host, which is not there, and its own group as the root.
+    """
+    for line in _lines(_MEMBERSHIP):
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        own = root / path.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _cpu_quotas() -> Iterator[int]:
+    """Cores' worth of CPU time, rounded up, that each group grants."""
+    for folder in _control_groups("cpu"):
+        figures = " ".join(_lines(folder / "cpu.max") or _lines(folder / "cpu.cfs_quota_us") + _lines(folder / "cpu.cfs_period_us"))
+        quota, _, period = figures.partition(" ")
+        if quota not in ("", "max", "-1"):
+            yield math.ceil(int(quota) / int(period))
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """The limit of each group that has one, and what is left of it. Files that the kernel may forget do not count as used."""
+    for folder in _control_groups("memory"):
+        limit = " ".join(_lines(folder / "memory.max") or _lines(folder / "memory.limit_in_bytes"))
+        used = " ".join(_lines(folder / "memory.current") or _lines(folder / "memory.usage_in_bytes"))
+        if limit not in ("", "max") and used:
+            statistics = dict(line.split() for line in _lines(folder / "memory.stat"))
+            cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
+            yield int(limit), max(0, int(limit) - int(used) + int(cached))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,47 @@
+"""Text that may be shown and written: URLs without the credentials in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MASK = "***"
+# The user info of a URL: all between :// and the last @ before the path.
+USER = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s/?#\"]*)@")
+_QUERY = re.compile(r"([?&;]([^=&;?#\s\"]{1,100})=)([^&;#\s\"]*)")
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # Azure's: what stands before the @ is no user
+_SECRET_NAME = re.compile(r"key|token|secret|sig|pass|pwd|auth|cred|session|jwt", re.IGNORECASE)
+_SECRET_LOOK = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w%+/=.~-]{24,}")
+
+
+def mask(text: str) -> str:
+    """`text` with *** for the user info of each URL in it, and for query values that are secret by their name or look like it."""
+    return mask_values(USER.sub(_without_user, text)) if "://" in text else text
+
+
+def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with each text changed, its own or those in its maps and lists."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: in_texts(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(in_texts(item, change) for item in value)
+    return value
+
+
+def mask_values(text: str) -> str:
+    """`text` with *** for query values that are secret by their name or look like it."""
+    return _QUERY.sub(_without_value, text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    if found[1].lower() in _CONTAINERS and ":" not in found[2]:
+        return found[0]
+    return f"{found[1]}://{MASK}@"
+
+
+def _without_value(found: re.Match[str]) -> str:
+    secret = found[3] and (_SECRET_NAME.search(found[2]) or _SECRET_LOOK.fullmatch(found[3]))
+    return found[1] + MASK if secret else found[0]

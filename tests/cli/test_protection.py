@@ -1,0 +1,180 @@
+"""From the command line: what an evaluation will ask is in no text that is trained on, and a score that may not be clean says so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from command import Lmworks
+
+from lmworks.corpus.items import Unavailable
+from lmworks.documents import corpus_files
+from lmworks.evaluate import benchmarks, tasks
+from lmworks.files import read_json
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.recipe.after import Generator
+from lmworks.recipe.load import load_resolved
+from lmworks.shards.indexed import IndexedFile, IndexedWriter
+from lmworks.shards.manifest import Manifest
+from lmworks.tokenizer import load
+from lmworks.train import load as loading
+from lmworks.train import pretrain, tune
+from tiny_run import Tiny
+
+ITEM = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
+OTHER = "Who taught the lamplighters of the upper harbor to count the herons by the shadow of the third tower in a year without snow?"
+
+
+def own(folder: Path, *questions: str) -> str:
+    """An evaluation set of the user's own, as --set takes it."""
+    rows = [{"q": question, "a": "the north one"} for question in questions]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"evaluate.protect=[{{name: own, path: {folder}/own.jsonl, question: q, answer: a}}]"
+
+
+def with_leak(tiny: Tiny, folder: Path, *leaks: str) -> list[object]:
+    """Arguments for a corpus of tiny's docs with these texts in four of them, and a run directory of its own."""
+    lines = (tiny.texts / "docs.jsonl").read_text().splitlines()[:24]
+    rows = [json.loads(line)["text"] for line in lines]
+    for number, leak in enumerate(leaks * 3):
+        rows[2 + number] += f"\n\n{leak}\n"
+    (folder / "leaky.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    source = f"{{name: docs, kind: jsonl, path: {folder}/leaky.jsonl, domain: docs, licence: x, rules: none}}"
+    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"docs": 1}, "sequence_length": "64 tokens", "batch": "1Ki"}]
+    changes = (f"run_dir={folder}/run", f"corpus.sources=[{source}]", "corpus.validation_fraction=0", f"train.phases={json.dumps(phases)}")
+    return [tiny.recipe, *itertools.chain.from_iterable(("--set", change) for change in changes)]
+
+
+def trained_on(run_dir: Path) -> str:
+    files = [path for some in corpus_files(run_dir / "corpus", "train").values() for path in some]
+    return "\n".join(row["text"] for path in files for row in pq.read_table(path, columns=["text"]).to_pylist())
+
+
+def test_a_file_of_ones_own_is_kept_out_of_the_corpus_and_watched(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    arguments = with_leak(tiny, tmp_path, ITEM, OTHER)
+    done = lmworks("corpus", "prepare", *arguments, "--set", own(tmp_path, ITEM))
+    assert done.code == 0, done.err
+    assert ITEM not in trained_on(tmp_path / "run") and OTHER in trained_on(tmp_path / "run")
+    own(tmp_path, ITEM, OTHER)
+    done = lmworks("corpus", "prepare", *arguments, "--set", own(tmp_path, ITEM, OTHER))
+    assert "the files of source own have changed" in done.out + done.err
+    assert ITEM not in trained_on(tmp_path / "run") and OTHER not in trained_on(tmp_path / "run")
+    (tmp_path / "own.jsonl").write_text('{"question": "none"}\n')
+    error = lmworks("corpus", "prepare", *arguments, "--set", own(tmp_path).replace("own.jsonl", "gone.jsonl")).error
+    assert error.startswith("evaluate.protect.own: no files at")
+
+
+def test_other_tasks_clean_the_corpus_again(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    asked = tasks.generate_tasks(Generator(name="family_relationships"), 50)[3].question
+    arguments = with_leak(tiny, tmp_path, asked)
+    lmworks("corpus", "prepare", *arguments, "--set", "evaluate.tasks=[spell_backward]")
+    assert asked in trained_on(tmp_path / "run")
+    lmworks("corpus", "prepare", *arguments, "--set", "evaluate.tasks=[spell_backward, family_relationships]")
+    assert asked not in trained_on(tmp_path / "run")
+
+
+def toy_set(name: str) -> tuple[benchmarks.Item, ...]:
+    choices = (" one thing", " another", " a third one")
+    asked = [{"copa": ITEM, "piqa": OTHER}[name], *(f"what is {name} {number}?" for number in range(20))]
+    return tuple(
+        benchmarks.Item(name, str(number), (text,) * 3, choices, number % 3, f"{text}{choices[number % 3]}")
+        for number, text in enumerate(asked)
+    )
+
+
+def evaluated(lmworks: Lmworks, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> tuple[Any, str]:
+    """The results of an untrained model, and what was printed."""
+    monkeypatch.setattr(pretrain, "pretrain", lambda *given: None)
+
+    def untrained(run_dir: Path, name: str) -> Transformer:
+        return initialize(Transformer(load_resolved(run_dir / "resolved.json").model), seed=1).eval()
+
+    monkeypatch.setattr(loading, "load_model", untrained)
+    done = lmworks("evaluate", *arguments, "--set", "tune=null", "--set", "evaluate.benchmark_items=5")
+    assert done.code == 0, done.err
+    return read_json(folder / "run" / "evaluate" / "results.json"), done.out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_benchmarks_are_kept_out_and_one_that_was_not_is_scored_as_not_clean(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(name: str) -> tuple[benchmarks.Item, ...]:
+        if name == "piqa":
+            raise Unavailable("no network today")
+        return toy_set(name)
+
+    arguments = with_leak(tiny, tmp_path, ITEM)
+    for change in ("evaluate.benchmarks=[piqa, copa]", "corpus.validation_fraction=0.2"):
+        arguments += ["--set", change]
+    monkeypatch.setattr(benchmarks, "load_all", away)
+    done = lmworks("corpus", "prepare", *arguments)
+    assert done.code == 0, done.err
+    assert ITEM not in trained_on(tmp_path / "run"), "copa asks it"
+    assert read_json(tmp_path / "run" / "corpus" / "report.json")["protected"]["copa"]["found"] == 1
+    assert "piqa cannot be kept out of the training text" in " ".join((done.out + done.err).split())
+    monkeypatch.setattr(benchmarks, "load_all", toy_set)
+    results, said = evaluated(lmworks, monkeypatch, tmp_path, *arguments)
+    scores = results["models"]["base"]["benchmarks"]
+    assert results["not_clean"] == {"piqa": "no network today"}
+    assert scores["piqa"]["verdict"].endswith(", not clean") and scores["all sets"]["verdict"].endswith(", not clean")
+    assert not scores["copa"]["verdict"].endswith("not clean")
+    assert "not clean: piqa: no network today" in " ".join(said.split())
+    assert "Not clean: piqa: no network today" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tuning_data_holds_nothing_that_is_asked(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enough(*given: object) -> None:
+        raise RuntimeError("the data is made")
+
+    chats = (tiny.texts / "chats.jsonl").read_text().splitlines()
+    leak = {"messages": [{"role": "user", "content": "A riddle!"}, {"role": "assistant", "content": ITEM}]}
+    (tmp_path / "chats.jsonl").write_text("\n".join([*chats[:40], json.dumps(leak)]) + "\n")
+    monkeypatch.setattr(pretrain, "pretrain", lambda *given: None)
+    monkeypatch.setattr(tune, "Tuning", enough)
+    data = f"tune.data=[{{name: mine, kind: jsonl, path: {tmp_path}/chats.jsonl}}]"
+    lmworks("tune", *with_leak(tiny, tmp_path), "--set", own(tmp_path, ITEM), "--set", data)
+    manifest = read_json(tmp_path / "run" / "tune" / "data" / "manifest.json")
+    assert manifest["data"]["mine"]["left_out"] == {"holds an evaluation item": 1}
+
+
+def test_imported_shards_lose_the_documents_that_hold_what_is_asked(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    arguments = with_leak(tiny, tmp_path)
+    assert lmworks("tokenizer", "train", *arguments).code == 0
+    tokenizer_dir = tmp_path / "run" / "tokenizer"
+    tokenizer = load(tokenizer_dir)
+    texts = [f"Note {number} about the {number * number} herons of the lower harbor." for number in range(30)]
+    texts[11] += f" {ITEM}"
+    with IndexedWriter(tmp_path / "web", np.dtype("<u2")) as writer:
+        for text in texts:
+            writer.add(np.array([*tokenizer.encode(text), tokenizer.eos_id]))
+    options = ("--tokenizer", tokenizer_dir, "--name", "web", "--out", tmp_path / "imported")
+    assert lmworks("data", "import", "megatron", tmp_path / "web", *options).code == 0
+    imported = ("--set", f"shards.imported={{web: {tmp_path}/imported}}")
+
+    def texts_of() -> list[str]:
+        found = []
+        for shard in Manifest.load(tmp_path / "run" / "shards").source("web").train.shards:
+            file = IndexedFile(tmp_path / "run" / "shards" / shard.prefix)
+            found += [tokenizer.decode(file.document(number).tolist()[:-1]) for number in range(file.documents)]
+        return sorted(found)
+
+    assert lmworks("shards", "build", *arguments, *imported).code == 0
+    assert texts_of() == sorted(texts)
+    done = lmworks("shards", "build", *arguments, *imported, "--set", own(tmp_path, ITEM))
+    assert done.code == 0, done.err
+    assert texts_of() == sorted(texts[:11] + texts[12:])
+    split = Manifest.load(tmp_path / "run" / "shards").source("web").train
+    assert (split.documents, split.bytes) == (29, sum(len(text.encode()) for text in texts[:11] + texts[12:]))
+    assert read_json(tmp_path / "run" / "shards" / "imported-web.json")["passages"][0]["against"].startswith("own/")
+    assert lmworks("data", "verify", tmp_path / "run").code == 0

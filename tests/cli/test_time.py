@@ -1,0 +1,199 @@
+"""`time`: minutes become plain numbers before the first step. The speed is said (`LMWORKS_MACHINE`), and so low that hours are planned:
+what a test itself takes is nothing beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Done, Lmworks
+
+from lmworks.errors import UserError
+from lmworks.files import read_json
+from lmworks.recipe import laws
+from lmworks.recipe.load import load_recipe, load_resolved
+from lmworks.recipe.shapes import count, count_active
+from lmworks.run import budget
+from lmworks.shards.batch import Batches
+from lmworks.watch.ledger import read_ledger
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+HOURS = "40h"  # of which the tiny recipe's own budgets take some 14 at the speed below
+SPEED = 1e5
+
+
+class Runs:
+    """`lmworks pretrain` of the tiny recipe on a machine of some speed, stopped by `stop_at` before that step."""
+
+    def __init__(self, lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.lmworks, self.tiny, self.monkeypatch, self.tmp_path = lmworks, tiny, monkeypatch, tmp_path
+
+    def fresh(self, name: str) -> Path:
+        return self.tiny.copy(self.tmp_path / name).run_dir
+
+    def __call__(self, run_dir: Path, *words: str, speed: float = SPEED, stop_at: int | None = 0, command: str = "pretrain") -> Done:
+        def stop(step: int) -> None:
+            if step == stop_at:
+                raise UserError("the power went")
+
+        with self.monkeypatch.context() as patch:
+            patch.setenv("LMWORKS_MACHINE", f"speed={speed}")
+            before_each_step(patch, stop)
+            done = self.lmworks(command, self.tiny.recipe, "--set", f"run_dir={run_dir}", *words)
+        assert (done.code, "the power went" in done.err) == ((2, True) if stop_at is not None else (0, False)), done.err
+        return done
+
+
+@pytest.fixture
+def runs(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runs:
+    return Runs(lmworks, tiny, monkeypatch, tmp_path)
+
+
+def budgets(run_dir: Path) -> dict[str, int]:
+    """Tokens by phase, and of tuning."""
+    recipe = load_resolved(run_dir / "resolved.json")
+    return {phase.name: int(phase.tokens) for phase in recipe.train.phases} | {"tune": int(recipe.tune.tokens) if recipe.tune else 0}
+
+
+def event(run_dir: Path, name: str = "budget") -> dict[str, Any]:
+    (found,) = [line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == name]
+    return found
+
+
+def test_twice_the_speed_is_twice_the_tokens_in_plain_numbers(runs: Runs) -> None:
+    one, two = runs.fresh("one"), runs.fresh("two")
+    said = runs(one, "--time", HOURS).out
+    runs(two, "--time", HOURS, speed=2 * SPEED)
+    slow, fast = budgets(one), budgets(two)
+    assert {name: fast[name] / slow[name] for name in slow} == pytest.approx(dict.fromkeys(slow, 2.3), rel=0.15), "fixed costs once"
+    assert {name: slow[name] % 256 for name in slow} == dict.fromkeys(slow, 0), "whole steps"
+    assert slow["general"] / slow["long"] == pytest.approx(5056 / 3072, rel=0.1)
+    tree = read_json(one / "resolved.json")
+    assert [phase["tokens"] for phase in tree["train"]["phases"]] == [f"{slow['general']} tokens", f"{slow['long']} tokens"]
+    found = event(one)
+    assert [number["new"] for number in found["numbers"]] == [f"{tokens} tokens" for tokens in slow.values()]
+    assert "times 5056 tokens for 40.0 hours: 1e+05 FLOP/s, as LMWORKS_MACHINE says" in found["numbers"][0]["why"]
+    assert sum(found["planned"].values()) == pytest.approx(0.97 * 40 * 3600, rel=0.01)
+    assert f"{found['planned']['pretrain']:.0f} s" in said
+    shown = runs.lmworks("show", runs.tiny.recipe, "--set", f"run_dir={one}", "--time", HOURS, "--json")
+    assert json.loads(shown.out)["origins"]["train.phases.general.tokens"] == f"derived: {found['numbers'][0]['why']}"
+
+
+def test_a_started_run_keeps_its_numbers_on_a_machine_of_another_speed(runs: Runs) -> None:
+    ours, plain = runs.fresh("ours"), runs.fresh("plain")
+    time = ("--time", "15h")
+    runs(ours, *time, stop_at=6)  # behind the checkpoint of step 4
+    given, first = budgets(ours), (ours / "resolved.json").read_bytes()
+    runs(ours, *time, speed=50 * SPEED, stop_at=None)
+    assert (ours / "resolved.json").read_bytes() == first
+    event(ours)  # there is one
+    numbers = [word for name in ("general", "long") for word in ("--set", f"train.phases.{name}.tokens={given[name]} tokens")]
+    runs(plain, *numbers, stop_at=None)
+    assert same_bits(checkpoint(ours), checkpoint(plain)) == []
+    assert curve(ours) == curve(plain)
+
+
+def test_a_run_that_has_begun_refuses_another_time_and_one_that_has_not_takes_it(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    runs(run_dir, "--time", HOURS)
+    before = budgets(run_dir)
+    runs(run_dir, "--time", HOURS, speed=2 * SPEED)
+    assert budgets(run_dir) == before, "numbers that were given are kept, also where nothing was trained yet"
+    runs(run_dir, "--time", "60h", stop_at=6)
+    after = budgets(run_dir)
+    assert after["general"] > 1.3 * before["general"]
+    again = [runs.tiny.recipe, "--set", f"run_dir={run_dir}"]
+    refused = runs.lmworks("pretrain", *again, "--time", "50h").error
+    assert "time (216000 s -> 180000 s)" in refused and "--allow time" in refused and "tokens" not in refused
+    assert "train.phases.general.tokens" in runs.lmworks("pretrain", *again).error, "without a time its numbers are others"
+    assert budgets(run_dir) == after
+
+
+def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    runs(run_dir, "--time", HOURS, "--set", "optimizer.learning_rate=null")
+    recipe, tokens = load_resolved(run_dir / "resolved.json"), budgets(run_dir)
+    model = recipe.model
+    assert model.vocab_size and model.hidden_size
+    hidden = count(model) - 2 * model.vocab_size * model.hidden_size
+    assert recipe.optimizer.learning_rate == laws.peak_learning_rate(hidden, tokens["general"] + tokens["long"])
+    assert recipe.optimizer.adam_learning_rate == 0.01, "as it is written"
+
+
+@pytest.mark.parametrize(
+    ("time", "lost"),
+    [("40h", []), ("24h", ["questions (50 -> 10 per task)"]), ("20h", ["questions (50 -> 10 per task)", "tuning"]),
+     ("1h", ["questions (50 -> 10 per task)", "tuning", "the time itself: with 20 steps a phase it takes about"])],
+)  # fmt: skip
+def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[str]) -> None:
+    run_dir = runs.fresh("run")
+    said = runs(run_dir, "--time", time, "--set", "evaluate.tasks=[spell_backward]").out
+    found = event(run_dir)["given_up"]
+    assert [text[: len(start)] for text, start in zip(found, lost, strict=True)] == lost
+    line = [line for line in " ".join(said.split()).split("planned: ")[1:] if "given up:" in line]
+    assert bool(line) == bool(lost)
+    recipe = load_resolved(run_dir / "resolved.json")
+    assert recipe.evaluate.task_items == (10 if lost else 50)
+    assert (recipe.tune is None) == ("tuning" in lost)
+    assert all(phase.tokens >= 20 * phase.batch for phase in recipe.train.phases)
+
+
+def test_the_order_in_which_things_are_given_up() -> None:
+    recipe = load_recipe("quickstart").recipe
+    assert [keys for keys, *_ in budget._savings(recipe, 600)] == [("evaluate", "benchmark_items"), ("evaluate", "task_items"), ("tune",)]
+
+
+def test_a_fast_machine_does_not_learn_a_small_text_by_heart(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    runs(run_dir, "--time", HOURS, "--set", "shards.max_epochs=6", speed=1e9)
+    assert event(run_dir)["given_up"] == ["a part of the time: no source is read more than 6 times (shards.max_epochs)"]
+    shares = Batches(load_resolved(run_dir / "resolved.json"), run_dir / "shards").order.shares()
+    assert 5.5 < max(share.epochs for share in shares) <= 6
+
+
+def test_a_time_that_is_over_before_training_is_refused(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    refused = runs.lmworks("run", runs.tiny.recipe, "--set", f"run_dir={run_dir}", "--time", "0.001s").error
+    assert "were over when the data were made" in refused and "run the same command again" in refused
+    assert not (run_dir / "checkpoints").exists()
+    assert "add time: 10min" in runs.lmworks("show", runs.tiny.recipe, "--size", "auto").error
+
+
+def test_the_size_follows_from_the_speed(runs: Runs) -> None:
+    active = []
+    words = ("--time", "60h", "--size", "auto", "--set", "shards.max_epochs=1e6")
+    for name, speed in (("one", 4e9), ("four", 16e9)):
+        run_dir = runs.fresh(name)
+        runs(run_dir, *words, speed=speed)
+        tree, recipe = read_json(run_dir / "resolved.json"), load_resolved(run_dir / "resolved.json")
+        size = tree["size"]
+        assert size == budget._text(laws.parse_size(size)) != "auto"
+        tokens = sum(phase.tokens for phase in recipe.train.phases)
+        active.append(count_active(recipe.model))
+        assert tokens / active[-1] == pytest.approx(20, rel=0.3), "shapes come in steps"
+        assert [int(phase.sequence_length) for phase in recipe.train.phases] == [32, 64]
+        told = runs(run_dir, *words).out
+        assert told.count("done before") == 3, "corpus, tokenizer and shards know nothing of the size"
+    assert active[1] / active[0] == pytest.approx(2, rel=0.3)
+
+
+def test_the_summary_has_what_was_planned_beside_what_it_took(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    said = runs(run_dir, "--time", "26h", stop_at=None, command="run").out
+    found = event(run_dir, "time")
+    assert list(found["planned_and_actual"]) == ["data, start and measuring", "pretrain", "tune", "evaluate", "export"]
+    assert all(planned >= 0 and took is not None for planned, took in found["planned_and_actual"].values())
+    assert "Where the time went" in said and f"{found['planned_and_actual']['pretrain'][0]:.0f}" in said
+
+
+def test_a_run_without_a_time_is_as_it_was(runs: Runs) -> None:
+    run_dir = runs.fresh("run")
+    before = read_json(run_dir / "resolved.json") | {"run_dir": str(run_dir)}
+    runs(run_dir)
+    assert read_json(run_dir / "resolved.json") == before
+    assert before["time"] is None
+    assert not (run_dir / "ledger.jsonl").exists() or not {"budget", "time"} & {e["event"] for e in read_ledger(run_dir / "ledger.jsonl")}

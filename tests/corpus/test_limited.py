@@ -1,0 +1,84 @@
+"""A function in a process with limits: what it returns, raises, and does not survive."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lmworks.corpus.limited import Ended, Failed, Limited
+from patience import PATIENCE
+
+_FUNCTION = """
+import os, time
+
+def make():
+    def call(data):
+        exec(data.decode())
+        return str(os.getpid()).encode()
+    return call
+"""
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Limited]]:
+    (tmp_path / "limited_function.py").write_text(_FUNCTION)
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))  # an empty entry is the directory
+    made: list[Limited] = []
+
+    def make(seconds: float = PATIENCE, memory: int = 1 << 30, name: str = "make") -> Limited:
+        made.append(Limited(f"limited_function:{name}", seconds, memory))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_one_process_answers_until_it_ends(called: Callable[..., Limited]) -> None:
+    limited = called()
+    first = limited(b"pass")
+    assert limited(b"print('not an answer')") == first and int(first) != os.getpid()
+    with pytest.raises(Failed, match="ValueError: this"):
+        limited(b"raise ValueError('this')")
+    with pytest.raises(Failed, match="MemoryError"):
+        limited(b"bytes(2 << 30)")
+    assert limited(b"pass") == first
+    with pytest.raises(Ended) as ended:
+        limited(b"os._exit(0)")
+    assert not ended.value.hangs
+    assert limited(b"pass") != first
+
+
+def test_a_call_that_takes_too_much_time_ends_its_process(called: Callable[..., Limited]) -> None:
+    limited = called(seconds=0.2)
+    with pytest.raises(Ended) as ended:
+        limited(b"while True: pass")
+    assert ended.value.hangs
+    limited(b"time.sleep(0.3)")  # only processor time counts
+
+
+def test_what_does_not_start_says_so(called: Callable[..., Limited]) -> None:
+    with pytest.raises(OSError, match="the process of limited_function:nothing does not start"):
+        called(name="nothing")(b"pass")
+
+
+def test_files_in_the_directory_are_no_modules(called: Callable[..., Limited], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("json", "struct", "signal", "resource"):
+        (tmp_path / "data" / f"{name}.py").write_text("raise SystemExit('untrusted')")
+    monkeypatch.chdir(tmp_path / "data")
+    assert called()(b"import resource")
+
+
+def test_threads_take_turns(called: Callable[..., Limited]) -> None:
+    limited, found = called(), set()
+    threads = [threading.Thread(target=lambda: found.add(limited(b"time.sleep(0.01)"))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 1
