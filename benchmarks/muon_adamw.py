@@ -1,18 +1,23 @@
-"""Muon against AdamW on the quickstart's model and data: validation loss for tokens.
+"""Muon against AdamW on the quickstart's model and data, at its whole budget: held-out loss on equal tokens and on equal time.
 
     lmworks shards build recipes/quickstart.yaml
-    python benchmarks/muon_adamw.py runs/quickstart --tokens 1200000
+    python benchmarks/muon_adamw.py runs/quickstart --results muon.jsonl
 
-AdamW gets the whole budget and Muon 0.7 of it, each with its own complete schedule and each with the best rate of the same sweep.
-Everything else is the same: first weights, batches, schedule, clipping, weight decay. With `--seeds`, the best of each sweep is run
-again from other first weights on other batches. Prints a table row as each arm ends.
+The learning rate of each optimizer is doubled and halved until the best one has a worse one on both sides. The best is then run with other
+seeds (other initial weights, other batches). For equal time, AdamW gets more tokens, in the ratio of the step times that were measured
+side by side at the start. The phases keep their proportions and schedules; clipping and weight decay are the recipe's. Each run is a line
+of the results file, and a run that is in the file is not repeated. Prints the table at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import statistics
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP waits)
@@ -25,62 +30,138 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.units import Tokens
 from lmworks.shards.batch import Batches
 from lmworks.train.pretrain import Pretraining, build_model
-from lmworks.train.step import train_step
+from lmworks.train.step import micro_batch_of, train_step
 from lmworks.train.validation import validate
 
-RATES = (0.001, 0.002, 0.004, 0.008)
+START = {"muon": 0.004, "adamw": 0.001}
 
 
-def arm(recipe: Recipe, shards: Path, kind: str, rate: float, tokens: int, seed: int) -> float:
-    """Train one arm on the first phase alone, print its row and return its validation loss."""
-    phase = recipe.train.phases[0].model_copy(update={"tokens": Tokens(tokens)})
-    recipe = recipe.model_copy(update={"seed": seed, "train": recipe.train.model_copy(update={"phases": [phase]})})
-    options = recipe.optimizer.model_copy(update={"kind": kind, "learning_rate": rate, "adam_learning_rate": min(rate, 0.004)})
-    course = Pretraining(recipe, Batches(recipe, shards))
-    model = build_model(recipe)
-    optimizer = build_optimizer(model, options)
-    rows, stage = recipe.train.micro_batch or 1, course.stages[0]
-    model.train()
-    with bar(f"{kind} {rate:g} seed {seed}", course.tokens) as progress:
-        for step in range(course.steps):
-            batch = course.batch(step, 0, course.rows(step))
-            result = train_step(
-                model, optimizer, batch, micro_batch=rows, rate=course.rate(step), clip=options.clip, balance_rate=stage.balance_rate
-            )
-            progress.advance(batch.tokens.size)
-            progress.note(f"loss {float(result.loss):.3f}")
-    domains = course.batches.manifest.domains()
-    held_out = {domain: course.batches.validation(domain, stage.sequence_length, rows, 32_768) for domain in domains}
-    torch._dynamo.reset()
-    found = validate(model, held_out)
-    loss = found["validation/loss"]
-    print(f"| {kind} | {rate:g} | {seed} | {tokens:,} | {loss:.4f} | {found['validation/bits_per_byte']:.4f} |", flush=True)
-    return loss
+@dataclass(frozen=True)
+class Arm:
+    kind: str
+    rate: float
+    seed: int
+    tokens: int
+
+
+def arm_recipe(run: Path, arm: Arm) -> Recipe:
+    """The run's recipe with the arm's optimizer, seed and tokens, on one thread."""
+    recipe = load_resolved(run / "resolved.json")
+    scale = arm.tokens / sum(int(phase.tokens) for phase in recipe.train.phases)
+    phases = [phase.model_copy(update={"tokens": Tokens(int(phase.tokens * scale))}) for phase in recipe.train.phases]
+    # Under Muon the embeddings and the head have AdamW's update, at the same rate, but at most 0.004.
+    options = recipe.optimizer.model_copy(
+        update={"kind": arm.kind, "learning_rate": arm.rate, "adam_learning_rate": min(arm.rate, 0.004) if arm.kind == "muon" else arm.rate}
+    )
+    train = recipe.train.model_copy(update={"phases": phases})
+    return recipe.model_copy(update={"seed": arm.seed, "threads": 1, "train": train, "optimizer": options})
+
+
+class Training:
+    """One arm: its model, optimizer and batches."""
+
+    def __init__(self, run: Path, arm: Arm) -> None:
+        self.recipe = arm_recipe(run, arm)
+        self.course = Pretraining(self.recipe, Batches(self.recipe, run / "shards"))
+        self.model = build_model(self.recipe)
+        self.optimizer = build_optimizer(self.model, self.recipe.optimizer)
+        self.model.train()
+
+    def step(self, step: int) -> float:
+        """One training step. Returns its loss."""
+        stage = self.course.stage(step)
+        if step == stage.first_step and stage.rope:
+            self.model.set_rope(stage.rope)
+        batch = self.course.batch(step, 0, self.course.rows(step))
+        rows, rate = micro_batch_of(self.recipe, stage.sequence_length), self.course.rate(step)
+        limits = {"clip": self.recipe.optimizer.clip, "balance_rate": stage.balance_rate}
+        return float(train_step(self.model, self.optimizer, batch, micro_batch=rows, rate=rate, **limits).loss)
+
+    def held_out(self) -> dict[str, float]:
+        stage, batches = self.course.stages[-1], self.course.batches
+        rows = micro_batch_of(self.recipe, stage.sequence_length)
+        parts = {domain: batches.validation(domain, stage.sequence_length, rows, 65_536) for domain in batches.manifest.domains()}
+        return validate(self.model, parts)
+
+
+def train(run: Path, arm: Arm) -> dict[str, float | int | str]:
+    """A whole run of one arm: the row of the results file."""
+    training = Training(run, arm)
+    with bar(f"{arm.kind} {arm.rate:g} seed {arm.seed}", training.course.steps) as progress:
+        for step in range(training.course.steps):
+            loss = training.step(step)
+            progress.advance(1)
+            progress.note(f"loss {loss:.3f}")
+    found = training.held_out()
+    return asdict(arm) | {"loss": found["validation/loss"], "bits_per_byte": found["validation/bits_per_byte"]}
+
+
+def time_ratio(run: Path, tokens: int, steps: int = 12) -> float:
+    """A step of Muon in steps of AdamW: the median over pairs of steps that follow one another."""
+    muon, adamw = (Training(run, Arm(kind, START[kind], 1, tokens)) for kind in ("muon", "adamw"))
+    ratios = []
+    for step in range(steps + 2):
+        seconds = []
+        for training in (muon, adamw):
+            start = time.thread_time()  # of one thread: what neighbours take does not count
+            training.step(step)
+            seconds.append(time.thread_time() - start)
+        if step >= 2:
+            ratios.append(seconds[0] / seconds[1])
+    return statistics.median(ratios)
+
+
+class Results:
+    """Runs of arms, two at once; those that the file knows are read from it."""
+
+    def __init__(self, run: Path, path: Path, processes: int) -> None:
+        self._run, self._path = run, path
+        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.rows = {Arm(row["kind"], row["rate"], row["seed"], row["tokens"]): row for row in map(json.loads, lines)}
+
+    def all(self, arms: list[Arm]) -> list[dict[str, float]]:
+        new = [arm for arm in arms if arm not in self.rows]
+        waiting: dict[Arm, Future[dict[str, float]]] = {arm: self._pool.submit(train, self._run, arm) for arm in new}
+        for arm, future in waiting.items():
+            self.rows[arm] = future.result()
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.rows[arm]) + "\n")
+        return [self.rows[arm] for arm in arms]
+
+    def best(self, kind: str, tokens: int, seed: int) -> float:
+        """The rate with the lowest loss, once both its half and its double were tried."""
+        tried = {START[kind] * factor for factor in (0.5, 1, 2)}
+        while True:
+            losses = {row["rate"]: row["loss"] for row in self.all([Arm(kind, rate, seed, tokens) for rate in sorted(tried)])}
+            best = min(losses, key=lambda rate: losses[rate])
+            if {best / 2, best * 2} <= tried:
+                return best
+            tried |= {best / 2, best * 2}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--tokens", type=int, default=1_200_000)
-    parser.add_argument("--share", type=float, default=0.7, help="of the tokens that Muon gets")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--seeds", type=int, nargs="*", default=(), help="more seeds, for the best rates")
+    parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, continued where it ended")
+    parser.add_argument("--tokens", type=int, help="of each run; the recipe's budget otherwise")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(1, 2, 3))
+    parser.add_argument("--processes", type=int, default=2, help="runs at once, each on one thread")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     recipe = load_resolved(arguments.run / "resolved.json")
-    shards = arguments.run / "shards"
-    budgets = {"adamw": arguments.tokens, "muon": int(arguments.tokens * arguments.share)}
-    print("| optimizer | rate | seed | tokens | validation loss | bits per byte |\n|---|---|---|---|---|---|", flush=True)
-    best = {
-        kind: min((arm(recipe, shards, kind, rate, tokens, recipe.seed), rate) for rate in arguments.rates)
-        for kind, tokens in budgets.items()
-    }
-    gaps = [best["adamw"][0] - best["muon"][0]]
-    for seed in arguments.seeds:
-        adamw, muon = (arm(recipe, shards, kind, best[kind][1], tokens, seed) for kind, tokens in budgets.items())
-        gaps.append(adamw - muon)
-    reached = min(gaps) >= 0
-    print(json.dumps({"best": best, "nats below AdamW, by seed": gaps, "share of its tokens": arguments.share, "reached": reached}))
-    sys.exit(not reached)
+    tokens = arguments.tokens or sum(int(phase.tokens) for phase in recipe.train.phases)
+    ratio = time_ratio(arguments.run, tokens)
+    print(f"a step of Muon takes {ratio:.3f} steps of AdamW", flush=True)
+    results = Results(arguments.run, arguments.results, arguments.processes)
+    first, *others = arguments.seeds
+    best = {kind: results.best(kind, tokens, first) for kind in START}
+    longer = int(tokens * round(ratio, 2))
+    results.all([Arm(kind, best[kind], seed, tokens) for kind in START for seed in others])
+    results.all([Arm("adamw", best["adamw"], seed, longer) for seed in arguments.seeds])
+    print("| optimizer | rate | seed | tokens | held-out loss | bits per byte |\n|---|---|---|---|---|---|")
+    for arm, row in sorted(results.rows.items(), key=lambda item: (item[0].kind, item[0].tokens, item[0].rate, item[0].seed)):
+        print(f"| {arm.kind} | {arm.rate:g} | {arm.seed} | {arm.tokens:,} | {row['loss']:.4f} | {row['bits_per_byte']:.4f} |")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmworks import machine
 from lmworks.optim.optimizer import Optimizer
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.load import load_recipe
@@ -23,6 +24,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_processor_without_bf16_products_computes_in_fp32(monkeypatch: pytest.MonkeyPatch, able: dict[str, bool], expected: bool) -> None:
+    monkeypatch.delenv(machine.VARIABLE)  # what it says would stand before what the processor says
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
     assert has_bf16(CPU) is expected
     fast = torch.bfloat16 if expected else torch.float32
