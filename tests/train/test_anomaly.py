@@ -23,7 +23,7 @@ from lmworks.recipe.model import Model
 from lmworks.run.replay import replay
 from lmworks.train.anomaly import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
-from tiny_run import Tiny, checkpoint, curve, same_bits
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = ("train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens")  # 10 and 4 steps
