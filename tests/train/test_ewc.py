@@ -151,6 +151,23 @@ def test_tuning_holds_on_to_pretraining(tiny_copy: Tiny) -> None:
     assert all(torch.equal(value, base[f"model/{name.removeprefix('anchor/')}"]) for name, value in kept.items() if "anchor/" in name)
 
 
+def test_the_estimate_is_made_with_the_positions_of_the_earlier_phase(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one go, after a resume at the border, and in tuning, whose model is new."""
+    seen: list[tuple[float, int]] = []
+
+    def estimate(self: Consolidation, earlier: Any, loss_scale: float = 1.0) -> None:
+        seen.append((self._model.parts[0].rope.theta, next(iter(earlier)).tokens.shape[1]))
+
+    monkeypatch.setattr(Consolidation, "estimate", estimate)
+    first = ("train.phases.general.rope={theta: 20000}", "tune.ewc.weight=1", *held(1))
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST - 1 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.walk(*first, last="pretrain")
+    tiny_copy.walk(*first, last="tune")
+    assert seen == [(20_000, 32), (50_000, 64)]
+
+
 def fisher_here(tiny: Tiny, layout: Layout) -> dict[str, np.ndarray]:
     """What a rank holds of the estimate; whole where it holds whole parameters."""
     made, *_ = estimated(tiny, *layout.overrides())
