@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmworks.errors import UserError
 from lmworks.metrics.log import read
 from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
-from lmworks.model.transformer import Block
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.model import Model
 from lmworks.shards.batch import Batches
 from lmworks.train.detail import largest_score, passing, watching
 from lmworks.train.pretrain import build_model
-from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
 
@@ -60,7 +57,6 @@ def test_activations_and_scores_are_those_of_a_plain_computation(monkeypatch: py
         assert count == output.numel()
         np.testing.assert_allclose(squares, float(output.double().square().sum()), rtol=1e-12)
     np.testing.assert_allclose([seen.logits()[f"layers.{number}"] for number in range(3)], scores, rtol=1e-5)  # another order of sums
-    assert seen.first_bad() is None
     assert torch.equal(found.loss(*batch()).total, expected), "watching changes nothing"
 
 
@@ -69,27 +65,6 @@ def test_the_largest_score_keeps_to_the_mask():
     assert largest_score(query[:, :, :1], key[:, :, :1], None) == 2
     assert largest_score(query, key, None) == 18
     assert largest_score(query, key, torch.tensor([[[[True, False], [True, False]]]])) == 2
-
-
-@pytest.mark.parametrize("where", ["layers.1.ffn.down", "layers.2.attention.query", "norm"])
-def test_the_first_module_that_went_wrong_is_named(where: str):
-    found = model()
-    found.get_submodule(where).register_forward_hook(lambda module, inputs, output: output * float("inf"))
-    with watching({name: module for name, module in found.named_modules() if name}, {}) as seen:
-        found.loss(*batch()).total.backward()
-    assert seen.first_bad() == f"output of {where}"
-
-
-def test_a_gradient_that_went_wrong_is_named_too():
-    found = model()
-
-    def spoil(module: torch.nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(lambda grad: grad * float("nan"))
-
-    found.get_submodule("layers.1.attention.output").register_forward_hook(spoil)
-    with watching({name: module for name, module in found.named_modules() if name}, {}) as seen:
-        found.loss(*batch()).total.backward()
-    assert seen.first_bad() == "gradient of layers.1.attention.output"
 
 
 def test_nothing_is_left_behind():
@@ -114,6 +89,7 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
     for line in lines:
         norms = [line[f"layers/{layer}/grad_norm"] for layer in range(layers)]
         assert 0 < sum(norm**2 for norm in norms) <= line["optim/grad_norm"] ** 2 * 1.0001  # the two ends of the model have the rest
+        assert 0 < line["optim/update_ratio"] < line["optim/weight_norm"] < 100
         for name in ("activation_rms", "attention_logit_max", "update_ratio"):
             assert all(0 < line[f"layers/{layer}/{name}"] < 100 for layer in range(layers))
 
@@ -129,27 +105,3 @@ def test_queries_see_the_keys_of_all_ranks(ranks, tiny: Tiny) -> None:
     (alone,), shared = ranks.run(scores_of_a_pass, 1, tiny, 1), ranks.run(scores_of_a_pass, 2, tiny, 2)
     together = {name: max(found[name] for found in shared) for name in alone}
     np.testing.assert_allclose(list(together.values()), list(alone.values()), rtol=1e-5)  # another order of sums
-
-
-def test_the_ledger_says_where_a_bad_step_began(tiny_copy: Tiny) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        honest = Block.forward
-
-        def broken(self: Block, *given: object) -> object:
-            out = honest(self, *given)
-            return (out[0] * float("nan"), *out[1:]) if self is blocks[-1] else out
-
-        blocks: list[Block] = []
-        built = Transformer.__init__
-
-        def remember(self: Transformer, *given: object) -> None:
-            built(self, *given)
-            blocks[:] = list(self.layers)
-
-        patch.setattr(Transformer, "__init__", remember)
-        patch.setattr(Block, "forward", broken)
-        with pytest.raises(UserError, match="not finite"):
-            tiny_copy.pretrain("stability.max_bad_steps=2", "stability.max_rollbacks=0")
-        last = len(blocks) - 1
-    told = [event for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "not_finite"]
-    assert [event["first"] for event in told] == [f"output of {last}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.shards.batch import Batches
+from lmworks.train import trainer
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -103,6 +105,35 @@ def test_positions_change_at_the_first_step(tiny_copy: Tiny, run: Tiny, monkeypa
     # the slowest frequency of a head of 16 dims
     assert [seen[step][1] for step in range(STEPS)] == pytest.approx([theta ** (-14 / 16) for theta in bases])
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(run.run_dir)) == []
+
+
+def test_the_distance_between_checkpoints_may_change(tiny_copy: Tiny) -> None:
+    """Counted from the phase's first step, in steps or as a share of the phase; what is saved is what is saved anyway."""
+    tiny_copy.pretrain("train.save_every=8 steps", "train.phases.long.save_every=25%", "checkpoints.keep_last=99")
+    saved = [event["step"] for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "checkpoint"]
+    assert saved == [8, 16, FIRST + 3, FIRST + 6, FIRST + 9, STEPS]
+
+
+def test_routers_warm_up(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their temperature in the forward pass of each step, also after a resume, and what the metrics say of it."""
+    seen: dict[int, set[float]] = {}
+    honest = trainer.train_step
+
+    def observed(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        result = honest(model, optimizer, batch, **options)
+        seen[batch.step] = {float(layer.router.temperature) for layer in model.routers()}
+        if batch.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    warm = ("model.moe.temperature=3", "model.moe.temperature_steps=8", "train.phases.general.tokens=2048 tokens")
+    monkeypatch.setattr(trainer, "train_step", observed)
+    with pytest.raises(Interrupted):
+        tiny_copy.pretrain(*warm)
+    tiny_copy.pretrain(*warm)
+    expected = [3 - 2 * min(step / 8, 1) for step in range(len(seen))]
+    assert len(seen) > 8 and [seen[step] for step in range(len(seen))] == [{value} for value in expected]
+    assert [line["experts/temperature"] for line in curve(tiny_copy.run_dir)] == expected
 
 
 def test_the_ledger_has_the_phases(run: Tiny) -> None:

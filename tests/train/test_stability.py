@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -16,11 +17,14 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.cli import data_commands
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
+from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
 from lmworks.train import trainer
 from lmworks.train.pretrain import Pretraining
+from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.spike import Limits
 from lmworks.watch.starvation import Starvation
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -74,11 +78,52 @@ def rolled_back(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return run
 
 
-def test_an_undisturbed_run_is_not_touched_by_the_policies(tiny_copy: Tiny) -> None:
-    tiny_copy.pretrain()
+# Long enough for the recipe's own limits, which need 32 steps behind the warm-up; one short phase follows.
+LONG = ("train.phases.general.tokens=15296 tokens", "train.phases.long.tokens=1024 tokens", "shards.max_epochs=99")
+WARM, KNOWN, LONG_STEPS = 4, 32, 65
+
+
+def limits_of(patch: pytest.MonkeyPatch) -> dict[int, Limits]:
+    """The limits that each step of training is judged by, as they come."""
+    honest, seen = trainer.train_step, {}
+
+    def observed(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
+        seen[batch.step] = options["limits"]
+        return honest(model, optimizer, batch, **options)
+
+    patch.setattr(trainer, "train_step", observed)
+    return seen
+
+
+def steep_loss(loss: Loss) -> Loss:
+    return replace(loss, total=loss.total * 300)
+
+
+def test_an_undisturbed_run_is_not_touched_by_the_policies(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the limits of a recipe that says nothing about them; every step that they can judge is judged."""
+    limits = limits_of(monkeypatch)
+    tiny_copy.pretrain(*LONG)
     names = {line["event"] for line in read_ledger(tiny_copy.run_dir / "ledger.jsonl")}
     assert not names & {"spike", "rollback", "bad_step", "save_failed", "slow_rank"}
-    assert steps_of(tiny_copy) == list(range(1, STEPS + 1))
+    assert steps_of(tiny_copy) == list(range(1, LONG_STEPS + 1))
+    first = WARM + KNOWN
+    judged = [step for step, limit in limits.items() if max(limit.loss, limit.grad_norm) < float("inf")]
+    assert judged == list(range(first, LONG_STEPS - 4)), "all of the first phase, none of the next, which is too short"
+    lines = curve(tiny_copy.run_dir)
+    assert all(lines[step]["train/loss"] < limits[step].loss and lines[step]["optim/grad_norm"] < limits[step].grad_norm for step in judged)
+
+
+def test_a_gradient_norm_that_jumps_is_a_spike_though_the_loss_is_not(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the recipe's own limits: ten times the usual norm."""
+    steep = WARM + KNOWN + 4
+    spoil_steps(monkeypatch, [WARM + 2, steep], steep_loss)
+    tiny_copy.pretrain(*EVERY, *LONG)
+    run = tiny_copy.run_dir
+    (line,) = events(tiny_copy, "spike")  # the first one comes before anything is known to be usual
+    assert (line["step"], line["action"]) == (steep, "skip")
+    assert line["loss"] < line["loss_limit"] and line["grad_norm"] > line["grad_norm_limit"]
+    assert same_bits(checkpoint(run, steep + 1), checkpoint(run, steep)) == []
+    assert "model/head.weight" in same_bits(checkpoint(run, WARM + 3), checkpoint(run, WARM + 2))
 
 
 def test_the_update_of_a_spike_is_not_applied(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,3 +325,27 @@ def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.Monke
     tiny_copy.pretrain("stability.starved_share=0.05")
     (line,) = events(tiny_copy, "data_starved")
     assert line["share"] > 0.05
+
+
+def test_waiting_for_data_is_measured(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch is made only half a second after the trainer has begun to wait for it."""
+    slow, waiting = 7, threading.Event()
+    honest_batch, honest_beat = Pretraining.batch, Heartbeat.beat
+
+    def beat(self: Heartbeat, step: int, doing: str, *rest: Any) -> None:
+        honest_beat(self, step, doing, *rest)
+        if (step, doing) == (slow, "data"):
+            waiting.set()
+
+    def late(self: Pretraining, step: int, *rows: int) -> Any:
+        if step == slow:
+            assert waiting.wait(60)
+            time.sleep(0.5)
+        return honest_batch(self, step, *rows)
+
+    monkeypatch.setattr(Heartbeat, "beat", beat)
+    monkeypatch.setattr(Pretraining, "batch", late)
+    tiny_copy.pretrain()
+    waits = {line["step"]: line["perf/data_wait"] for line in read(tiny_copy.run_dir)}
+    seconds = {line["step"]: line["perf/step_seconds"] for line in read(tiny_copy.run_dir)}
+    assert 0.25 < waits[slow + 1] <= seconds[slow + 1]

@@ -7,12 +7,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
-from lmworks.cli.output import console
+from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
+from lmworks.cli.output import console, print_json
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
@@ -45,6 +46,7 @@ def register(app: typer.Typer) -> None:
         app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
     checkpoint_commands.register(app)
     app.command("report")(report)
+    app.command("replay")(replay)
 
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
@@ -91,6 +93,32 @@ def _go_on() -> str:
     from lmworks.launch.folder import COMMAND
 
     return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
+
+
+def replay(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Argument(help="The step whose batch was kept; by default the newest.", show_default=False)] = None,
+    at: Annotated[
+        int | None, typer.Option("--checkpoint", metavar="STEP", help="The weights to use; by default the newest of that step or before.")
+    ] = None,
+    tuned: checkpoint_commands.TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a batch that was kept as bad through a checkpoint again: loss, gradients, and the first operator that is not finite."""
+    from lmworks.run.replay import replay
+
+    found = replay(Path(run), "tuned" if tuned else "base", step, at)
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    out.print(f"the batch of step {found['step']} through {found['checkpoint']}")
+    out.print(f"loss {found['loss']:.4f} nats per token, gradient norm {found['grad_norm']:.4g}")
+    out.print(f"not finite first: {found['first']}" if found["first"] else "every operator's result is finite", soft_wrap=True)
+    for one in found["sequences"]:
+        out.print(f"  sequence {one['sequence']}: loss {one['loss']:.4f}")
+    for one in found["gradients"]:
+        out.print(f"  gradient of {one['parameter']}: norm {one['grad_norm']:.4g}")
 
 
 def report(run: RunArgument) -> None:

@@ -12,19 +12,27 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `unit` is empty for pure numbers."""
+    """One metric. `unit` is empty for pure numbers. `when` says what a run must have for it to be written; every run writes the others."""
 
     name: str
     unit: str
     meaning: str
+    when: str = ""
 
 
+_MOE = "model.moe"
+_DETAIL = "metrics.detail_every"
+_NEEDLE = "a phase with needle"
+_NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE = (
     ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches"),
     ("train/perplexity", "", "exp of train/loss"),
     ("train/z_loss", "nats^2/token", "squared log-partition of the head, before its weight"),
-    ("train/auxiliary_loss", "", "router losses of the step, before their weight"),
-    ("train/mtp_loss", "nats/token", "cross-entropy of multi-token prediction, mean over its layers, over the valid tokens of the step"),
+    ("train/auxiliary_loss", "", "router losses of the step, before their weight", _MOE),
+    (
+        "train/mtp_loss", "nats/token", "cross-entropy of multi-token prediction, mean over its layers, over the valid tokens of the step",
+        "model.mtp",
+    ),
     ("train/tokens", "tokens", "tokens trained on since the start of the run, this step included"),
     ("train/batch_tokens", "tokens", "tokens of this step"),
     ("train/valid_tokens", "tokens", "tokens of this step that carry loss"),
@@ -32,32 +40,31 @@ _TABLE = (
     ("train/phase", "", "number of the phase, from 0"),
     ("train/bad_steps", "steps", "steps without an update since the start, because a value was not finite"),
     ("train/spikes", "steps", "steps without an update since the start, because loss or gradient norm was far above the last ones"),
-    ("train/accuracy", "", "share of the valid tokens that were the likeliest"),
-    ("train/reward", "", "mean reward of the step's rollouts"),
-    ("experts/load_cv", "", "coefficient of variation of the experts' loads, mean over layers"),
-    ("experts/load_cv/{layer}", "", "coefficient of variation of the experts' loads in a layer"),
-    ("experts/load_max", "", "load of the busiest expert relative to the mean, largest over layers"),
-    ("experts/load_max/{layer}", "", "load of the busiest expert relative to the mean in a layer"),
-    ("experts/load_min", "", "load of the idlest expert relative to the mean, smallest over layers"),
-    ("experts/load_min/{layer}", "", "load of the idlest expert relative to the mean in a layer"),
-    ("experts/dead", "experts", "experts that got no token this step, over all layers"),
-    ("experts/dead/{layer}", "experts", "experts that got no token this step in a layer"),
-    ("experts/overflow", "", "share of the routed tokens above the capacity factor"),
-    ("experts/overflow/{layer}", "", "share of the routed tokens above the capacity factor in a layer"),
-    ("experts/bias_max", "", "largest absolute selection bias over layers"),
-    ("experts/bias_max/{layer}", "", "largest absolute selection bias in a layer"),
-    ("experts/temperature", "", "router temperature"),
+    ("train/ewc", "nats/token", "penalty of elastic weight consolidation, weight included", "a phase with ewc"),
+    ("experts/load_cv", "", "coefficient of variation of the experts' loads, mean over layers", _MOE),
+    ("experts/load_cv/{layer}", "", "coefficient of variation of the experts' loads in a layer", _MOE),
+    ("experts/load_max", "", "load of the busiest expert relative to the mean, largest over layers", _MOE),
+    ("experts/load_max/{layer}", "", "load of the busiest expert relative to the mean in a layer", _MOE),
+    ("experts/load_min", "", "load of the idlest expert relative to the mean, smallest over layers", _MOE),
+    ("experts/load_min/{layer}", "", "load of the idlest expert relative to the mean in a layer", _MOE),
+    ("experts/dead", "experts", "experts that got no token this step, over all layers", _MOE),
+    ("experts/dead/{layer}", "experts", "experts that got no token this step in a layer", _MOE),
+    ("experts/overflow", "", "share of the routed tokens above the capacity factor", _MOE),
+    ("experts/overflow/{layer}", "", "share of the routed tokens above the capacity factor in a layer", _MOE),
+    ("experts/bias_max", "", "largest absolute selection bias over layers", _MOE),
+    ("experts/bias_max/{layer}", "", "largest absolute selection bias in a layer", _MOE),
+    ("experts/temperature", "", "router temperature", "model.moe.temperature_steps"),
     ("optim/learning_rate", "", "rate of the matrices at this step"),
     ("optim/adam_learning_rate", "", "rate of what AdamW trains under muon"),
     ("optim/grad_norm", "", "global gradient norm before clipping"),
     ("optim/clipped", "", "1 where the gradient was clipped"),
-    ("optim/loss_scale", "", "dynamic loss scale of fp16"),
-    ("optim/weight_norm", "", "global norm of the weights"),
-    ("optim/update_ratio", "", "norm of the update relative to the norm of the weights"),
-    ("layers/{layer}/activation_rms", "", "root mean square of what leaves a layer, over some rows of the first rank"),
-    ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows"),
-    ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping"),
-    ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights"),
+    ("optim/loss_scale", "", "dynamic loss scale of fp16", "train.precision: fp16"),
+    ("optim/weight_norm", "", "global norm of the weights", _DETAIL),
+    ("optim/update_ratio", "", "norm of the update relative to the norm of the weights before it", _DETAIL),
+    ("layers/{layer}/activation_rms", "", "root mean square of what leaves a layer, over some rows of the first rank", _DETAIL),
+    ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows", _DETAIL),
+    ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", _DETAIL),
+    ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", _DETAIL),
     ("perf/tokens_per_second", "tokens/s", "since the metrics line before, saves and validation left out"),
     ("perf/step_seconds", "s", "wall time of the step"),
     ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine"),
@@ -65,15 +72,15 @@ _TABLE = (
     ("perf/data_wait", "s", "time that the step waited for its batch"),
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
     ("perf/validation_seconds", "s", "time that training stood still for validation"),
-    ("perf/slowest_rank", "", "number of the rank that holds up the others most"),
-    ("system/gpu_temp", "degrees C", "temperature of the GPU"),
-    ("system/power", "W", "power drawn by the GPU"),
+    ("perf/slowest_rank", "", "number of the rank that holds up the others most", "several ranks"),
+    ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
+    ("system/power", "W", "power drawn by the GPU", _NVML),
     ("validation/loss", "nats/token", "mean over all validation tokens"),
     ("validation/bits_per_byte", "bits/byte", "over all validation text"),
     ("validation/position/{start}", "nats/token", "mean loss of the tokens from this position of their document to four times it"),
-    ("needle/accuracy", "", "share of hidden facts whose value the model found likelier than those of the others in the row"),
-    ("needle/chance", "", "the same by guessing"),
-    ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text"),
+    ("needle/accuracy", "", "share of hidden facts whose value the model found likelier than those of the others in the row", _NEEDLE),
+    ("needle/chance", "", "the same by guessing", _NEEDLE),
+    ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text", _NEEDLE),
     ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens"),
     ("validation/{domain}/bits_per_byte", "bits/byte", "over a domain's validation text"),
 )

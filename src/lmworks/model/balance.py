@@ -51,11 +51,16 @@ def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
     }
 
 
+def temperature(moe: Moe, step: int) -> float:
+    """The routers' temperature in a step: from moe.temperature to 1, linearly over moe.temperature_steps."""
+    share = min(step / moe.temperature_steps, 1.0) if moe.temperature_steps else 1.0
+    return moe.temperature + (1.0 - moe.temperature) * share
+
+
 @torch.no_grad()
 def set_temperature(layers: Sequence[MoE], moe: Moe | None, step: int) -> None:
-    """Router temperature warm-up: from moe.temperature to 1, linearly over moe.temperature_steps."""
+    """Router temperature warm-up; without one, nothing."""
     if moe is None or not moe.temperature_steps:
         return
-    share = min(step / moe.temperature_steps, 1.0)
     for ffn in layers:
-        ffn.router.temperature.fill_(moe.temperature + (1.0 - moe.temperature) * share)
+        ffn.router.temperature.fill_(temperature(moe, step))

@@ -32,15 +32,18 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model carries the average inside the body, and its own weights again afterwards."""
-        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        """The model carries the average inside the body, and its own weights again afterwards. Takes the memory of one parameter more."""
+        self._swap()
         try:
-            self._write(self.average)
             yield
         finally:
-            self._write(own)
+            self._swap()
 
     @torch.no_grad()
-    def _write(self, values: Mapping[str, Tensor]) -> None:
+    def _swap(self) -> None:
         for name, parameter in self.parameters.items():
-            local(parameter).copy_(local(values[name]))
+            weight, average = local(parameter), local(self.average[name])
+            assert weight.dtype == average.dtype, f"{name} would be rounded on its way to the average and back"
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)

@@ -110,6 +110,13 @@ def hold(model: Transformer, zero: int, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
+def release(model: Transformer) -> None:
+    """Let go of gathered weights, of which the next forward would take no note that they have changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh]:
     """Where weights, and where the weights of one expert, are copied and sharded."""
     if ranks.layout.zero == 0:

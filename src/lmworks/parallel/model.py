@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from lmworks.model.balance import update_biases
 from lmworks.model.moe import MoE
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
+from lmworks.optim.ema import Ema
+from lmworks.optim.placement import shards
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
@@ -103,6 +106,23 @@ class ParallelModel:
         for part in self.parts:
             part.train(mode)
 
+    @contextmanager
+    def averaged(self, ema: Ema | None) -> Iterator[None]:
+        """Inside the body the model is what will leave the run: with the average of its weights, where one is kept."""
+        if ema is None:
+            yield
+            return
+        self._release()
+        with ema.in_place():
+            try:
+                yield
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        for part in self.parts:
+            data.release(part)
+
     def rows(self, count: int) -> tuple[int, int]:
         """Which of a batch's rows this rank's place on the data axis has: [start, stop). Shares differ by one row at most."""
         size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
@@ -142,6 +162,22 @@ class ParallelModel:
     def clip(self, limit: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `limit` (0: leave them); the norm before."""
         return clip_gradients(self.parameters(), limit, self.ranks.everyone, self.ranks.size("weights"), self.copies)
+
+    def norm(self, values: Mapping[str, Tensor]) -> float:
+        """The Euclidean norm of a tensor for each parameter, of which every rank gives what it holds of the parameter, by name."""
+        held, square = {id(copy) for copy in self.copies}, torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in held:  # each rank with the same part counts for some of it
+                square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
+        return float(self.ranks.sum(self.ranks.sum(square, "weights"), "pp").sqrt())
+
+    def rehearse(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> None:
+        """The work of `forward_backward` once more, for those who watch it; its gradients are dropped, and those that were there."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.forward_backward(batch, rows, micro_batch, scale)
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
         """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the

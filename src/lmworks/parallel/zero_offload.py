@@ -25,12 +25,13 @@ from lmworks.model.transformer import Experts, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.parallel.mesh import Ranks, backend_for, own_device
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.model import ParallelModel, micro_batches
 from lmworks.parallel.view import derive
 from lmworks.precision import dtype_for
 from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Optimizer as Options
+from lmworks.shards.batch import Batch
 
 _MOMENTS = ("first", "second")
 
@@ -116,6 +117,13 @@ class ZeroModel(ParallelModel):
         # DeepSpeed averages over the ranks, and `scale` has the valid tokens of all of them.
         self.engine.backward(parts["total"] * (scale * self._world))
         return _joined(parts)
+
+    @torch.no_grad()
+    def rehearse(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> None:
+        """Forward only: DeepSpeed would add the gradients of a backward pass to those of the next step."""
+        largest = -(-rows // self.ranks.size("dp"))
+        for piece, _ in micro_batches(batch, -(-largest // micro_batch), micro_batch):
+            self.parts[0].loss(*self._inputs(piece))
 
     def clip(self, limit: float) -> Tensor:
         """The global norm of the gradients; DeepSpeed clips by it in its own step."""

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from lmworks.recipe.base import Node
 from lmworks.recipe.corpus import Source
-from lmworks.recipe.training import Schedule
+from lmworks.recipe.training import EarlyStopping, Ewc, Schedule
 from lmworks.recipe.units import Duration, Tokens
 
 
@@ -56,6 +56,8 @@ class Tune(Node):
     batch: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate_scale: float = Field(0.3, gt=0, description="peak relative to optimizer.learning_rate")
     schedule: Schedule = Schedule(kind="linear", warmup=Duration.parse("5%"), final=0.0)
+    early_stopping: EarlyStopping | None = Field(None, description="end tuning early; needs held-out conversations")
+    ewc: Ewc | None = Field(None, description="hold on to what the last phase of pretraining has taught")
 
 
 class Protected(Node):

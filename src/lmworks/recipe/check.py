@@ -37,6 +37,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         at: Keys = ("train", "phases", index)
         if phase.name in phases[:index]:
             yield (*at, "name"), f"two phases are called {phase.name!r}; give each its own name"
+        if phase.ewc is not None and index == 0:
+            yield (*at, "ewc"), "there is no phase before the first one to hold on to; leave ewc out"
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)

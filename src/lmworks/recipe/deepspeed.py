@@ -70,6 +70,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         yield ("train", "precision"), "the loss scale of fp16 is not carried through train.deepspeed; set bf16 or fp32"
     if layout.zero == 3 and train.compile:
         yield ("train", "compile"), "compiled layers do not see the weights that ZeRO-3 gathers around them; set train.compile=false"
+    consolidated: list[Keys] = [("train", "phases", index, "ewc") for index, phase in enumerate(train.phases) if phase.ewc]
+    for keys in consolidated + ([("tune", "ewc")] if recipe.tune and recipe.tune.ewc else []):
+        yield keys, "gradients lie in pieces under train.deepspeed, where no penalty can be added; leave ewc out"
+    if recipe.stability.detect_anomaly:
+        yield ("stability", "detect_anomaly"), "the operators of DeepSpeed are not ours to watch; leave detect_anomaly out"
     if recipe.stability.recheck_every is not None:
         yield ("stability", "recheck_every"), "gradients and state lie in pieces under train.deepspeed; leave recheck_every out"
     if recipe.metrics.detail_every is not None:

@@ -87,7 +87,7 @@ ROWS = (
     Row("train.phases.*.mtp_weight", "pretrain tune"),
     Row("train.phases.*.mixture", "tokenizer pretrain"),
     Row("train.phases.*.mixture_changes", "pretrain"),
-    Row("train.phases.*.needle"),
+    Row("train.phases.*.needle train.phases.*.save_every"),
     Row("train.precision", "pretrain tune evaluate"),
     # They change the order of float additions, as threads and layout do.
     Row("train.micro_batch train.compile train.activation_checkpointing train.head_chunk train.deepspeed", resume=True),

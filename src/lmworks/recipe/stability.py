@@ -45,4 +45,8 @@ class Stability(Node):
     recheck_every: Duration | None = Field(
         None, description="distance between tests for silent corruption: a micro-batch is run twice, and copies of weights are compared"
     )
+    detect_anomaly: bool = Field(
+        False, description="watch every operator of every step, and name the first whose result is not finite; several times slower, and "
+        "never compiled. Without it a step that was not finite is run again under watch",
+    )  # fmt: skip
     on_corruption: Literal["stop", "rollback"] = Field("stop", description="what a failed test leads to, beside naming the rank")

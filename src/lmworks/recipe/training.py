@@ -90,6 +90,29 @@ class MixtureChange(Node):
         return self
 
 
+class EarlyStopping(Node):
+    """The end of a stage before its budget is used up, once validation no longer improves. The last weights are saved and go on to the
+    stages that follow."""
+
+    patience: int = Field(3, gt=0, description="validations in a row without an improvement after which the stage ends")
+    min_delta: float = Field(0.0, ge=0, description="least improvement that counts, in the unit of the metric")
+    metric: str | None = Field(
+        None, pattern=r"^validation/.+",
+        description="lower is better; validation/bits_per_byte when left out, or validation/loss where that is not measured",
+    )  # fmt: skip
+
+
+class Ewc(Node):
+    """Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): weights that mattered to what was learned before are held
+    where they were, by a penalty weight / 2 * sum of F (w - w0)^2. F, the diagonal of the Fisher information, is estimated when training
+    on the new data begins."""
+
+    weight: float = Field(
+        gt=0, description="of the penalty; 1 is the rise of the earlier data's own loss, in nats per token, to second order"
+    )
+    sequences: int = Field(64, gt=0, description="of the earlier data that the Fisher information is estimated on")
+
+
 class Phase(Node):
     """One stretch of pretraining."""
 
@@ -108,6 +131,8 @@ class Phase(Node):
     )
     needle: bool = Field(False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)")
     mtp_weight: float | None = Field(None, gt=0, description="replaces model.mtp.weight from this phase on (GLM: 0.3, later 0.1)")
+    ewc: Ewc | None = Field(None, description="hold on to what the phase before has taught")
+    save_every: Duration | None = Field(None, description="replaces train.save_every in this phase; counted from its first step")
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -152,6 +177,7 @@ class Train(Node):
     log_every: Duration = Field(Duration.parse("1 steps"), description="distance between metric lines")
     save_every: Duration = Field(Duration.parse("10%"), description="distance between checkpoints")
     seconds_between_saves: Seconds | None = Field(None, description="also save when this long has passed")
+    early_stopping: EarlyStopping | None = Field(None, description="end pretraining early; validations come every train.validate_every")
 
 
 class Checkpoints(Node):

@@ -5,10 +5,12 @@ Pretraining and tuning differ in their course and in nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from lmworks.recipe.model import Rope
+from lmworks.recipe.training import Ewc
 from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 
@@ -24,6 +26,8 @@ class Stage:
     rope: Rope | None
     balance_rate: float
     mtp_weight: float | None = None
+    ewc: Ewc | None = None
+    save_every: int | None = None  # steps, counted from the first; None as everywhere in the run
 
 
 class Course(Protocol):
@@ -50,6 +54,9 @@ class Course(Protocol):
 
     def tokens_before(self, step: int) -> int:
         """Tokens of all steps before this one."""
+
+    def earlier(self, stage: Stage, count: int) -> Iterator[Batch]:
+        """So many sequences, each a batch, spread evenly over what was trained on before the stage."""
 
 
 def steps_between(duration: Duration, steps: int, tokens: int) -> int:

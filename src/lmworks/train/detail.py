@@ -33,13 +33,13 @@ class LayerSignals:
             int(name.split(".")[1]): block
             for part in model.parts for name, block in part.named_modules() if isinstance(block, Block) and name.startswith("layers.")
         }  # fmt: skip
-        self._before = {
-            layer: [local(weight).detach().clone() for weight in block.parameters()] for layer, block in self._blocks.items()
-        }
+        self._before = {name: local(weight).detach().clone() for name, weight in model.named_parameters()}
+        self._names = {id(weight): name for name, weight in model.named_parameters()}
 
     @torch.no_grad()
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`layers/...` of this step; the layers see some rows of `batch`, this rank's share of it, in evaluation."""
+        """`layers/...` of this step, and norms of the whole model; activations and scores are seen on some rows of `batch`, this rank's
+        share of it, in evaluation."""
         model, layers = self._model, self._model.config.layers
         assert layers
         seen = passing(model, batch)
@@ -49,7 +49,8 @@ class LayerSignals:
             if model.ranks.rank("weights") == 0:
                 squares, count = activations.get(str(layer), (0.0, 1))
                 found[layer, 0], found[layer, 1] = squares / count, logits.get(str(layer), 0.0)
-            for weight, before in zip(block.parameters(), self._before[layer], strict=True):
+            for weight in block.parameters():
+                before = self._before[self._names[id(weight)]]
                 share = shards(weight) / model.ranks.size("weights")  # each rank with the same part counts for some of it
                 grad = local_grad(weight)
                 if grad is not None:
@@ -59,7 +60,10 @@ class LayerSignals:
         found = model.ranks.sum(model.ranks.sum(found.to(model.device), "weights"), "pp").cpu()
         columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
         named = list(zip(_SIGNALS, columns, strict=True))
-        return {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
+        weights = {name: local(weight).detach() for name, weight in model.named_parameters()}
+        update = model.norm({name: weight - self._before[name] for name, weight in weights.items()})
+        whole = {"optim/weight_norm": model.norm(weights), "optim/update_ratio": update / max(model.norm(self._before), 1e-15)}
+        return whole | {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
 
 
 def passing(model: ParallelModel, batch: Batch, rows: int = 4) -> Seen:
@@ -83,7 +87,6 @@ class Seen:
     def __init__(self) -> None:
         self._squares: dict[str, list[Tensor]] = {}
         self._counts: dict[str, int] = {}
-        self._finite: list[tuple[str, Tensor]] = []
         self._logits: dict[str, list[Tensor]] = {}
 
     def activations(self) -> dict[str, tuple[float, int]]:
@@ -94,23 +97,13 @@ class Seen:
         """By attention, the largest score before the softmax."""
         return {name: float(torch.stack(largest).max()) for name, largest in self._logits.items()}
 
-    def first_bad(self) -> str | None:
-        """The first module, in the order of the work, whose output or gradient was not finite."""
-        if not self._finite:
-            return None
-        good = torch.stack([finite for _, finite in self._finite]).tolist()
-        return next((name for (name, _), finite in zip(self._finite, good, strict=True) if not finite), None)
-
     def output(self, name: str, output: Any) -> None:
         tensor = next(tensors_in(output), None)
         if tensor is None or not tensor.is_floating_point():
             return
         values = tensor.detach()
-        self._finite.append((f"output of {name}", torch.isfinite(values).all()))
         self._squares.setdefault(name, []).append(values.double().square().sum())
         self._counts[name] = self._counts.get(name, 0) + values.numel()
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._finite.append((f"gradient of {name}", torch.isfinite(grad).all())))
 
     def scores(self, name: str, query_BHTC: Tensor, key_BKSC: Tensor, visible: Any) -> None:
         key, mask = (key_BKSC, None) if visible is None else (visible.whole(key_BKSC.detach()), visible.dense())

@@ -96,6 +96,16 @@ class Guard:
         self._warn(f"step {step:,}: {back.reason}; going back to step {found:,}{without}")
         return True
 
+    def blame(self, step: int, culprit: str | None) -> None:
+        """Write down where a step that was not finite went wrong; `culprit` is what this rank has found."""
+        told = [(rank, found) for rank, found in enumerate(self._team.all(culprit)) if found is not None]
+        first = "no operator: when the step was run again, forward and backward were finite"
+        if told:
+            rank, first = told[0]
+            first += f", on rank {rank}" if self._team.size > 1 else ""
+        self._report("not_finite", step=step, first=first)
+        self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
+
     def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int) -> GoBack | None:
         """Look for silent corruption; names the rank and says what follows."""
         found = corruption.look(model, optimizer, batch, micro_batch, self._team)

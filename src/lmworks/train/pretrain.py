@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from lmworks.shards.manifest import Manifest, check_vocabulary, verify
 from lmworks.shards.report import warnings
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.course import Stage
+from lmworks.train.course import Stage, steps_between
 from lmworks.train.far import Far
 from lmworks.train.mixture import LEDGER, Follower, read_changes
 from lmworks.train.sampling import Sampler
@@ -70,19 +70,34 @@ class Pretraining:
     def tokens_before(self, step: int) -> int:
         return self.timeline.tokens_before(step)
 
+    def earlier(self, stage: Stage, count: int) -> Iterator[Batch]:
+        return sequences_of(self.batches, stage.index - 1, count)
+
+
+def sequences_of(batches: Batches, phase: int, count: int) -> Iterator[Batch]:
+    """So many sequences of a phase, each a batch, spread evenly over its steps."""
+    timeline = batches.order.timeline
+    first = timeline.first_step(phase)
+    steps = timeline.first_step(phase + 1) - first
+    for number in range(count):
+        step = first + number * steps // count
+        row = number % batches.order.sequences(step)[1]
+        yield batches.batch(step, row, row + 1)
+
 
 def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
     """The phases with what they inherit: positions, balancing rate and the weight of what lies ahead stay until a phase changes them."""
     rope = recipe.model.rope
     rate = recipe.model.moe.balance.rate if recipe.model.moe else 0.0
     weight = recipe.model.mtp.weight if recipe.model.mtp else None
-    found = []
+    timeline, found = batches.order.timeline, []
     for index, phase in enumerate(recipe.train.phases):
         weight = phase.mtp_weight or weight
         rope = phase.rope.apply(rope) if phase.rope else rope
         rate = rate if phase.balance_rate is None else phase.balance_rate
-        first = batches.order.timeline.first_step(index)
-        found.append(Stage(index, phase.name, first, int(phase.sequence_length), rope, rate, weight))
+        first = timeline.first_step(index)
+        every = phase.save_every and steps_between(phase.save_every, timeline.first_step(index + 1) - first, timeline.phases[index].tokens)
+        found.append(Stage(index, phase.name, first, int(phase.sequence_length), rope, rate, weight, phase.ewc, every))
     return found
 
 
@@ -179,7 +194,7 @@ def pretrain(
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
             sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, recipe.evaluate.prompts),
             flops_per_token=flops_per_token, resume_command=resume_command,
-            heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks),
+            heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks), early_stopping=recipe.train.early_stopping,
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256},
         )  # fmt: skip
         first = trainer.resume()

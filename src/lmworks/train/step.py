@@ -16,6 +16,7 @@ from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
+from lmworks.train.ewc import Consolidation
 from lmworks.watch.spike import Limits
 
 
@@ -45,13 +46,13 @@ def micro_batch_of(recipe: Recipe, length: int, pipelined: bool = False) -> int:
 def train_step(
     model: ParallelModel, optimizer: Updates, batch: Batch, *,
     micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
-    rows: int | None = None, valid: int | None = None, limits: Limits = Limits(),
+    rows: int | None = None, valid: int | None = None, limits: Limits = Limits(), penalty: Consolidation | None = None,
 ) -> StepResult:  # fmt: skip
     """Update the model from one batch. Where ranks share it, `batch` is what this one reads; `rows` and `valid` are of the whole step.
 
     Each micro-batch's summed loss is divided by the valid tokens of the whole step, so that how the batch is cut, over micro-batches and
-    over ranks, does not matter (a mean of means would weigh short documents more). Gradients add up in fp32. A step whose loss or
-    gradient norm is not finite, or not below its limit, changes nothing, on any rank.
+    over ranks, does not matter (a mean of means would weigh short documents more). Gradients add up in fp32; those of a `penalty` are
+    added to their sum. A step whose loss or gradient norm is not finite, or not below its limit, changes nothing, on any rank.
     """
     rows = len(batch.tokens) if rows is None else rows
     valid = batch.valid_tokens if valid is None else valid
@@ -60,6 +61,8 @@ def train_step(
     sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
+    if penalty is not None:
+        penalty.add_gradients()
     grad_norm = model.clip(clip)
     loss = sums.cross_entropy / max(valid, 1)
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)

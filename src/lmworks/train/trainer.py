@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,23 +20,28 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics import system
 from lmworks.metrics.log import MetricLog
-from lmworks.model.balance import set_temperature
+from lmworks.model.balance import set_temperature, temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import EarlyStopping as EarlyStoppingOptions
+from lmworks.recipe.training import Ewc
 from lmworks.recipe.units import Duration
 from lmworks.shards.batch import Batch
 from lmworks.shards.prefetch import Prefetch
+from lmworks.train.anomaly import FirstNonFinite, first_non_finite
 from lmworks.train.course import Course, Stage, steps_between
-from lmworks.train.detail import LayerSignals, passing
+from lmworks.train.detail import LayerSignals
+from lmworks.train.ewc import Consolidation
 from lmworks.train.guard import Guard
 from lmworks.train.mixture import Follower
 from lmworks.train.readings import Clock, experts, losses
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, micro_batch_of, train_step
+from lmworks.train.stopping import EarlyStopping, selection_metric
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
@@ -80,6 +86,7 @@ class Trainer:
     flops_per_token: Callable[[int], float]
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     mixture: Follower | None = None
+    early_stopping: EarlyStoppingOptions | None = None
     label: str = "pretrain"
     resume_command: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +100,8 @@ class Trainer:
         moe = self.model.config.moe
         sparse = self.model.all_sparse
         self.expert_counts = torch.zeros(sparse, moe.experts, dtype=torch.float64) if moe and sparse else None
+        self.stopping = EarlyStopping(self.early_stopping)
+        self._penalty: Consolidation | None = None
         self._stage: Stage | None = None
         self._save_steps = self._every(train.save_every)
         self._validate_steps = self._every(train.validate_every)
@@ -155,6 +164,8 @@ class Trainer:
         self.step = self.guard.skips.next(self.saved)
         self.bad_total = int(meta["bad_steps"])
         self._measured = {int(step): value for step, value in meta["measured"].items()}
+        if "early_stopping" in meta:
+            self.stopping.load(meta["early_stopping"])
         return meta
 
     def _how(self) -> dict[str, str]:
@@ -190,10 +201,12 @@ class Trainer:
         self._saved_at = time.monotonic()
         patience = float(self.recipe.stability.data_timeout)
         with graceful_stop() as stop, progress.bar(self.label, self.course.tokens, self.course.tokens_before(self.step)) as bar:
-            while self.step < self.course.steps:
+            while not self._done:
                 end = self.guard.skips.until(self.step, self.course.steps)
                 with Prefetch(self._share, self.step, end, patience=patience) as batches:
                     self._stretch(batches, end, stop, bar)
+                if self.stopping.stops:
+                    break
                 self._move(self.guard.skips.next(self.step), bar)
             if self.step != self.saved:  # the last steps were left out
                 self._save(wait=True)
@@ -201,9 +214,9 @@ class Trainer:
         self.ledger.write("finish", stage=self.label, step=self.step, tokens=self.course.tokens)
 
     def _stretch(self, batches: Prefetch, end: int, stop: Stop, bar: progress.Bar) -> None:
-        """Train to step `end`, or until the run has gone back."""
+        """Train to step `end`, or until the run has gone back or ends early."""
         train = self.recipe.train
-        while self.step < end:
+        while self.step < end and not self._done:
             began = time.monotonic()
             self._enter(self.course.stage(self.step))
             self.heartbeat.beat(self.step, "data")
@@ -223,9 +236,9 @@ class Trainer:
             limits = self.guard.policy.limits(self.step, self.course.steady_since(self.step))
             self.heartbeat.beat(self.step, "update")
             signals = LayerSignals(self.model) if self._detail_steps and (self.step + 1) % self._detail_steps == 0 else None
-            result = self._update(batch, agreed.valid, limits)
+            result, culprit = self._update(batch, agreed.valid, limits)
             loss = float(result.loss)
-            back = self._observe(result, batch, limits) or self._recheck(batch)
+            back = self._observe(result, batch, agreed.valid, limits, culprit) or self._recheck(batch)
             if back is not None and self._go_back(back, bar):
                 return
             tokens = self._move(self.step + 1, bar)
@@ -236,10 +249,10 @@ class Trainer:
             self._clock.steps += 1
             self._clock.tokens += tokens
             self.guard.waited(self.step, batches.waited, seconds)
-            done = self.step == self.course.steps
             values: dict[str, float] = {} if signals is None else signals.metrics(batch)
-            if done or self.step % self._validate_steps == 0:
+            if self._done or self.step % self._validate_steps == 0:
                 values |= self._validation()
+            done = self._done
             if done or self.step % self._log_steps == 0:
                 values |= self._step_metrics(result, batch) | self._slowest()
                 self._clock = Clock()
@@ -247,9 +260,22 @@ class Trainer:
                 self.metrics.write(self.step, values)
             bar.note(self._note(loss, values))
             if (done or self.step % self._sample_steps == 0) and self.model.whole is not None:
-                self.sampler.write(self.model.whole, self.step)
-            if done or self.step % self._save_steps == 0:
+                with self.model.averaged(self.optimizer.ema):
+                    self.sampler.write(self.model.whole, self.step)
+            if done or self._saves_here():
                 self._save(wait=done)
+
+    @property
+    def _done(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.step >= self.course.steps or self.stopping.stops
+
+    def _saves_here(self) -> bool:
+        """Whether the steps so far end with a checkpoint."""
+        stage = self._stage
+        if stage is None or stage.save_every is None:
+            return self.step % self._save_steps == 0
+        return (self.step - stage.first_step) % stage.save_every == 0
 
     def _recheck(self, batch: Batch) -> GoBack | None:
         """Look for silent corruption, where the recipe asks for it after this step."""
@@ -293,6 +319,8 @@ class Trainer:
         """Make a phase boundary real: positions, balancing rate, the weight of what lies ahead; weights and optimizer go on as they are."""
         if self._stage == stage:
             return
+        self._penalty = None if stage.ewc is None else self._consolidation(stage, stage.ewc)
+        self.guard.saves.every = stage.save_every or self._save_steps
         if stage.rope is not None:
             self.model.set_rope(stage.rope)
         if stage.mtp_weight is not None:
@@ -300,6 +328,23 @@ class Trainer:
         if self.step == stage.first_step or self._stage is not None:
             self.ledger.write("phase", stage=self.label, phase=stage.name, step=self.step, sequence_length=stage.sequence_length)
         self._stage = stage
+
+    def _consolidation(self, stage: Stage, options: Ewc) -> Consolidation:
+        """The penalty of a phase, estimated at the weights that it begins with: now, or before the run was stopped."""
+        made = Consolidation(self.model, options)
+        place = self.checkpoints.directory / f"ewc-{stage.name}"
+        if self.saved > stage.first_step:  # weights of a step inside the phase have been loaded
+            made.load(place, stage.first_step, self.checkpoints.identity)
+            return made
+        before = self.course.stage(max(stage.first_step, 1) - 1)
+        if before.rope is not None:
+            self.model.set_rope(before.rope)
+        self.heartbeat.beat(self.step, "ewc")
+        loss_scale = 1.0 if self.scaler is None else float(self.scaler.scale)
+        made.estimate(self.course.earlier(stage, options.sequences), loss_scale)
+        made.save(place, stage.first_step, self.checkpoints.identity)
+        self.ledger.write("ewc", stage=self.label, phase=stage.name, step=self.step, sequences=options.sequences)
+        return made
 
     def _share(self, step: int) -> Batch:
         """What this rank reads of a step."""
@@ -318,20 +363,24 @@ class Trainer:
         copies = ranks.world // ranks.size("dp")  # ranks that read the same rows
         return Agreed(valid // copies, *map(bool, flags))
 
-    def _update(self, batch: Batch, valid: int, limits: Limits) -> StepResult:
+    def _update(self, batch: Batch, valid: int, limits: Limits) -> tuple[StepResult, str | None]:
+        """Train a step; also the first operator of this rank whose result was not finite, where every step is watched."""
         assert self._stage is not None
         self._rate = self.course.rate(self.step) * self.guard.policy.rate(self.step)
-        return train_step(
-            self.model, self.optimizer, batch, rows=self.course.rows(self.step), valid=valid, limits=limits,
-            micro_batch=self._micro_batch(batch), rate=self._rate,
-            clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
-        )  # fmt: skip
+        watched = FirstNonFinite(self.model.parts) if self.recipe.stability.detect_anomaly else None
+        with watched or nullcontext():
+            result = train_step(
+                self.model, self.optimizer, batch, rows=self.course.rows(self.step), valid=valid, limits=limits,
+                micro_batch=self._micro_batch(batch), rate=self._rate, penalty=self._penalty,
+                clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
+            )  # fmt: skip
+        return result, watched and watched.found
 
     def _micro_batch(self, batch: Batch) -> int:
         """Sequences at a time: of all lengths as many tokens."""
         return micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None)
 
-    def _observe(self, result: StepResult, batch: Batch, limits: Limits) -> GoBack | None:
+    def _observe(self, result: StepResult, batch: Batch, valid: int, limits: Limits, culprit: str | None) -> GoBack | None:
         loss, norm = float(result.loss), float(result.grad_norm)
         good = math.isfinite(loss) and math.isfinite(norm)
         self.bad_total += not good
@@ -341,9 +390,15 @@ class Trainer:
         if not good and math.isfinite(loss) and self.scaler is not None and self.scaler.scale.item() > 1:
             return None
         if not good and self.bad_steps.in_a_row == 0:
-            where = passing(self.model, batch, len(batch.tokens)).first_bad() or "the backward pass, or another rank's rows"
-            self.ledger.write("not_finite", step=self.step, first=where)
+            self.guard.blame(self.step, self._again(batch, valid) if culprit is None else culprit)
         return self.guard.policy.observe(self.step, loss, norm, limits, partial(self._arrays, batch))
+
+    def _again(self, batch: Batch, valid: int) -> str | None:
+        """Run the step's forward and backward once more, to find this rank's first operator whose result is not finite."""
+        self.heartbeat.beat(self.step, "rehearse")
+        torch.manual_seed(seed_of(self.recipe.seed, self.step, self.model.ranks.number))
+        scale = (1.0 if self.scaler is None else self.scaler.scale) / max(valid, 1)
+        return first_non_finite(self.model, batch, self.course.rows(self.step), self._micro_batch(batch), scale)
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         """The whole batch of the step, for replay; `batch` is this rank's share of it."""
@@ -354,9 +409,16 @@ class Trainer:
     def _validation(self) -> dict[str, float]:
         self.heartbeat.beat(self.step, "validation")
         began = time.monotonic()
-        values = self.validate()
-        metric = values.get("validation/bits_per_byte", values.get("validation/loss"))
-        self._measured = {self.step: metric} if metric is not None and math.isfinite(metric) else {}
+        with self.model.averaged(self.optimizer.ema):
+            values = self.validate()
+        name = selection_metric(values)
+        self._measured = {self.step: values[name]} if name is not None and math.isfinite(values[name]) else {}
+        self.stopping.observe(self.step, values)
+        if self.stopping.stops and self.step < self.course.steps:
+            found = self.stopping.state()
+            self.ledger.write("early_stop", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **found)
+            waited = f"no improvement in {self.stopping.waited} validations since step {self.stopping.best_step:,}"
+            progress.console.print(f"{self.label} ends early after step {self.step:,}: {waited}", style="yellow")
         return values | {"perf/validation_seconds": time.monotonic() - began}
 
     def _step_metrics(self, result: StepResult, batch: Batch) -> dict[str, float]:
@@ -371,7 +433,13 @@ class Trainer:
             "train/spikes": self.guard.policy.spike_total,
             "optim/learning_rate": rates.get("muon", rates.get("adamw", 0.0)),
             "optim/adam_learning_rate": rates.get("adamw", 0.0),
+            "optim/clipped": float(0 < self.recipe.optimizer.clip < float(result.grad_norm)),
         }
+        moe = self.model.config.moe
+        if moe is not None and moe.temperature_steps:
+            values["experts/temperature"] = temperature(moe, self.step - 1)
+        if self._penalty is not None:
+            values["train/ewc"] = self._penalty.penalty()
         if self.scaler is not None:
             values["optim/loss_scale"] = self.scaler.scale.item()
         clock = self._clock.metrics(self.flops_per_token(length), self.peak)
@@ -396,7 +464,8 @@ class Trainer:
         self._settle()
         meta = {
             "step": self.step, "tokens": self.course.tokens_before(self.step), "phase": self._stage.name if self._stage else None,
-            "bad_steps": self.bad_total, "measured": self._measured, **self.guard.meta(), **self.meta,
+            "bad_steps": self.bad_total, "measured": self._measured, "early_stopping": self.stopping.state(),
+            **self.guard.meta(), **self.meta,
         }  # fmt: skip
         self.metrics.flush()
         try:

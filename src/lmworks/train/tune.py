@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from lmworks.checkpoint import checkpoints as saved
@@ -16,13 +16,14 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.fingerprint import fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Phase
-from lmworks.shards.batch import Batch
+from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.tuning import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.chat_data import build_chat_data, chat_shards
 from lmworks.train.course import Stage
 from lmworks.train.load import final_mtp_weight, final_rope, newest_base
-from lmworks.train.pretrain import build_model, identity, with_optimizer
+from lmworks.train.mixture import read_changes
+from lmworks.train.pretrain import build_model, identity, sequences_of, with_optimizer
 from lmworks.train.sampling import ChatSampler
 from lmworks.train.tokenizer import META, digest, require_same
 from lmworks.train.trainer import Trainer
@@ -42,7 +43,8 @@ class Tuning:
         prefixes, weights = chat_shards(data)
         self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
         self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
-        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe))
+        self._recipe, self._shards = recipe, data.parents[1] / "shards"
+        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)
         # a phase of the same form, so that one set of schedules serves both
         phase = Phase(
             name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
@@ -67,6 +69,11 @@ class Tuning:
 
     def tokens_before(self, step: int) -> int:
         return step * self._batch
+
+    def earlier(self, stage: Stage, count: int) -> Iterator[Batch]:
+        """Of the last phase of pretraining."""
+        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).taken)
+        return sequences_of(batches, len(self._recipe.train.phases) - 1, count)
 
 
 def tune(
@@ -106,7 +113,7 @@ def tune(
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
             sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer, recipe.evaluate.questions),
             flops_per_token=flops_per_token, resume_command=resume_command,
-            heartbeat=heartbeat or Heartbeat(None),
+            heartbeat=heartbeat or Heartbeat(None), early_stopping=recipe.tune.early_stopping,
             label="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
         )  # fmt: skip
         first = trainer.resume()
@@ -115,12 +122,15 @@ def tune(
 
 
 def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
-    """The weights that tuning begins with, on all ranks; the first looks for the newest good ones."""
+    """The weights that tuning begins with, on all ranks, which are those that leave; the first looks for the newest good ones."""
     team = new_team()
     found: list[Path] = []
     team.together(lambda: found.append(newest_base(run_dir)) if team.is_first else None)
     base = team.agree(found[0] if found else Path())
     require_same(run_dir, saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team).get(META))
+    if recipe.optimizer.ema:
+        average = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        saved.load(base, {"average": average}, identity(recipe), verified=True, team=team)
     return base
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import os
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lmworks.errors import UserError
 from lmworks.files import atomic_path
 
 Arrays = Mapping[str, np.ndarray]
@@ -75,6 +78,9 @@ class BadSteps:
 
 
 def load_bad_batch(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a kept batch, for replay."""
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    """The arrays of a kept batch, for replay. Raises `UserError` if the file cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged, or no batch that a run has kept ({type(error).__name__}: {error})") from None

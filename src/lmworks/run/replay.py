@@ -1,0 +1,117 @@
+"""A kept bad batch once more, through a checkpoint: what it does to loss and gradients. Nothing of the run is changed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lmworks.checkpoint import checkpoints, listing
+from lmworks.errors import UserError
+from lmworks.model.balance import set_temperature
+from lmworks.parallel.model import ParallelModel
+from lmworks.recipe.after import Layout
+from lmworks.recipe.recipe import Recipe
+from lmworks.run.checkpoints import Which, find
+from lmworks.run.walk import require_run
+from lmworks.shards.batch import Batch
+from lmworks.shards.packing import IGNORE
+from lmworks.shards.timeline import Timeline
+from lmworks.train.anomaly import FirstNonFinite
+from lmworks.train.load import final_mtp_weight, final_rope
+from lmworks.train.pretrain import build_model, identity
+from lmworks.train.seeds import seed_of
+from lmworks.train.step import micro_batch_of
+from lmworks.watch.finite import load_bad_batch
+
+_SHOWN = 5
+
+
+def bad_batches(run_dir: Path, which: Which) -> dict[int, Path]:
+    """The kept batches of a stage, by step."""
+    place = run_dir / "bad_batches" if which == "base" else run_dir / "tune" / "bad_batches"
+    found = {path.stem.removeprefix("step-"): path for path in sorted(place.glob("step-*.npz"))}
+    return {int(step): path for step, path in found.items() if step.isdecimal()}
+
+
+def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dict[str, Any]:
+    """Forward and backward of the batch kept at `step` (by default the newest) through the checkpoint of step `at` (by default the newest
+    that the step had not changed yet), in one process; no weight is changed.
+
+    Returns step, checkpoint, loss and gradient norm of the whole batch, `first` (the first operator whose result was not finite, or
+    None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
+    """
+    recipe = require_run(run_dir)
+    kept = bad_batches(run_dir, which)
+    if not kept:
+        raise UserError(f"{run_dir} has kept no bad batch of {'pretraining' if which == 'base' else 'tuning'}: there was none")
+    step = max(kept) if step is None else step
+    if step not in kept:
+        raise UserError(f"no batch of step {step} was kept; those of these steps were: {', '.join(map(str, kept))}")
+    path = find(run_dir, which, _before(run_dir, which, step) if at is None else at)
+    train = recipe.train.model_copy(update={"deepspeed": None, "compile": False})
+    alone = recipe.model_copy(update={"layout": Layout(), "train": train})
+    batch = _load(kept[step], step, int(recipe.model.vocab_size or 0))
+    model = build_model(alone)
+    checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
+    _as_in_step(model, recipe, which, step)
+    loss, norm, first, gradients = _run(model, alone, batch)
+    model.eval()
+    rows = [(row, model.nats(one) / max(one.valid_tokens, 1)) for row in range(len(batch.tokens)) for one in [batch.rows(row, row + 1)]]
+    worst = sorted(rows, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)[:_SHOWN]
+    return {
+        "step": step, "checkpoint": path.name, "loss": loss, "grad_norm": norm, "first": first,
+        "sequences": [{"sequence": row, "loss": value} for row, value in worst], "gradients": gradients,
+    }  # fmt: skip
+
+
+def _load(path: Path, step: int, vocab_size: int) -> Batch:
+    """The batch in a file; `UserError` if a model of so many tokens cannot be asked about it."""
+    arrays = load_bad_batch(path)
+    tokens, labels, starts = (arrays.get(name, np.zeros(0)) for name in ("tokens", "labels", "cu_seqlens"))
+    whole = tokens.ndim == 2 and tokens.size > 0 and tokens.shape == labels.shape and starts.ndim == 1
+    whole = whole and all(array.dtype == np.int32 for array in (tokens, labels, starts))
+    if not whole or not _fits(tokens, labels, starts, vocab_size):
+        raise UserError(f"{path} is damaged, or of another run: its tokens and documents do not fit together")
+    return Batch(tokens, labels, starts, 0, step)
+
+
+def _fits(tokens: np.ndarray, labels: np.ndarray, starts: np.ndarray, vocab_size: int) -> bool:
+    known = tokens.min() >= 0 and tokens.max() < vocab_size and labels.min() >= IGNORE and labels.max() < vocab_size
+    rows = np.arange(0, tokens.size, tokens.shape[1])  # a document begins in each
+    ordered = len(starts) > 1 and starts[0] == 0 and starts[-1] == tokens.size and (np.diff(starts) >= 0).all()
+    return bool(known and ordered and np.isin(rows, starts).all())
+
+
+def _before(run_dir: Path, which: Which, step: int) -> int:
+    """The newest checkpoint of `step` or before, as the step itself saw it, or the oldest."""
+    steps = [listing.step_of(path) for path in listing.directories(find(run_dir, which).parent)]
+    return max((one for one in steps if one <= step), default=min(steps))
+
+
+def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -> None:
+    """Positions, weights of what lies ahead, and temperature as they were in a step."""
+    phases = recipe.train.phases
+    if which == "base":
+        phases = phases[: Timeline(phases).phase_of(step) + 1]
+    then = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
+    model.set_rope(final_rope(then))
+    if (weight := final_mtp_weight(then)) is not None:
+        model.set_mtp_weight(weight)
+    set_temperature(model.routers(), model.config.moe, step)
+    model.train()
+    torch.manual_seed(seed_of(recipe.seed, step, 0))
+
+
+def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
+    """Loss, gradient norm, the first operator that went wrong, and the largest gradients."""
+    valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
+    with FirstNonFinite(model.parts) as watched:
+        sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid)
+    norm = float(model.clip(0.0))
+    norms = {name: float(torch.linalg.vector_norm(p.grad.float())) for name, p in model.named_parameters() if p.grad is not None}
+    largest = sorted(norms, key=lambda name: -norms[name] if math.isfinite(norms[name]) else -math.inf)[:_SHOWN]
+    return float(sums.cross_entropy) / valid, norm, watched.found, [{"parameter": name, "grad_norm": norms[name]} for name in largest]

@@ -1,0 +1,105 @@
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): what mattered to the data before is held where it was.
+
+The penalty is weight / 2 * sum over all weights of F (w - w0)^2. F is the empirical Fisher information of a token, the mean over
+sequences of the squared gradient of their summed loss, per token: so the penalty at weight 1 is the rise of the earlier loss in nats per
+token, to second order. Both tensors lie as the parameters lie, and every element is treated alone, so the layout makes no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.errors import UserError
+from lmworks.optim.placement import local, local_grad
+from lmworks.parallel.model import ParallelModel
+from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.training import Ewc
+from lmworks.shards.batch import Batch
+
+
+class Consolidation:
+    """The penalty of one phase: `fisher` (F) and `anchor` (w0), fp32, by parameter name."""
+
+    def __init__(self, model: ParallelModel, options: Ewc) -> None:
+        self._model, self.options = model, options
+        self._parameters = dict(model.named_parameters())
+        self.anchor = {name: parameter.detach().float().clone() for name, parameter in self._parameters.items()}
+        self.fisher = {name: torch.zeros_like(anchor) for name, anchor in self.anchor.items()}
+
+    def estimate(self, earlier: Iterable[Batch], loss_scale: float = 1.0) -> None:
+        """Estimate F at the weights as they are, each batch one sequence; without dropout. All ranks call this with the same batches.
+
+        A sequence at a time, since squares of sums over sequences are something else. Raises `UserError` where nothing finite is found.
+        """
+        model, tokens = self._model, 0
+        training = model.training
+        model.eval()
+        try:
+            for batch in earlier:
+                valid = batch.valid_tokens
+                self._drop_gradients()
+                model.forward_backward(batch.rows(*model.rows(1)), 1, 1, loss_scale / max(valid, 1))
+                if not torch.isfinite(model.clip(0.0)):  # fp16, of which this sequence asks too much
+                    continue
+                self._add_squares(valid, loss_scale)
+                tokens += valid
+        finally:
+            self._drop_gradients()
+            model.train(training)
+        if not tokens:
+            raise UserError("ewc: no gradient of the earlier data is finite, so what mattered to it cannot be told; leave ewc out")
+        for fisher in self.fisher.values():
+            local(fisher).div_(tokens)
+
+    @torch.no_grad()
+    def _add_squares(self, valid: int, loss_scale: float) -> None:
+        for name, parameter in self._parameters.items():
+            if (grad := local_grad(parameter)) is not None:
+                local(self.fisher[name]).add_((grad.float() * (valid / loss_scale)).square())
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the penalty's gradient to those of the loss."""
+        for name, parameter in self._parameters.items():
+            if (grad := local_grad(parameter)) is not None:
+                moved = local(parameter).float() - local(self.anchor[name])
+                grad.add_((local(self.fisher[name]) * moved).to(grad.dtype), alpha=self.options.weight)
+
+    @torch.no_grad()
+    def penalty(self) -> float:
+        """As it is now, in nats per token; every rank calls this."""
+        moved = {name: local(self.fisher[name]).sqrt() * (local(p) - local(self.anchor[name])) for name, p in self._parameters.items()}
+        return self.options.weight / 2 * self._model.norm(moved) ** 2
+
+    # What is kept is kept beside the checkpoints, once for the phase: it does not change.
+
+    def save(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
+        """Keep F and w0 in `directory`, as a checkpoint of `step`."""
+        with _kept(directory, identity) as kept:
+            kept.save(step, self._model.written(self._state()), {"tokens": 0}, wait=True)
+
+    def load(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
+        """Take up again what was kept when the phase began with `step`. Raises `UserError` where it is lost or damaged."""
+        with _kept(directory, identity) as kept:
+            meta = kept.load_latest(self._state(), lambda saved, _: saved != step)
+        if meta is None:
+            raise UserError(
+                f"{directory} does not hold what ewc estimated when the phase began (step {step:,}); put it back from a copy, or "
+                f"estimate it again by going back to there: lmworks ckpt rollback RUN {step}"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        return {"fisher": dict(self.fisher), "anchor": dict(self.anchor)}
+
+
+def _kept(directory: Path, identity: dict[str, Any]) -> Checkpoints:
+    return Checkpoints(directory, Options(keep_last=1, keep_best=False, asynchronous=False), identity)

@@ -1,0 +1,53 @@
+"""Early stopping: a stage ends once its validation has not improved for a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.training import EarlyStopping as Options
+
+_SELECTS = ("validation/bits_per_byte", "validation/loss")
+
+
+def selection_metric(values: Mapping[str, float]) -> str | None:
+    """Which of the values of a validation decides what is best; None where it measured neither."""
+    return next((name for name in _SELECTS if name in values), None)
+
+
+class EarlyStopping:
+    """Counts validations without an improvement. `state()` belongs into the checkpoint's meta, so that a resumed run ends where an
+    undisturbed one would."""
+
+    def __init__(self, options: Options | None) -> None:
+        self.options = options
+        self.best: float | None = None
+        self.best_step = self.waited = 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether the stage is at its end."""
+        return self.options is not None and self.waited >= self.options.patience
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell of the validation after `step` steps. Raises `UserError` if it does not measure the metric."""
+        if self.options is None:
+            return
+        name = self.options.metric or selection_metric(values)
+        if name not in values:
+            known = ", ".join(sorted(one for one in values if one.startswith("validation/"))) or "nothing: no text is held out"
+            raise UserError(f"early_stopping.metric: {name or 'a validation loss'} is not measured by this run, which measures {known}")
+        value = values[name]
+        if math.isfinite(value) and (self.best is None or value < self.best - self.options.min_delta):
+            self.best, self.best_step, self.waited = value, step, 0
+        else:
+            self.waited += 1
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint's meta."""
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.best, self.best_step, self.waited = state["best"], int(state["best_step"]), int(state["waited"])

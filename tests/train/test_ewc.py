@@ -1,0 +1,205 @@
+"""Elastic weight consolidation: the estimate and the penalty are the formula, a resume is bit-exact, and ranks agree with one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.checkpoint import listing
+from lmworks.errors import UserError
+from lmworks.interrupt import Interrupted
+from lmworks.optim.placement import local
+from lmworks.parallel.mesh import Ranks
+from lmworks.recipe.after import Layout
+from lmworks.recipe.training import Ewc
+from lmworks.shards.batch import Batch, Batches
+from lmworks.train.ewc import Consolidation
+from lmworks.train.pretrain import build_model, pretrain, sequences_of
+from lmworks.watch.ledger import read_ledger
+from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+WEIGHT = 1e6  # so that its pull can be seen within twelve steps
+EWC = ("train.phases.long.ewc.sequences=4",)
+
+
+def held(weight: float) -> tuple[str, ...]:
+    return (*EWC, f"train.phases.long.ewc.weight={weight}")
+
+
+def estimated(tiny: Tiny, *overrides: str) -> tuple[Consolidation, list[Batch], Any]:
+    recipe = tiny.resolve(*overrides).recipe
+    batches = Batches(recipe, tiny.run_dir / "shards")
+    earlier = list(sequences_of(batches, 0, 3))
+    model = build_model(recipe, Ranks(recipe.layout))
+    made = Consolidation(model, Ewc(weight=2.0))
+    made.estimate(earlier)
+    return made, earlier, model
+
+
+def test_the_estimate_is_the_mean_square_of_gradients_of_sequences(tiny: Tiny) -> None:
+    made, earlier, model = estimated(tiny, "model.dropout=0.3")
+    (plain,) = model.parts
+    assert plain.training, "as it was"
+    assert all(parameter.grad is None for parameter in plain.parameters())
+    assert len({batch.step for batch in earlier}) == 3 and all(len(batch.tokens) == 1 for batch in earlier)
+    plain.eval()
+    expected = {name: torch.zeros_like(parameter) for name, parameter in plain.named_parameters()}
+    for batch in earlier:
+        arrays = (torch.from_numpy(getattr(batch, name)) for name in ("tokens", "labels", "cu_seqlens"))
+        loss = plain.loss(*arrays).total
+        for (name, _), grad in zip(plain.named_parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True):
+            expected[name] += grad.square()
+    tokens = sum(batch.valid_tokens for batch in earlier)
+    for name, value in expected.items():
+        torch.testing.assert_close(made.fisher[name], value / tokens, rtol=1e-4, atol=1e-12)  # divided before and after squaring
+
+
+def test_the_gradient_is_that_of_the_penalty(tiny: Tiny) -> None:
+    made, _, model = estimated(tiny)
+    (plain,) = model.parts
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    weights = dict(plain.named_parameters())
+    penalty = 1.0 * sum((made.fisher[name] * (p - made.anchor[name]).square()).sum() for name, p in weights.items())
+    expected = torch.autograd.grad(penalty, list(weights.values()))
+    assert made.penalty() == pytest.approx(penalty.item(), rel=1e-5)
+    for parameter in weights.values():
+        parameter.grad = torch.ones_like(parameter)
+    made.add_gradients()
+    for (name, parameter), grad in zip(weights.items(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 1 + grad, msg=name)
+
+
+def moved(run: Tiny) -> float:
+    """How far the weights are from where the phase began, each square weighted by what it mattered."""
+    state = run.run_dir / "checkpoints" / "ewc-long"
+    kept, now = checkpoint(state.parent, folder=state.name), checkpoint(run.run_dir)
+    names = [name.removeprefix("fisher/") for name in kept if name.startswith("fisher/")]
+    return sum(float((kept[f"fisher/{name}"] * (now[f"model/{name}"] - kept[f"anchor/{name}"]).square()).sum()) for name in names)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    run = tiny.copy(tmp_path_factory.mktemp("ewc") / "run")
+    run.pretrain(*held(WEIGHT))
+    return run
+
+
+def test_a_phase_is_held_near_where_it_began(undisturbed: Tiny, tiny_copy: Tiny) -> None:
+    """The larger the weight the nearer, and the metric is the penalty of the weights that were saved."""
+    tiny_copy.pretrain(*held(1e-6))
+    assert moved(undisturbed) < 0.5 * moved(tiny_copy)
+    lines = curve(undisturbed.run_dir)
+    assert ["train/ewc" in line for line in lines] == [False] * FIRST + [True] * (STEPS - FIRST)
+    assert lines[-1]["train/ewc"] == pytest.approx(WEIGHT / 2 * moved(undisturbed), rel=1e-4)
+    assert [line["train/loss"] for line in lines[: FIRST + 1]] == [line["train/loss"] for line in curve(tiny_copy.run_dir)[: FIRST + 1]]
+    (event,) = [event for event in read_ledger(undisturbed.run_dir / "ledger.jsonl") if event["event"] == "ewc"]
+    assert (event["phase"], event["step"], event["sequences"]) == ("long", FIRST, 4)
+
+
+@pytest.mark.parametrize("stop", [FIRST - 1, FIRST, FIRST + 6])
+def test_a_resume_is_bit_exact(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """At the border, behind it, and in the middle, where the estimate is read and not made again."""
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*held(WEIGHT))
+    if stop >= FIRST:
+        monkeypatch.setattr(Consolidation, "estimate", lambda *given: pytest.fail("made again"))
+    tiny_copy.pretrain(*held(WEIGHT))
+    assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
+    assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+
+
+def test_a_lost_estimate_is_refused_in_one_line(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST + 3 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.pretrain(*held(WEIGHT))
+    (kept,) = listing.directories(tiny_copy.run_dir / "checkpoints" / "ewc-long")
+    data = next(kept.glob("data-*"))
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(UserError, match=f"ewc-long does not hold what ewc estimated when the phase began .step {FIRST}.*ckpt rollback RUN"):
+        tiny_copy.pretrain(*held(WEIGHT))
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["train.phases.general.ewc.weight=1"], "there is no phase before the first one to hold on to"),
+    (["train.phases.long.ewc.weight=1", "train.deepspeed={}", "optimizer.kind=adamw"], "where no penalty can be added; leave ewc out"),
+    (["train.phases.long.ewc.sequences=3"], "weight"),
+])  # fmt: skip
+def test_what_it_cannot_do_is_refused(tiny: Tiny, overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tiny.resolve(*overrides)
+
+
+def test_tuning_holds_on_to_pretraining(tiny_copy: Tiny) -> None:
+    tiny_copy.walk("tune.ewc.weight=5", "tune.ewc.sequences=2", "train.phases.long.tokens=1024 tokens", last="tune")
+    lines = curve(tiny_copy.run_dir / "tune")
+    assert all(line["train/ewc"] > 0 for line in lines[1:])
+    place = tiny_copy.run_dir / "tune" / "checkpoints"
+    kept, base = checkpoint(place, folder="ewc-tune"), checkpoint(tiny_copy.run_dir)
+    assert all(torch.equal(value, base[f"model/{name.removeprefix('anchor/')}"]) for name, value in kept.items() if "anchor/" in name)
+
+
+def test_the_estimate_is_made_with_the_positions_of_the_earlier_phase(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one go, after a resume at the border, and in tuning, whose model is new."""
+    seen: list[tuple[float, int]] = []
+
+    def estimate(self: Consolidation, earlier: Any, loss_scale: float = 1.0) -> None:
+        seen.append((self._model.parts[0].rope.theta, next(iter(earlier)).tokens.shape[1]))
+
+    monkeypatch.setattr(Consolidation, "estimate", estimate)
+    first = ("train.phases.general.rope={theta: 20000}", "tune.ewc.weight=1", *held(1))
+    with monkeypatch.context() as patch:
+        before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST - 1 else None)
+        with pytest.raises(Interrupted):
+            tiny_copy.walk(*first, last="pretrain")
+    tiny_copy.walk(*first, last="tune")
+    assert seen == [(20_000, 32)] * 2 + [(50_000, 64)], "made again where nothing of the phase had been trained"
+
+
+def fisher_here(tiny: Tiny, layout: Layout) -> dict[str, np.ndarray]:
+    """What a rank holds of the estimate; whole where it holds whole parameters."""
+    made, *_ = estimated(tiny, *layout.overrides())
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else local(value) for name, value in made.fisher.items()}
+    return {name: value.numpy() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=1), Layout(dp_shard=2, zero=3), Layout(dp_replicate=2)], ids=str)
+def test_ranks_estimate_what_one_process_does(ranks: Any, tiny: Tiny, layout: Layout) -> None:
+    (alone,) = ranks.run(fisher_here, 1, tiny, Layout())
+    for shared in ranks.run(fisher_here, 2, tiny, layout):
+        for name, value in alone.items():
+            # fp32 sums in another order, squared
+            np.testing.assert_allclose(shared[name], value, rtol=2e-3, atol=1e-9 * float(value.max()), err_msg=name)
+
+
+def train_on(tiny: Tiny, to: Path, layout: Layout, stop: int | None) -> None:
+    recipe = tiny.resolve(f"run_dir={to}", *held(WEIGHT), *layout.overrides()).recipe
+    with pytest.MonkeyPatch.context() as patch:
+        if stop is not None:
+            before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
+        try:
+            pretrain(recipe, to, lambda length: 1e6, "lmworks run tiny.yaml", ranks=Ranks(layout))
+        except Interrupted:
+            assert stop is not None
+
+
+def test_another_layout_goes_on_with_the_estimate(ranks: Any, undisturbed: Tiny, tiny_copy: Tiny) -> None:
+    """Two ranks begin the phase and one process ends it; losses within rounding of one go."""
+    ranks.run(train_on, 2, tiny_copy, tiny_copy.run_dir, Layout(dp_shard=2, zero=3), FIRST + 4)
+    assert curve(tiny_copy.run_dir)[-1]["step"] == FIRST + 5
+    tiny_copy.pretrain(*held(WEIGHT))
+    found, expected = (curve(run.run_dir)[-1] for run in (tiny_copy, undisturbed))
+    assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-2)
+    assert found["train/ewc"] == pytest.approx(expected["train/ewc"], rel=0.1)
