@@ -33,7 +33,8 @@ _MOE = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _COMMON,
-    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens", "global_every": 2},
+    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens",
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "moe": _COMMON | {"moe": _MOE},
     "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "kv_heads", "rope")} | {
         "moe": _MOE | {"groups": 4, "top_groups": 2}, "kv_heads": 4, "head_dim": 12,

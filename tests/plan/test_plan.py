@@ -220,7 +220,7 @@ def test_attention_pairs_are_counted(length: int, window: int, every: int) -> No
             "head_dim": 4,
             "ffn_size": 8,
             "sliding_window": f"{window} tokens",
-            "global_every": every,
+            "layer_types": ["sliding_attention", "full_attention"] if every else [],
         }
     )
     for layer in range(3):

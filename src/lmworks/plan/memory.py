@@ -19,7 +19,7 @@ from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed, Place
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
+from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters, slides
 from lmworks.recipe.stages import rank_layers
 
 GIB = 2**30
@@ -82,8 +82,7 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
         return float(model.layers * (model.mla.kv_rank + model.mla.rope_dim) * length * element)
     kept = 0
     for layer in range(model.layers):
-        slides = model.sliding_window is not None and not (model.global_every and (layer + 1) % model.global_every == 0)
-        kept += min(length, model.sliding_window) if slides and model.sliding_window else length
+        kept += min(length, model.sliding_window) if model.sliding_window and slides(model, layer) else length
     return 2.0 * model.kv_heads * model.head_dim * kept * element
 
 

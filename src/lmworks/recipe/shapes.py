@@ -40,6 +40,12 @@ class Parameter:
         return len(self.shape) > 1 and self.component not in ("embedding", "head")
 
 
+def slides(model: Model, layer: int) -> bool:
+    """Whether the layer (counted from 0) sees only a window; `layer_types` repeat, also over the layers of multi-token prediction."""
+    types = model.layer_types
+    return bool(model.sliding_window) and (not types or types[layer % len(types)] == "sliding_attention")
+
+
 def is_moe(model: Model, layer: int) -> bool:
     """Whether `layer` routes to experts."""
     return model.moe is not None and layer >= model.moe.dense_layers

@@ -166,7 +166,8 @@ def pretrain(
     with (
         Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
         Checkpoints(
-            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens
+            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens,
+            recipe=as_tree(recipe),
         ) as checkpoints,
     ):
         far = Far(batches, recipe, tokenizer)
