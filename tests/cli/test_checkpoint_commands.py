@@ -109,11 +109,11 @@ def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: 
     assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (24, 28, 32, STEPS)]
     (told,) = events(run, "rollback")
     assert (told["stage"], told["step"], told["to_step"], told["skip"]) == ("pretrain", STEPS, 20, None)
-    run.walk(KEEP, "train.validate_bytes_per_domain=2001", last="pretrain")  # reads no more text: a document more would be too much
+    run.walk(KEEP, "shards.warn_epochs=5", last="pretrain")
     assert events(run, "resume")[-1]["step"] == 20
-    assert json.loads(lmworks("ckpt", "diff", run.run_dir, 20, 32, "--json").out)["recipe"] == {"train.validate_bytes_per_domain": [2000, 2001]}
-    assert "\nrecipe train.validate_bytes_per_domain: 2000 -> 2001\n" in lmworks("ckpt", "diff", run.run_dir, 20, 32).out
-    assert "\nrecipe " not in lmworks("ckpt", "diff", run.run_dir, 24, 32).out
+    assert json.loads(lmworks("ckpt", "diff", run.run_dir, 20, 32, "--json").out)["recipe"]["shards.warn_epochs"] == [4.0, 5.0]
+    assert "\nrecipe shards.warn_epochs: 4 -> 5\n" in lmworks("ckpt", "diff", run.run_dir, 20, 32).out
+    assert "\nrecipe " not in lmworks("ckpt", "diff", run.run_dir, 24, 32).out, "both were saved by the run that goes on"
     assert same_bits(checkpoint(run.run_dir, STEPS), last) == []
     assert curve(run.run_dir) == whole
     assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", 3, "--json").out)["skip"] == [32, 35]

@@ -89,12 +89,8 @@ class Checkpoints:
         begin = time.monotonic()
         tensors, values = split(state)
         parts = parts_to_write(tensors, self._team)
-        document = as_json(
-            {
-                "format": 1, "step": step, "metric": metric, "permanent": permanent, "identity": self.identity, "meta": meta,
-                "recipe": self.recipe, "values": values,
-            }  # fmt: skip
-        )
+        about = {"format": 1, "step": step, "metric": metric, "permanent": permanent, "identity": self.identity, "meta": meta}
+        document = as_json(about | {"recipe": self.recipe, "values": values})
         if not self.options.asynchronous:
             self._write(step, parts, document, begin)
             return

@@ -15,8 +15,9 @@ from lmworks.recipe.fingerprint import changed_keys
 def diff(before: Path, after: Path) -> dict[str, Any]:
     """What differs between two checkpoints, as JSON things.
 
-    steps; meta (by key, the values of both); recipe (by key, the values of both, for the keys of the recipe that differ); only_before and only_after (names of tensors); tensors: one row each, the largest change
-    first: name, shape, norm_before, norm_after, change = |after - before| / |before|, or null where that is no number.
+    steps; meta and recipe (by key, the values of both where they differ); only_before and only_after (names of tensors); tensors: one
+    row each, the largest change first: name, shape, norm_before, norm_after, change = |after - before| / |before|, or null where that is
+    no number.
     Norms are summed in fp64 over boxes of 64 MB, so that memory does not depend on the size of the model.
     """
     old, new = Reader(before), Reader(after)

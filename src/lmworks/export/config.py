@@ -158,7 +158,8 @@ def from_config(config: dict[str, Any]) -> Model:
     except KeyError as error:
         raise UserError(f"config.json has no {error.args[0]}") from None
     except ValidationError as error:
-        raise UserError(f"config.json describes no model that lmworks has: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"config.json describes no model that lmworks has: {reason}") from None
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:

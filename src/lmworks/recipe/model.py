@@ -34,12 +34,13 @@ class Balance(Node):
     """How the experts are kept equally busy; without an auxiliary loss by default (Wang et al. 2024, arXiv:2408.15664)."""
 
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
-        "bias", description="bias: a selection bias per expert, without an auxiliary loss"
+        "bias", description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
+        "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
     )
     update: Literal["sign", "proportional"] = Field("sign", description="step of the bias: the sign of the load error, or the error itself")
     rate: float = Field(0.001, ge=0, description="size of the bias update per optimizer step")
     clamp: float = Field(1.0, gt=0, description="the bias stays within plus and minus this")
-    aux_weight: float = Field(0.01, ge=0, description="weight of the batch-level auxiliary loss when method is aux")
+    aux_weight: float = Field(0.01, ge=0, description="weight of the auxiliary loss over the whole step when method is aux")
     sequence_aux_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
 
 
@@ -141,7 +142,7 @@ class Model(Node):
         if "sliding_attention" not in self.layer_types:
             raise ValueError("model.layer_types has no layer that slides; leave it and model.sliding_window out")
         if self.layers and len(self.layer_types) > self.layers:
-            raise ValueError(f"model.layer_types has {len(self.layer_types)} entries for {self.layers} layers; write one per layer, or fewer")
+            raise ValueError(f"model.layer_types has {len(self.layer_types)} entries for {self.layers} layers; write at most one per layer")
         return self
 
     @model_validator(mode="after")

@@ -32,6 +32,8 @@ def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
         if layout.stages_per_rank > 1 or layout.layers_per_stage:
             yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
         return
+    if model.moe is not None and model.moe.balance.method == "aux":
+        yield "model.moe.balance.method aux counts a whole step before its first backward, which a pipeline does not; choose bias, or pp=1"
     if stages > model.layers:
         of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
         yield f"{of} exceeds the {model.layers} layers"
