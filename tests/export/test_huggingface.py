@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lmworks.errors import UserError
-from lmworks.export.config import class_for, from_config, to_config
 from lmworks.export.huggingface import read_model, write_model
 from lmworks.export.names import from_huggingface, to_huggingface
 from lmworks.model import Transformer
+from lmworks.recipe.huggingface import class_for, from_config, to_config
 from lmworks.recipe.model import Mla, Model, Moe, Rope
 from lmworks.recipe.shapes import slides
 

@@ -18,9 +18,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
-from lmworks.model.attention import has_positions
 from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
-from lmworks.recipe.shapes import slides
+from lmworks.recipe.shapes import has_positions, slides
 
 _TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
