@@ -21,7 +21,6 @@ import lmworks  # noqa: F401  # isort: skip  (before torch: it sets how OpenMP w
 import numpy as np
 import torch
 
-from lmworks.export.config import class_for, to_config
 from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -29,6 +28,7 @@ from lmworks.optim import build_optimizer
 from lmworks.parallel.model import ParallelModel
 from lmworks.plan.flops import per_token
 from lmworks.precision import dtype_for, has_bf16
+from lmworks.recipe.huggingface import class_for, to_config
 from lmworks.recipe.model import Model, Moe, Rope
 from lmworks.recipe.training import Optimizer
 from lmworks.shards.batch import Batch

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from command import Lmworks
 
 from lmworks.checkpoint import listing, manifest, rewrite, storage, verify
@@ -43,6 +45,10 @@ def asides(run: Tiny) -> list[str]:
     return sorted(path.name for path in (run.run_dir / "checkpoints").glob("step-*.*"))
 
 
+def found_tokens(run: Tiny, step: int) -> int:
+    return int(listing.read_meta(run.run_dir / "checkpoints" / listing.name_of(step))["meta"]["tokens"])
+
+
 def events(run: Tiny, name: str) -> list[dict]:
     return [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == name]
 
@@ -70,6 +76,25 @@ def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkey
     shown = lmworks("ckpt", "diff", run.run_dir).out
     assert shown.startswith(f"step 32 to {STEPS}\n")
     assert "more (--json shows all)" in shown
+    assert f"\ntokens: {found_tokens(run, 32):,} -> {found_tokens(run, STEPS):,}\n" in shown
+    assert "{" not in shown
+
+
+def test_a_checkpoint_carries_the_recipe_that_it_was_trained_with(lmworks: Lmworks, run: Tiny) -> None:
+    found = json.loads(lmworks("ckpt", "show", run.run_dir, 8, "--json").out)
+    resolved = json.loads((run.run_dir / "resolved.json").read_text())
+    assert found["recipe"] | {"run_dir": None} == resolved | {"run_dir": None}
+    shown = lmworks("ckpt", "show", run.run_dir, 8).out
+    head, _, recipe = shown.partition("\n\n")
+    assert yaml.safe_load(recipe) == found["recipe"]
+    assert "step: 8\n" in head and re.search(r"^bytes: \d+\S* [kM]B$", head, re.M)
+    assert re.search(r"^time: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", head, re.M)
+    listed = lmworks("ckpt", "list", run.run_dir).out
+    assert re.search(r"\d{4}-\d\d-\d\d", listed) and re.search(r"\d [kM]B", listed)
+    path = run.run_dir / "checkpoints" / listing.name_of(8) / listing.META
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"recipe": document["recipe"] | {"seed": 6}}, indent=1) + "\n")
+    assert "other content than was written" in lmworks("ckpt", "verify", run.run_dir).out
 
 
 def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: Lmworks, run: Tiny) -> None:
@@ -84,8 +109,11 @@ def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: 
     assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (24, 28, 32, STEPS)]
     (told,) = events(run, "rollback")
     assert (told["stage"], told["step"], told["to_step"], told["skip"]) == ("pretrain", STEPS, 20, None)
-    run.walk(KEEP, last="pretrain")
+    run.walk(KEEP, "shards.warn_epochs=5", last="pretrain")
     assert events(run, "resume")[-1]["step"] == 20
+    assert json.loads(lmworks("ckpt", "diff", run.run_dir, 20, 32, "--json").out)["recipe"]["shards.warn_epochs"] == [4.0, 5.0]
+    assert "\nrecipe shards.warn_epochs: 4 -> 5\n" in lmworks("ckpt", "diff", run.run_dir, 20, 32).out
+    assert "\nrecipe " not in lmworks("ckpt", "diff", run.run_dir, 24, 32).out, "both were saved by the run that goes on"
     assert same_bits(checkpoint(run.run_dir, STEPS), last) == []
     assert curve(run.run_dir) == whole
     assert json.loads(lmworks("ckpt", "rollback", run.run_dir, 32, "--skip-steps", 3, "--json").out)["skip"] == [32, 35]

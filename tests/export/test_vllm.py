@@ -15,9 +15,9 @@ import torch
 from engines import ask, engine
 from small_models import CHATS, STEPS, TEXTS
 
-from lmworks.export.config import class_for
 from lmworks.export.export import write_huggingface
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
+from lmworks.recipe.huggingface import class_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 

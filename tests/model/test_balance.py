@@ -9,9 +9,10 @@ from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
 from lmworks.model import Transformer
 from lmworks.model.balance import load_error, set_temperature, statistics, update_biases
 from lmworks.model.init import initialize
-from lmworks.model.router import sinkhorn
+from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.recipe.model import Balance, Model, Moe
+from lmworks.recipe.recomputation import Recomputation
 
 
 def skewed(balance: Balance) -> Transformer:
@@ -69,11 +70,11 @@ def test_each_way_of_choosing_moves_as_published() -> None:
     assert torch.equal(model.routers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "50%"])
 def test_recomputation_counts_nothing_twice(mode: str) -> None:
     tokens, labels, cu_seqlens = sample()
     plain, recomputing = build(CONFIGS["aux"]), build(CONFIGS["aux"])
-    checkpoint_activations(recomputing, mode)  # type: ignore[arg-type]
+    checkpoint_activations(recomputing, Recomputation.parse(mode))
     losses = []
     for model in (plain, recomputing):
         loss = model.loss(tokens, labels, cu_seqlens)
@@ -121,11 +122,67 @@ def test_statistics_by_hand() -> None:
     assert load_error(torch.tensor([[4.0, 0.0, 2.0, 2.0]])).tolist() == [[-1.0, 1.0, 0.0, 0.0]]
 
 
-def test_sinkhorn_evens_a_skewed_batch() -> None:
-    logits = torch.randn(512, 8, generator=torch.Generator().manual_seed(5)) + torch.tensor([3.0, 2, 0, 0, 0, 0, 0, 0])
+def test_sinkhorn_evens_each_skewed_sequence() -> None:
+    skew = torch.tensor([[3.0, 2, 0, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 2, 3]])
+    logits = torch.randn(2, 512, 8, generator=torch.Generator().manual_seed(5)) + skew[:, None]
     load = lambda scores: torch.bincount(scores.topk(2, -1).indices.flatten(), minlength=8).float()  # noqa: E731
-    assert load(logits).std() / load(logits).mean() > 0.8
-    assert load(sinkhorn(logits)).std() / load(sinkhorn(logits)).mean() < 0.2
+    for given, balanced in zip(logits, sinkhorn(logits), strict=True):
+        assert load(given).std() / load(given).mean() > 0.8
+        assert load(balanced).std() / load(balanced).mean() < 0.2
+        torch.testing.assert_close(balanced, _sinkhorn_on_paper(given.double()).float(), rtol=1e-4, atol=0)  # fp32 against fp64
+
+
+def _sinkhorn_on_paper(logits_TE: torch.Tensor) -> torch.Tensor:
+    """Sinkhorn and Knopp's iteration: rows to 1/T, then columns to 1/E, eight times, on exp(logits)."""
+    plan = (logits_TE - logits_TE.max()).exp()
+    for _ in range(8):
+        plan = plan / plan.sum(1, keepdim=True) / len(plan)
+        plan = plan / plan.sum(0, keepdim=True) / plan.shape[1]
+    return plan
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_auxiliary_losses_are_the_papers(gate: str) -> None:
+    """Value and gradient against loops over sequences, tokens and experts in fp64, to the rounding of fp32."""
+    balance = Balance(method="aux", aux_weight=0.5, sequence_aux_weight=0.3)
+    moe = Moe(experts=6, top_k=2, expert_size=8, gate=gate, balance=balance)  # type: ignore[arg-type]
+    router, draw = Router(moe, 16), torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(6, 16, generator=draw))
+        router.bias.copy_(torch.randn(6, generator=draw))
+    x_BTD = torch.randn(3, 7, 16, generator=draw)
+    loads = {None: None, "of the step": torch.rand(6, generator=draw)}
+    for load in loads.values():
+        router.load, router.weight.grad = load, None
+        routing = router(x_BTD)
+        assert routing.aux is not None
+        routing.aux.backward()
+        weight = router.weight.detach().double().requires_grad_()
+        chosen = routing.experts.view(3, 7, 2)
+        expected = _auxiliary_on_paper(x_BTD.double(), weight, chosen.tolist(), gate, load)
+        expected.backward()
+        torch.testing.assert_close(routing.aux.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(router.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def _auxiliary_on_paper(x: torch.Tensor, weight: torch.Tensor, chosen: list, gate: str, load: torch.Tensor | None) -> torch.Tensor:
+    """DeepSeek-V3's equations 17 to 20 for each sequence, and the same over all tokens, each times the tokens that it spans."""
+    E, K, (B, T) = 6, 2, x.shape[:2]
+    shares = []
+    for b in range(B):
+        for t in range(T):
+            logits = x[b, t] @ weight.T
+            gates = logits.sigmoid() if gate == "sigmoid" else logits.exp() / logits.exp().sum()
+            shares.append(gates / gates.sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for e in range(E):
+        for b in range(B):
+            f = E / (K * T) * sum(e in chosen[b][t] for t in range(T))
+            P = sum(shares[b * T + t][e] for t in range(T)) / T
+            total = total + 0.3 * f * P * T
+        found = sum(e in token for row in chosen for token in row) / (B * T) if load is None else float(load[e])
+        total = total + 0.5 * E / K * found * sum(share[e] for share in shares)
+    return total
 
 
 def test_the_router_temperature_warms_up() -> None:

@@ -40,7 +40,7 @@ def on_paper(attention: LatentAttention, x_BTD: Tensor, rope: Rope) -> Tensor:
     inverse, scale = frequencies(rope, mla.rope_dim)
 
     def normed(value: Tensor, weight: Tensor) -> Tensor:
-        return value / (value.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+        return value / (value.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
     def turned(vector: Tensor, position: int) -> Tensor:
         """Pairs (i, i + R/2) as complex numbers, turned by their angle."""

@@ -34,7 +34,7 @@ CONFIGS = {
     "aux": Model(**_SMALL, moe=_MOE.model_copy(update={"balance": Balance(method="aux", sequence_aux_weight=0.1)})),
     "nope": Model(**_SMALL, nope_every=2, tie_embeddings=True),
     "no_rope": Model(**_SMALL, rope=Rope(fraction=0)),
-    "window": Model(**_SMALL, sliding_window="6 tokens", global_every=3),
+    "window": Model(**_SMALL, sliding_window="6 tokens", layer_types=("full_attention", "sliding_attention", "sliding_attention")),
     "softcap": Model(**_SMALL, logit_softcap=5.0, z_loss=1e-2),
 }
 

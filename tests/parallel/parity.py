@@ -33,12 +33,15 @@ _MOE = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _COMMON,
-    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens", "global_every": 2},
+    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens",
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "moe": _COMMON | {"moe": _MOE},
     "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "kv_heads", "rope")} | {
         "moe": _MOE | {"groups": 4, "top_groups": 2}, "kv_heads": 4, "head_dim": 12,
         "mla": {"q_rank": 16, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
     },
+    "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_weight": 0.5, "sequence_aux_weight": 0.3}}},
+    "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_weight": 0.0}}},
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"layers": 1, "weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24

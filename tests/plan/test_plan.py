@@ -204,6 +204,9 @@ def test_checkpointing_and_length_move_activations() -> None:
 
     assert activations("none", 2048) > activations("selective", 2048) > activations("full", 2048)
     assert activations("none", 4096) == 2 * activations("none", 2048)
+    one = (activations("none", 2048) - activations("full", 2048)) / 12  # of the 12 layers
+    assert activations("25%", 2048) == pytest.approx(activations("none", 2048) - 3 * one)
+    assert activations("selective 50%", 2048) == pytest.approx((activations("none", 2048) + activations("selective", 2048)) / 2)
 
 
 @settings(max_examples=30)
@@ -220,7 +223,7 @@ def test_attention_pairs_are_counted(length: int, window: int, every: int) -> No
             "head_dim": 4,
             "ffn_size": 8,
             "sliding_window": f"{window} tokens",
-            "global_every": every,
+            "layer_types": ["sliding_attention", "full_attention"] if every else [],
         }
     )
     for layer in range(3):

@@ -41,15 +41,16 @@ class Checkpoints:
     identity: JSON things that say which model this is; saved, and compared on loading.
     report: called as `report(event, **fields)`, also from other threads: `Ledger.write` fits.
     total_tokens: of the run, needed where `keep_every` is a percentage.
+    recipe: the resolved recipe as plain values, without credentials; saved in each checkpoint, so that one alone says how it was trained.
 
     With an initialised process group all ranks make one and call it alike; rank 0 names, prunes and decides.
     """
 
     def __init__(
         self, directory: Path, options: Options, identity: dict[str, Any], *,
-        report: Callable[..., None] = _ignore, total_tokens: int | None = None,
+        report: Callable[..., None] = _ignore, total_tokens: int | None = None, recipe: dict[str, Any] | None = None,
     ) -> None:
-        self.directory, self.options, self.identity = Path(directory), options, identity
+        self.directory, self.options, self.identity, self.recipe = Path(directory), options, identity, recipe
         self.report, self.total_tokens = report, total_tokens
         self.refused: list[tuple[Path, str]] = []
         self._verified: set[Path] = set()
@@ -88,9 +89,8 @@ class Checkpoints:
         begin = time.monotonic()
         tensors, values = split(state)
         parts = parts_to_write(tensors, self._team)
-        document = as_json(
-            {"format": 1, "step": step, "metric": metric, "permanent": permanent, "identity": self.identity, "meta": meta, "values": values}
-        )
+        about = {"format": 1, "step": step, "metric": metric, "permanent": permanent, "identity": self.identity, "meta": meta}
+        document = as_json(about | {"recipe": self.recipe, "values": values})
         if not self.options.asynchronous:
             self._write(step, parts, document, begin)
             return

@@ -9,17 +9,20 @@ from typing import Any
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.storage import Reader, boxes
 from lmworks.progress import bar
+from lmworks.recipe.fingerprint import changed_keys
 
 
 def diff(before: Path, after: Path) -> dict[str, Any]:
     """What differs between two checkpoints, as JSON things.
 
-    steps; meta (by key, the values of both); only_before and only_after (names of tensors); tensors: one row each, the largest change
-    first: name, shape, norm_before, norm_after, change = |after - before| / |before|, or null where that is no number.
+    steps; meta and recipe (by key, the values of both where they differ); only_before and only_after (names of tensors); tensors: one
+    row each, the largest change first: name, shape, norm_before, norm_after, change = |after - before| / |before|, or null where that is
+    no number.
     Norms are summed in fp64 over boxes of 64 MB, so that memory does not depend on the size of the model.
     """
     old, new = Reader(before), Reader(after)
-    metas = [listing.read_meta(path)["meta"] for path in (before, after)]
+    documents = [listing.read_meta(path) for path in (before, after)]
+    metas, recipes = [document["meta"] for document in documents], [document.get("recipe") for document in documents]
     both = [name for name, record in old.table.items() if name in new.table and new.table[name].shape == record.shape]
     rows = []
     with bar("comparing", sum(old.table[name].bytes for name in both)) as progress:
@@ -31,6 +34,7 @@ def diff(before: Path, after: Path) -> dict[str, Any]:
     return {
         "steps": [listing.step_of(before), listing.step_of(after)],
         "meta": {key: [meta.get(key) for meta in metas] for key in keys},
+        "recipe": {one.path: [one.old, one.new] for one in changed_keys(*recipes)} if all(recipes) else {},
         "only_before": sorted(old.table.keys() - set(both)),
         "only_after": sorted(new.table.keys() - set(both)),
         "tensors": rows,

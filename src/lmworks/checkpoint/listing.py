@@ -66,7 +66,7 @@ def step_of(path: Path) -> int:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), values."""
+    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values."""
     return dict(json.loads(manifest.read_document(path / META)))
 
 
@@ -85,19 +85,21 @@ def saved(directory: Path) -> list[Saved]:
 def list_checkpoints(directory: Path) -> list[dict[str, Any]]:
     """One row per checkpoint, oldest first: path, step, tokens, phase, metric, permanent, time, bytes, files; `problem` where its
     manifest or document cannot be read. Nothing is hashed: see `verify`."""
-    rows = []
-    for path in directories(directory):
-        row: dict[str, Any] = {"path": str(path), "step": step_of(path), "problem": None}
-        try:
-            document, files = read_meta(path), manifest.entries(path)
-            row |= {key: document[key] for key in ("metric", "permanent")}
-            row |= {key: document["meta"].get(key) for key in ("tokens", "phase")}
-            row |= {"bytes": sum(entry.bytes for entry in files.values()), "files": len(files)}
-            row["time"] = (path / manifest.NAME).stat().st_mtime
-        except (OSError, ValueError, KeyError) as error:
-            row["problem"] = str(error) or repr(error)
-        rows.append(row)
-    return rows
+    return [describe(path) for path in directories(directory)]
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The row of one checkpoint in `list_checkpoints`."""
+    row: dict[str, Any] = {"path": str(path), "step": step_of(path), "problem": None}
+    try:
+        document, files = read_meta(path), manifest.entries(path)
+        row |= {key: document[key] for key in ("metric", "permanent")}
+        row |= {key: document["meta"].get(key) for key in ("tokens", "phase")}
+        row |= {"bytes": sum(entry.bytes for entry in files.values()), "files": len(files)}
+        row["time"] = (path / manifest.NAME).stat().st_mtime
+    except (OSError, ValueError, KeyError) as error:
+        row["problem"] = str(error) or repr(error)
+    return row
 
 
 def verify(directory: Path) -> list[dict[str, Any]]:

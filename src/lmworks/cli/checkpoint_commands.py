@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +11,7 @@ import typer
 
 from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
+from lmworks.doctor.figures import size
 from lmworks.errors import UserError
 
 TunedOption = Annotated[bool, typer.Option("--tuned", help="The checkpoints of the tuned model, not of pretraining.")]
@@ -19,7 +22,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     noun = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
     for name, command in (
-        ("list", list_), ("verify", verify), ("diff", diff), ("prune", prune), ("reset-optimizer", reset_optimizer),
+        ("list", list_), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("reset-optimizer", reset_optimizer),
         ("rollback", rollback), ("average", average),
     ):  # fmt: skip
         noun.command(name)(command)
@@ -27,10 +30,41 @@ def register(app: typer.Typer) -> None:
 
 
 def list_(run: RunArgument, as_json: JsonOption = False) -> None:
-    """What is saved: step, size, held-out score, and what is wrong with it; nothing is hashed."""
+    """What is saved: step, size, held-out score, when, and what is wrong with it; nothing is hashed."""
     from lmworks.checkpoint.listing import list_checkpoints
 
     _print_rows([row for folder in _folders(run) for row in list_checkpoints(folder)], as_json)
+
+
+def show(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Argument(metavar="[STEP]", help="By default the newest.", show_default=False)] = None,
+    tuned: TunedOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What one checkpoint says of itself, and the resolved recipe that it was trained with."""
+    import yaml
+
+    from lmworks.checkpoint.listing import describe, read_meta
+    from lmworks.recipe.paths import flat
+    from lmworks.run.checkpoints import find
+
+    path = find(Path(run), _which(tuned), step)
+    row = describe(path)
+    if row["problem"]:
+        raise UserError(f"{path} cannot be read ({row['problem']}); lmworks ckpt verify {run} says what is wrong")
+    document = read_meta(path)
+    recipe = document.get("recipe")
+    if as_json:
+        print_json(row | {"meta": document["meta"], "recipe": recipe})
+        return
+    for name, value in row.items():
+        if value is not None:
+            print(f"{name}: {_text(name, value)}")
+    for name, value in flat(document["meta"]).items():
+        if name not in row:
+            print(f"{name}: {_text(name, value)}")
+    print("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it carries no recipe")
 
 
 def verify(run: RunArgument, as_json: JsonOption = False) -> None:
@@ -52,6 +86,7 @@ def diff(
     """How far each tensor has moved between two checkpoints, relative to its norm; the largest change first."""
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
+    from lmworks.recipe.paths import flat
     from lmworks.run.checkpoints import find
 
     which = _which(tuned)
@@ -71,8 +106,13 @@ def diff(
         return
     out = console()
     out.print(f"step {found['steps'][0]} to {found['steps'][1]}")
-    for key, (before, after) in found["meta"].items():
-        out.print(f"{key}: {before} -> {after}", soft_wrap=True)
+    before, after = ({key: values[side] for key, values in found["meta"].items()} for side in (0, 1))
+    before, after = flat(before), flat(after)
+    for key in {**before, **after}:
+        if before.get(key) != after.get(key):
+            print(f"{key}: {_text(key, before.get(key))} -> {_text(key, after.get(key))}")
+    for key, (old, new) in found["recipe"].items():
+        print(f"recipe {key}: {_text(key, old)} -> {_text(key, new)}")
     for where in ("only_before", "only_after"):
         for name in found[where]:
             out.print(f"{where.replace('_', ' ')}: {name}")
@@ -212,9 +252,22 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*("" if row.get(name) is None else _text(row[name]) for name in names))
+        table.add_row(*("" if row.get(name) is None else _text(name, row[name]) for name in names))
     console().print(table)
 
 
-def _text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+def _text(name: str, value: Any) -> str:
+    """A value as people read it: a time of day, a size with its unit, a number with separators."""
+    if value is None or value == {} or value == []:
+        return "none"
+    if name == "time":
+        return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M:%S")
+    if name == "bytes":
+        return size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if name == "tokens" else str(value)
+    if isinstance(value, float) and abs(value) < 1e6:
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import __version__
-from lmworks.export.config import class_for
 from lmworks.files import read_json, write_text
 from lmworks.model import Transformer
+from lmworks.recipe.huggingface import class_for
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import count
@@ -59,7 +59,8 @@ def _what(recipe: Recipe, model: Transformer) -> str:
         ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_length or 0):,} tokens"),
     ]  # fmt: skip
-    text = f"A language model trained from nothing with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
+    begun = f"on from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from nothing"
+    text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
     return text + "\n\n" + _markdown(("", ""), rows)
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lmworks.export import gguf as gguf_
 from lmworks.export.card import write_card
-from lmworks.export.config import class_for
 from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parity, write_model
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
+from lmworks.recipe.huggingface import class_for
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.validation import Validation

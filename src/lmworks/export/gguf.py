@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.config import NoClass, class_for, to_config
 from lmworks.export.names import huggingface_name
 from lmworks.files import atomic_path, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.progress import bar
+from lmworks.recipe.huggingface import NoClass, class_for, to_config
 from lmworks.recipe.model import Model, Moe
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer.tokenizer import Tokenizer

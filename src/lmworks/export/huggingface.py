@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmworks.checkpoint.parts import Part, local_part
 from lmworks.errors import UserError
-from lmworks.export.config import from_config, to_config
-from lmworks.export.names import carries_mtp, from_huggingface, to_huggingface
+from lmworks.export.names import carries_mtp, from_huggingface, from_neighbours, refuse_foreign, rotates, sources, to_huggingface
 from lmworks.files import atomic_path, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
+from lmworks.recipe.huggingface import from_config, to_config
 from lmworks.recipe.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
@@ -84,6 +87,41 @@ def _split(state: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
     yield names
 
 
+@torch.no_grad()
+def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
+    """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` by our names, of which this rank may hold parts: only
+    what it holds is read. Rows of the vocabulary, and layers of multi-token prediction, that the checkpoint lacks stay as they are.
+
+    Raises `UserError` if the weights are not those of `model`.
+    """
+    with ExitStack() as stack:
+        handles = {name: handle for handle in _open_all(directory, stack) for name in handle.keys()}  # noqa: SIM118
+        with torch.device("meta"):
+            refuse_foreign(handles, Transformer(model).state_dict(), model)
+        neighbours = bool(read_json(directory / "config.json").get("rope_interleave", True))
+        for name, tensor in state.items():
+            ours = "embedding.weight" if name == "head.weight" and model.tie_embeddings else name
+            part = local_part(ours, tensor)
+            for theirs, box in sources(part, model) if part is not None else ():
+                if theirs in handles:
+                    order = partial(from_neighbours, ours, model=model) if neighbours and rotates(ours, model) else None
+                    _read(handles[theirs].get_slice(theirs), theirs, box, order)
+                elif not name.startswith("mtp."):
+                    raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
+
+
+def _read(source: Any, theirs: str, box: Part, order: Callable[[Tensor], Tensor] | None) -> None:
+    """Copy what of a tensor of theirs is in `box`; where its rows have another `order` there, the whole is read."""
+    there = tuple(source.get_shape())
+    fewer = box.name in ("embedding.weight", "head.weight") and there[0] < box.shape[0]
+    if there[1:] != box.shape[1:] or (there != box.shape and not fewer):
+        raise UserError(f"tensor {theirs} has shape {there}, but the config says {box.shape}")
+    begin, count = box.offsets[0], max(0, min(box.sizes[0], there[0] - box.offsets[0]))
+    places = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
+    if count:
+        box.values()[:count].copy_(order(source[:])[places] if order else source[places])
+
+
 def read_model(directory: Path) -> Transformer:
     """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
     directory = Path(directory)
@@ -128,17 +166,31 @@ def _refuse_empty_promises(described: Config, sizes: dict[str, int], directory: 
 
 def _open(directory: Path) -> Iterator[Any]:
     """The safetensors files, one at a time."""
-    from safetensors import SafetensorError, safe_open
+    for file in files_of(directory):
+        with ExitStack() as stack:
+            yield _opened(file, stack)
 
+
+def _open_all(directory: Path, stack: ExitStack) -> list[Any]:
+    """The safetensors files, all open; they are mapped, not read."""
+    return [_opened(file, stack) for file in files_of(directory)]
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; `UserError` if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(f"{directory} has no .safetensors file")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                yield handle
-        except SafetensorError as error:
-            raise UserError(f"{file} is damaged ({error}); export it again") from None
+    return files
+
+
+def _opened(file: Path, stack: ExitStack) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return stack.enter_context(safe_open(file, framework="pt"))
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged ({error}); export it again") from None
 
 
 @torch.no_grad()

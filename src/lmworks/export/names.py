@@ -8,11 +8,13 @@ of latent attention lie there in neighbours (2i, 2i + 1), and here in halves (i,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lmworks.checkpoint.parts import Part
 from lmworks.errors import UserError
 from lmworks.recipe.model import Model
 
@@ -122,6 +124,44 @@ def from_huggingface(
         own = state.get(original, state["embedding.weight"])
         if tensor.shape != own.shape or not torch.equal(tensor.to(own.dtype), own):
             raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
+
+
+def sources(part: Part, model: Model) -> Iterator[tuple[str, Part]]:
+    """What this rank holds of one of our tensors as parts of tensors of theirs, by their names; of stacked experts one each."""
+    assert model.layers
+    theirs = huggingface_name(_outward(part.name, model.layers))
+    if "{e}" not in theirs:
+        yield theirs, part
+        return
+    for at in range(part.sizes[0]):
+        box = Part(part.name, part.dtype, part.shape[1:], part.offsets[1:], part.sizes[1:], partial(_row, part, at))
+        yield theirs.replace("{e}", str(part.offsets[0] + at)), box
+
+
+def _row(part: Part, at: int) -> Tensor:
+    return part.values()[at]
+
+
+def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model) -> None:
+    """Raise `UserError` for a tensor of theirs that is none of `state`, all tensors of `model`."""
+    assert model.layers
+    for theirs in names:
+        if theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern, _ in _COPY_OF):
+            continue
+        if _inward(_translate(theirs, _TO_OURS)[0], model.layers) not in state:
+            raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
+
+
+def rotates(name: str, model: Model) -> bool:
+    """Whether rows of one of our tensors lie in another order there."""
+    assert model.layers
+    return model.mla is not None and _ROTATED.match(_outward(name, model.layers)) is not None
+
+
+def from_neighbours(name: str, tensor: Tensor, model: Model) -> Tensor:
+    """A whole tensor of theirs in our order of rows."""
+    assert model.layers
+    return _neighbours(_outward(name, model.layers), tensor, model, back=True)
 
 
 def carries_mtp(model: Model) -> bool:

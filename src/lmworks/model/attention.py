@@ -15,6 +15,7 @@ from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate
 from lmworks.recipe.model import Model
+from lmworks.recipe.shapes import has_positions, slides
 
 
 class Attention(nn.Module):
@@ -50,16 +51,6 @@ class Attention(nn.Module):
         attend = attend_plain if self.plain else attend_fast
         mixed_BHTC = attend(query, key, value, mask, self.dropout if self.training else 0.0)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
-
-
-def has_positions(config: Model, layer: int) -> bool:
-    """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `nope_every`-th layer."""
-    return config.rope.fraction > 0 and not (config.nope_every and (layer + 1) % config.nope_every == 0)
-
-
-def slides(config: Model, layer: int) -> bool:
-    """Whether the layer (counted from 0) sees only a window."""
-    return bool(config.sliding_window) and not (config.global_every and (layer + 1) % config.global_every == 0)
 
 
 def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:

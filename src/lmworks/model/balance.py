@@ -36,6 +36,14 @@ def update_biases(layers: Sequence[MoE], counts_LE: Tensor, rate: float, balance
         bias.copy_(moved if finite is None else torch.where(finite, moved, bias))
 
 
+@torch.no_grad()
+def set_loads(layers: Sequence[MoE], counts_LE: Tensor, top_k: int) -> None:
+    """For method aux: tell each sparse layer the share of the step's tokens that chose each expert, from the counts of the whole step."""
+    loads_LE = counts_LE.float() * top_k / counts_LE.sum(-1, keepdim=True).clamp_min(1)
+    for layer, ffn in enumerate(layers):
+        ffn.router.load = loads_LE[layer].clone()
+
+
 def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
     """Per layer (L,): coefficient of variation, largest and smallest load relative to the mean, dead experts, and the share
     of assignments beyond capacity_factor times the mean (tokens are never dropped; this says how many a capacity would drop)."""

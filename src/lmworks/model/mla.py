@@ -29,10 +29,10 @@ class LatentAttention(nn.Module):
         D, H, C = config.hidden_size, config.heads, mla.nope_dim + mla.rope_dim
         self.query = None if mla.q_rank else Linear(D, H * C)
         self.query_down = Linear(D, mla.q_rank) if mla.q_rank else None
-        self.query_latent_norm = RMSNorm(mla.q_rank, config.norm_eps) if mla.q_rank else None
+        self.query_latent_norm = RMSNorm(mla.q_rank, mla.norm_eps) if mla.q_rank else None
         self.query_up = Linear(mla.q_rank, H * C) if mla.q_rank else None
         self.kv_down = Linear(D, mla.kv_rank + mla.rope_dim)
-        self.kv_latent_norm = RMSNorm(mla.kv_rank, config.norm_eps)
+        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps)
         self.kv_up = Linear(mla.kv_rank, H * (mla.nope_dim + mla.value_dim))
         self.output = Linear(H * mla.value_dim, D)
         self.mla = mla

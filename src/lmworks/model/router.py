@@ -1,6 +1,6 @@
 """Which experts see which token: gates, selection bias, and how the load is kept even.
 
-Shapes: B batch, T time, N = B * T tokens, E experts, G groups, K experts per token.
+Shapes: B batch (sequences), T time, N = B * T tokens, E experts, G groups, K experts per token.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Router(nn.Module):
 
     bias: Tensor
     temperature: Tensor
+    load: Tensor | None
 
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
@@ -40,6 +41,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.experts, size))
         self.register_buffer("bias", torch.zeros(moe.experts))
         self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
+        # For method aux: the share of the whole step's tokens that chose each expert (E,); None where this forward is the whole batch.
+        self.register_buffer("load", None, persistent=False)
 
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.moe
@@ -47,7 +50,11 @@ class Router(nn.Module):
         # fp32 throughout: a rounded gate picks another expert.
         logits_NE = F.linear(x_BTD.reshape(B * T, D).float(), self.weight.float()) / self.temperature
         gates_NE = logits_NE.sigmoid() if moe.gate == "sigmoid" else logits_NE.softmax(-1)
-        experts_NK = self._select(gates_NE.detach(), logits_NE.detach())
+        if moe.balance.method == "sinkhorn" and self.training:
+            balanced_BTE = sinkhorn(logits_NE.detach().view(B, T, -1))
+            experts_NK = balanced_BTE.flatten(0, 1).topk(moe.top_k, dim=-1, sorted=False).indices
+        else:
+            experts_NK = self._select(gates_NE.detach(), logits_NE.detach())
         weights_NK = gates_NE.gather(1, experts_NK)
         if moe.normalize_top_k:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -57,8 +64,6 @@ class Router(nn.Module):
 
     def _select(self, gates_NE: Tensor, logits_NE: Tensor) -> Tensor:
         moe = self.moe
-        if moe.balance.method == "sinkhorn" and self.training:
-            return sinkhorn(logits_NE).topk(moe.top_k, dim=-1, sorted=False).indices
         scores_NE = gates_NE + self.bias
         if moe.groups > 1:
             grouped_NGE = scores_NE.view(-1, moe.groups, moe.experts // moe.groups)
@@ -68,21 +73,23 @@ class Router(nn.Module):
         return scores_NE.topk(moe.top_k, dim=-1, sorted=False).indices
 
     def _auxiliary(self, gates_NE: Tensor, chosen_NE: Tensor, B: int, T: int) -> Tensor | None:
-        """E/K * sum_e f_e P_e with f the share of choices and P the mean normalised gate, weighted by the tokens it spans.
+        """E/K * sum_e f_e P_e with f the share of tokens that chose e and P the mean normalized gate, summed over tokens.
 
-        Over each sequence (DeepSeek-V3, eq. 17-20), and for method `aux` over the whole micro-batch (Switch, arXiv:2101.03961).
+        Over each sequence (DeepSeek-V3, eq. 17-20), and for method `aux` over the tokens of the whole step (Switch, arXiv:2101.03961; over
+        the global batch, arXiv:2501.11873). With f known (`load`) the latter is a sum over tokens, so that how
+        a step is cut does not matter.
         """
         moe, balance = self.moe, self.moe.balance
-        spans = [(B, balance.sequence_aux_weight)] + ([(1, balance.aux_weight)] if balance.method == "aux" else [])
-        if not any(weight for _, weight in spans):
+        batch_weight = balance.aux_weight if balance.method == "aux" else 0.0
+        if not balance.sequence_aux_weight and not batch_weight:
             return None
-        shares_NE = gates_NE / gates_NE.sum(-1, keepdim=True)
-        total = gates_NE.new_zeros(())
-        for rows, weight in spans:
-            share = shares_NE.view(rows, -1, moe.experts).mean(1)
-            load = self.mean_load(chosen_NE.view(rows, -1, moe.experts))
-            total = total + weight * moe.experts / moe.top_k * (share * load).sum() * (B * T / rows)
-        return total
+        shares_BTE = (gates_NE / gates_NE.sum(-1, keepdim=True)).view(B, T, -1)
+        chosen_BTE = chosen_NE.view(B, T, -1)
+        total = balance.sequence_aux_weight * (shares_BTE.sum(1) * self.mean_load(chosen_BTE)).sum()
+        if batch_weight:
+            load_E = chosen_NE.mean(0) if self.load is None else self.load
+            total = total + batch_weight * (shares_BTE.sum((0, 1)) * load_E).sum()
+        return moe.experts / moe.top_k * total
 
     def mean_load(self, chosen_BTE: Tensor) -> Tensor:
         """The share of tokens that chose each expert, over whole sequences; (B, E)."""
@@ -90,11 +97,14 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
-def sinkhorn(logits_NE: Tensor, iterations: int = 8) -> Tensor:
-    """Scale exp(logits) until rows and columns are even (Clark et al. 2022); needs the whole batch, so only for training."""
-    cost = (logits_NE - logits_NE.max()).exp()
-    rows, columns = logits_NE.new_ones(cost.shape[0]), logits_NE.new_ones(cost.shape[1])
+def sinkhorn(logits_BTE: Tensor, iterations: int = 8) -> Tensor:
+    """Scale exp(logits) of each sequence until its tokens and experts are even (Clark et al. 2022, arXiv:2202.01169).
+
+    Over sequences, which no layout but `cp` and no micro-batch cuts; a token's choice depends on later ones, so only for training.
+    """
+    cost_BTE = (logits_BTE - logits_BTE.amax((1, 2), keepdim=True)).exp()
+    columns_B1E = cost_BTE.new_ones(cost_BTE.shape[0], 1, cost_BTE.shape[2])
     for _ in range(iterations):
-        rows = 1 / (cost.shape[0] * ((cost * columns).sum(1) + 1e-8))
-        columns = 1 / (cost.shape[1] * ((cost * rows[:, None]).sum(0) + 1e-8))
-    return cost * columns * rows[:, None]
+        rows_BT1 = 1 / (cost_BTE.shape[1] * ((cost_BTE * columns_B1E).sum(2, keepdim=True) + 1e-8))
+        columns_B1E = 1 / (cost_BTE.shape[2] * ((cost_BTE * rows_BT1).sum(1, keepdim=True) + 1e-8))
+    return cost_BTE * columns_B1E * rows_BT1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lmworks.model import Transformer
-from lmworks.model.balance import update_biases
+from lmworks.model.balance import set_loads, update_biases
 from lmworks.model.moe import MoE
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
@@ -140,6 +140,8 @@ class ParallelModel:
         sums, counts = [], []
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch), micro_batch))
+        if self.config.moe is not None and self.config.moe.balance.method == "aux":
+            self._count(model, pieces, self.config.moe.top_k)
         for index, (piece, real) in enumerate(pieces):
             loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
@@ -151,6 +153,16 @@ class ParallelModel:
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
         return Sums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
+
+    @torch.no_grad()
+    def _count(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
+        """Count the step's choices of all ranks and micro-batches, which the auxiliary loss of each of them needs, by a forward of their
+        own. Dropout draws other numbers there than in the step."""
+        found = [model.loss(*self._inputs(piece)).experts.counts * float(real) for piece, real in pieces]
+        nothing = torch.zeros((), device=self.device)
+        counts_LE = self.total(Sums(nothing, nothing, nothing, nothing, torch.stack(found).sum(0))).counts_LE
+        assert counts_LE is not None
+        set_loads(self.routers(), counts_LE[self.sparse], top_k)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         """Add the gradients of `scale` times the loss of a micro-batch, `last` of its step."""

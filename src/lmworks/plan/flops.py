@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lmworks.plan.counts import count
 from lmworks.recipe.model import Model
+from lmworks.recipe.shapes import slides
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,8 @@ class Flops:
 
 def keys_seen(model: Model, layer: int, length: int) -> float:
     """Average number of keys a query of `layer` attends to in a causal sequence of `length`."""
-    window = model.sliding_window
-    everything = window is None or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
-    if everything or window is None or window >= length:
+    window = model.sliding_window if slides(model, layer) else None
+    if window is None or window >= length:
         return (length + 1) / 2
     return (window * (window + 1) / 2 + (length - window) * window) / length
 

@@ -128,7 +128,9 @@ def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
         path = Path(tokenizer["path"]).expanduser()
         path = path / "tokenizer.json" if path.is_dir() else path
         if path.is_file():
-            return _count_entries(path), f"entries of {path}"
+            entries, wanted = _count_entries(path), tokenizer.get("vocab_size", 0)
+            if not isinstance(wanted, int) or wanted <= entries:
+                return entries, f"entries of {path}"
     size = tokenizer.get("vocab_size", 4096)
     return (size if isinstance(size, int) else 4096), "tokenizer.vocab_size"
 

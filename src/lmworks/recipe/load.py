@@ -16,13 +16,13 @@ from lmworks import credentials
 from lmworks.errors import UserError
 from lmworks.files import write_json, write_text
 from lmworks.masking import mask
-from lmworks.recipe import derive
+from lmworks.recipe import derive, start
 from lmworks.recipe.after import Cluster
 from lmworks.recipe.check import problems
 from lmworks.recipe.document import Document, Keys, parse, parse_file, parse_value
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.keys import refuse_unknown
-from lmworks.recipe.paths import display, get, leaves, locate, nearest, put
+from lmworks.recipe.paths import display, get, leaves, locate, nearest, over, put
 from lmworks.recipe.recipe import Recipe
 
 
@@ -133,6 +133,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
         if get(tree, keys[:-1]) is not None:  # what the dial derives may not be there yet
             put(tree, keys, value)
     try:
+        reasons |= start.take_over(tree)
         if tree.get("size") is not None:
             reasons |= derive.turn_dial(tree, free=("size",) in replaced)
             for keys, text in replaced.items():
@@ -225,15 +226,8 @@ def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document 
         return None
     preset = parse_file(_from_here(find(name, "models", beside)))
     refuse_unknown(preset.tree, Recipe.model_fields["model"].annotation, preset.place)
-    tree["model"] = _over(model, preset.tree)
+    tree["model"] = over(model, preset.tree)
     return preset
-
-
-def _over(upper: Any, lower: Any) -> Any:
-    """Maps merge key by key; anything else of the upper replaces the lower."""
-    if isinstance(upper, dict) and isinstance(lower, dict):
-        return {**lower, **{key: _over(value, lower[key]) if key in lower else value for key, value in upper.items()}}
-    return upper
 
 
 class _Places:

@@ -31,15 +31,16 @@ class Rope(Node):
 
 
 class Balance(Node):
-    """How the experts are kept equally busy (DeepSeek-V3, arXiv:2408.15664)."""
+    """How the experts are kept equally busy; without an auxiliary loss by default (Wang et al. 2024, arXiv:2408.15664)."""
 
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
-        "bias", description="bias: a selection bias per expert, without an auxiliary loss"
+        "bias", description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
+        "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
     )
     update: Literal["sign", "proportional"] = Field("sign", description="step of the bias: the sign of the load error, or the error itself")
     rate: float = Field(0.001, ge=0, description="size of the bias update per optimizer step")
     clamp: float = Field(1.0, gt=0, description="the bias stays within plus and minus this")
-    aux_weight: float = Field(0.01, ge=0, description="weight of the batch-level auxiliary loss when method is aux")
+    aux_weight: float = Field(0.01, ge=0, description="weight of the auxiliary loss over the whole step when method is aux")
     sequence_aux_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
 
 
@@ -80,6 +81,10 @@ class Mla(Node):
     rope_dim: int = Field(64, gt=0, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads")
     nope_dim: int = Field(128, gt=0, description="dimensions of a head's query and key that have no positions")
     value_dim: int = Field(128, gt=0, description="width of a head's value")
+    norm_eps: float = Field(
+        1e-6, gt=0, description="added to the mean square in the norms of the latents; DeepSeek's classes fix it at 1e-6, whatever "
+        "rms_norm_eps says",
+    )
 
 
 class Mtp(Node):
@@ -106,7 +111,9 @@ class Model(Node):
     rope: Rope = Rope()
     nope_every: int = Field(0, ge=0, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
     sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
-    global_every: int = Field(0, ge=0, description="with a sliding window, every n-th layer still sees everything; 0 is never")
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = Field(
+        (), description="with a sliding window, which layers slide: one entry per layer, or fewer, which repeat; all slide when left out"
+    )
     moe: Moe | None = None
     mtp: Mtp | None = None
     tie_embeddings: bool = Field(False, description="the head is the embedding matrix")
@@ -122,8 +129,20 @@ class Model(Node):
     def _heads_divide(self) -> Model:
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"model.kv_heads {self.kv_heads} must divide model.heads {self.heads}")
-        if self.head_dim and int(self.head_dim * self.rope.fraction) % 2:
+        if self.head_dim and self.mla is None and int(self.head_dim * self.rope.fraction) % 2:
             raise ValueError(f"model.rope.fraction {self.rope.fraction} of head_dim {self.head_dim} must be an even number of dimensions")
+        return self
+
+    @model_validator(mode="after")
+    def _layer_types_have_a_window(self) -> Model:
+        if not self.layer_types:
+            return self
+        if self.sliding_window is None:
+            raise ValueError("model.layer_types says which layers slide, but there is no window; set model.sliding_window or leave it out")
+        if "sliding_attention" not in self.layer_types:
+            raise ValueError("model.layer_types has no layer that slides; leave it and model.sliding_window out")
+        if self.layers and len(self.layer_types) > self.layers:
+            raise ValueError(f"model.layer_types has {len(self.layer_types)} entries for {self.layers} layers; write at most one per layer")
         return self
 
     @model_validator(mode="after")

@@ -78,6 +78,7 @@ ROWS = (
     Row("optimizer", "pretrain tune"),
     Row("optimizer.ema", "pretrain tune evaluate export"),
     Row("train", "pretrain"),
+    Row("train.init_from", "pretrain export", frozen=True),
     Row("train.phases", "pretrain evaluate export"),  # their order
     Row("train.phases.*", "pretrain"),
     # The budgets weigh the tokenizer's sample too, but a longer run before its first step is no reason to cut all text anew.

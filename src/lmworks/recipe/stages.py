@@ -32,6 +32,8 @@ def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
         if layout.stages_per_rank > 1 or layout.layers_per_stage:
             yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
         return
+    if model.moe is not None and model.moe.balance.method == "aux":
+        yield "model.moe.balance.method aux counts a whole step before its first backward, which a pipeline does not; choose bias, or pp=1"
     if stages > model.layers:
         of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
         yield f"{of} exceeds the {model.layers} layers"
@@ -43,11 +45,8 @@ def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
         yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
     if name == "zero-bubble" and train.compile:
         yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
-    elif name == "zero-bubble" and train.activation_checkpointing == "selective":
-        yield (
-            "schedule zero-bubble goes back through a layer twice, and torch's selective recomputation once; "
-            "set train.activation_checkpointing to full or none, or schedule=1f1b"
-        )
+    else:
+        yield from train.activation_checkpointing.problems(name)
 
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:

@@ -130,6 +130,7 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 
 def _pretrain(context: Context) -> RenderableType | None:
     from lmworks.corpus.contamination import record
+    from lmworks.run.start import load_start
     from lmworks.train.pretrain import pretrain
 
     if context.ranks is None or context.ranks.is_first:
@@ -138,7 +139,7 @@ def _pretrain(context: Context) -> RenderableType | None:
         record.save(folder, record.of_all([*_searched_of(context, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.other_data,
-        context.ranks, context.heartbeat,
+        context.ranks, context.heartbeat, load_start,
     )  # fmt: skip
     return None
 

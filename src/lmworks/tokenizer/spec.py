@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lmworks.tokenizer import special
@@ -40,6 +41,29 @@ def _model(symbols: list[str], merges: list[tuple[int, int]]) -> dict[str, Any]:
 def _spec(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
+
+
+def mend_specials(spec: dict[str, Any]) -> dict[str, str]:
+    """Give a foreign tokenizer the special tokens that it lacks, as far as this needs no new ids; returns the names that were replaced.
+
+    Its own end of text becomes ours, and its reserved tokens become what else is missing: the ids, and so the rows of weights, stay.
+    """
+    there = {token["content"]: token for token in spec["added_tokens"]}
+    vocab = spec["model"]["vocab"]
+    reserved = iter([name for name in there if _RESERVED.fullmatch(name)])
+    renamed: dict[str, str] = {}
+    for name in special.REQUIRED:
+        own = None if name in there else _END if name == special.END and _END in there else next(reserved, None)
+        if own is not None:
+            there[own]["content"] = name
+            if own in vocab:
+                vocab[name] = vocab.pop(own)
+            renamed[own] = name
+    return renamed
+
+
+_END = "<|end_of_text|>"  # Llama 3's
+_RESERVED = re.compile(r"<\|reserved(_special_token)?_\d+\|>")
 
 
 def add_specials(spec: dict[str, Any], names: list[str], size: int) -> list[str]:

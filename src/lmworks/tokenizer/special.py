@@ -25,7 +25,7 @@ MORE = ("<|developer|>", "<|context|>", "<|critic|>",  # roles
         "<|notebook_text|>", "<|notebook_code|>", "<|notebook_output|>",
         "<|masked_address|>", "<|masked_email|>", "<|masked_ip|>", "<|masked_key|>", "<|masked_name|>", "<|masked_number|>")
 
-# Without these there is no chat and no end; a tokenizer that lacks one is refused.
+# Without these there is no chat and no end; a tokenizer that is taken over gets those that it lacks.
 REQUIRED = (END, "[gMASK]", "<sop>", SYSTEM, USER, ASSISTANT, OBSERVATION)
 
 # Any of these ends the assistant's turn. The role that speaks next is the model's way of falling silent, as in GLM-4.x.

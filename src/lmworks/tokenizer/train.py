@@ -22,7 +22,7 @@ from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
 from lmworks.tokenizer.merges import GAP, learn
 from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
-from lmworks.tokenizer.spec import add_specials
+from lmworks.tokenizer.spec import add_specials, mend_specials
 from lmworks.tokenizer.tokenizer import load
 from lmworks.tokenizer.words import Words, count, laid_out
 
@@ -139,18 +139,26 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     path = Path(recipe.tokenizer.path)
     path = path / "tokenizer.json" if path.is_dir() else path
     spec = read_json(path)
+    composes = spec.get("normalizer") == {"type": "NFC"}
+    if composes:
+        spec["normalizer"] = None  # composed text, which is nearly all, has the same ids; other text comes back as it was
     given = bpe.read(spec, str(path))
-    missing = [name for name in special.REQUIRED if name not in given.added]
-    if missing:
-        raise UserError(f"{path} lacks the special token {missing[0]} that chat and document ends need; add it or leave tokenizer.path out")
-    size = recipe.tokenizer.vocab_size
-    if given.vocab_size > size:
-        raise UserError(f"{path} has {given.vocab_size} entries but tokenizer.vocab_size is {size}; set it to {given.vocab_size} or more")
+    renamed = mend_specials(spec)
+    missing = [name for name in special.REQUIRED if name not in given.added and name not in renamed.values()]
+    size, needed = recipe.tokenizer.vocab_size, given.vocab_size + len(missing)
+    if needed > size:
+        raise UserError(
+            f"{path} has {given.vocab_size} entries{f' and lacks {len(missing)} special tokens' if missing else ''} but "
+            f"tokenizer.vocab_size is {size}; set it to {needed} or more"
+        )
     if spec.get("post_processor") and spec["post_processor"].get("type") != "ByteLevel":
         spec["post_processor"] = None  # it would put special tokens around every text; here the caller does
     spec["truncation"] = spec["padding"] = None
-    add_specials(spec, [], size)
-    return spec, {"origin": str(path), "vocab_size": size, "merges": len(given.merges), "reserved_to_fill": size - given.vocab_size}
+    add_specials(spec, missing, size)
+    return spec, {
+        "origin": str(path), "vocab_size": size, "merges": len(given.merges), "special_tokens_renamed": renamed,
+        "special_tokens_added": missing, "normalizer_left_out": "NFC" if composes else None, "reserved_to_fill": size - needed,
+    }
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.checkpoint.team import Team, new_team
 from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
@@ -35,6 +38,7 @@ from lmworks.watch.finite import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
+INIT_FROM = "init_from"  # under this key a checkpoint's meta says which weights its run began with
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 _LEARNING = {
     "preset", "rope", "max_length", "dropout", "attention_dropout", "init_std", "z_loss", "balance", "capacity_factor", "temperature",
@@ -152,6 +156,7 @@ def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) 
 def pretrain(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+    load_start: Callable[[Recipe, ParallelModel, Team], dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest good checkpoint of `run_dir`, or from the start, to the end of the last phase.
 
@@ -161,7 +166,8 @@ def pretrain(
     Reads `tokenizer/` and `shards/`; writes `checkpoints/`, `metrics.jsonl`, `samples.jsonl` and lines into `ledger.jsonl`.
     Token files of a few gigabytes are compared with their hashes before the first step; larger ones and those behind a cache block by block
     as they are read.
-    Changes of the mixture that the ledger asks for are taken up.
+    Changes of the mixture that the ledger asks for are taken up. `load_start` fills the model with the weights that `train.init_from`
+    names, where nothing has been saved yet, and says what they were.
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
@@ -173,7 +179,13 @@ def pretrain(
     check_vocabulary(batches.manifest, recipe.model.vocab_size, tokenizer_sha256)
     ranks = ranks or alone()
     first_rank = ranks.is_first
-    model, optimizer = with_optimizer(recipe, build_model(recipe, ranks))
+    built, began_with = build_model(recipe, ranks), {}
+    if recipe.train.init_from is not None:
+        assert load_start is not None
+        team = new_team()
+        if not team.agree(team.is_first and listing.begun(run_dir / "checkpoints")):
+            began_with = {INIT_FROM: load_start(recipe, built, team)}
+    model, optimizer = with_optimizer(recipe, built)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
@@ -181,7 +193,8 @@ def pretrain(
     with (
         Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
         Checkpoints(
-            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens
+            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens,
+            recipe=as_tree(recipe),
         ) as checkpoints,
     ):
         far = Far(batches, recipe, tokenizer)
@@ -195,9 +208,16 @@ def pretrain(
             sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, recipe.evaluate.prompts),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks), early_stopping=recipe.train.early_stopping,
-            meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256},
+            meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,
         )  # fmt: skip
         first = trainer.resume()
+        if recipe.train.init_from is not None and not began_with:
+            if INIT_FROM not in trainer.began_with:
+                raise UserError(
+                    f"the checkpoints in {run_dir / 'checkpoints'} did not begin with the weights of train.init_from; take that folder "
+                    "away to begin with them, or leave train.init_from out"
+                )
+            trainer.meta[INIT_FROM] = trainer.began_with[INIT_FROM]
         require_same(run_dir, trainer.began_with.get(META))
         before = trainer.began_with.get("shards", data)
         if before != data:

@@ -13,7 +13,7 @@ from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.fingerprint import fingerprint
+from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Phase
 from lmworks.shards.batch import Batch, Batches
@@ -102,7 +102,8 @@ def tune(
     with (
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
-            folder / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens
+            folder / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens,
+            recipe=as_tree(recipe),
         ) as checkpoints,
     ):
         stability = recipe.stability

@@ -40,8 +40,9 @@ def small_recipe(
         "vocab_size": vocab_size, "hidden_size": hidden_size, "layers": 4, "heads": heads, "ffn_size": 48,
         "kv_heads": heads if model.kv_heads == model.heads else 2, "head_dim": head_dim, "init_std": 0.1,
         "dropout": 0.0, "attention_dropout": 0.0,
-        "nope_every": min(model.nope_every, 2), "global_every": min(model.global_every, 2),
+        "nope_every": min(model.nope_every, 2),
         "sliding_window": Tokens(8) if model.sliding_window else None,
+        "layer_types": ("sliding_attention", "full_attention") if "full_attention" in model.layer_types else (),
     }  # fmt: skip
     if model.moe is not None:
         groups = {"groups": 4, "top_groups": 2} if model.moe.groups > 1 else {}

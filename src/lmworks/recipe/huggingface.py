@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from lmworks.errors import UserError
-from lmworks.model.attention import has_positions, slides
 from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
+from lmworks.recipe.shapes import has_positions, slides
 
 _TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -28,6 +30,8 @@ _TYPES = {
     "LlamaForCausalLM": "llama",
 }
 
+_SLIDING = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM")
+_SLIDES, _SEES_ALL = "sliding_attention", "full_attention"
 
 _LATENT_EPS = 1e-6
 """DeepseekV3 of transformers norms latents with this, whatever rms_norm_eps says; other engines take rms_norm_eps."""
@@ -48,8 +52,8 @@ def class_for(model: Model) -> str:
     if model.rope.fraction == 0:
         raise NoClass("it has no RoPE at all (rope.fraction 0)")
     if model.mla is not None:
-        if model.norm_eps != _LATENT_EPS:
-            raise NoClass(f"the latents of DeepseekV3 are normed with {_LATENT_EPS:g}, not {model.norm_eps:g} (norm_eps)")
+        if model.mla.norm_eps != _LATENT_EPS:
+            raise NoClass(f"the latents of DeepseekV3 are normed with {_LATENT_EPS:g}, not {model.mla.norm_eps:g} (mla.norm_eps)")
         if model.moe is not None:
             _require_moe(model, model.moe)
         return "DeepseekV3ForCausalLM"
@@ -119,10 +123,10 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
     if architecture == "SmolLM3ForCausalLM":
         positions = [int(has_positions(model, layer)) for layer in range(model.layers)]
         config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every}
-    if architecture in ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "SmolLM3ForCausalLM"):
+    if architecture in _SLIDING:
         config |= {
             "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
-            "layer_types": ["sliding_attention" if slides(model, layer) else "full_attention" for layer in range(model.layers)],
+            "layer_types": [_SLIDES if slides(model, layer) else _SEES_ALL for layer in range(model.layers)],
         }  # fmt: skip
     return config
 
@@ -148,9 +152,21 @@ def _rope_parameters(rope: Rope, model: Model) -> dict[str, Any]:
 
 def from_config(config: dict[str, Any]) -> Model:
     """Our model from a config.json of one of the classes above; `UserError` for what they have and we have not."""
+    try:
+        return Model.model_validate(_from_config(config))
+    except KeyError as error:
+        raise UserError(f"config.json has no {error.args[0]}") from None
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"config.json describes no model that lmworks has: {reason}") from None
+
+
+def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     architecture = (config.get("architectures") or [None])[0]
     if architecture not in _TYPES:
         raise UserError(f"config.json is of class {architecture}; lmworks reads {', '.join(_TYPES)}")
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UserError(f"config.json has hidden_act {activation}; lmworks reads silu")
     rope = {"rope_type": "default", **(config.get("rope_parameters") or config.get("rope_scaling") or {})}
     theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope.get("rope_type", "default")
     if kind not in ("default", "linear", "yarn"):
@@ -166,7 +182,7 @@ def from_config(config: dict[str, Any]) -> Model:
         nope_every = positions.index(0) + 1
         if [int((layer + 1) % nope_every != 0) for layer in range(layers)] != list(positions):
             raise UserError("config.json has no_rope_layers that are not every n-th layer")
-    window, global_every = _window(config, layers)
+    window, layer_types = _window(config, architecture, layers)
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)) if glm else 1.0
     heads = config["num_attention_heads"]
     mla = _latent(config) if latent else None
@@ -181,7 +197,7 @@ def from_config(config: dict[str, Any]) -> Model:
             original_length=f"{rope['original_max_position_embeddings']} tokens" if kind == "yarn" else None,
             beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0,
         ),
-        "nope_every": nope_every, "sliding_window": f"{window} tokens" if window else None, "global_every": global_every,
+        "nope_every": nope_every, "sliding_window": f"{window} tokens" if window else None, "layer_types": layer_types,
         "tie_embeddings": bool(config.get("tie_word_embeddings")), "norm_eps": config["rms_norm_eps"],
         "init_std": config.get("initializer_range", 0.02), "max_length": f"{config['max_position_embeddings']} tokens",
     }  # fmt: skip
@@ -194,23 +210,34 @@ def from_config(config: dict[str, Any]) -> Model:
         )  # fmt: skip
         if config.get("num_nextn_predict_layers"):
             values["mtp"] = Mtp(layers=config["num_nextn_predict_layers"])
-    return Model.model_validate(values)
+    return values
 
 
 def _latent(config: dict[str, Any]) -> Mla:
     return Mla(
         q_rank=config.get("q_lora_rank"), kv_rank=config["kv_lora_rank"], rope_dim=config["qk_rope_head_dim"],
-        nope_dim=config["qk_nope_head_dim"], value_dim=config["v_head_dim"],
+        nope_dim=config["qk_nope_head_dim"], value_dim=config["v_head_dim"], norm_eps=_LATENT_EPS,
     )  # fmt: skip
 
 
-def _window(config: dict[str, Any], layers: int) -> tuple[int | None, int]:
-    """Sliding window and how often a layer sees everything."""
-    types = config.get("layer_types") or []
-    if not config.get("use_sliding_window") or "sliding_attention" not in types:
-        return None, 0
-    every = types.index("full_attention") + 1 if "full_attention" in types else 0
-    expected = ["full_attention" if every and (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
-    if list(types) != expected:
-        raise UserError("config.json has layer_types that are not one full layer every n; lmworks cannot read it")
-    return config["sliding_window"], every
+def _window(config: dict[str, Any], architecture: str, layers: int) -> tuple[int | None, tuple[str, ...]]:
+    """Sliding window, and which layers slide, as the shortest pattern that repeats; empty where all do."""
+    if architecture not in _SLIDING or not config.get("use_sliding_window") or not config.get("sliding_window"):
+        return None, ()
+    types = config.get("layer_types") or _default_layer_types(config, architecture, layers)
+    if len(types) != layers or set(types) - {_SLIDES, _SEES_ALL}:
+        raise UserError(f"config.json has layer_types that are not {layers} of {_SLIDES} and {_SEES_ALL}; lmworks cannot read it")
+    if _SLIDES not in types:
+        return None, ()
+    size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
+    return config["sliding_window"], tuple(types[:size]) if _SEES_ALL in types else ()
+
+
+def _default_layer_types(config: dict[str, Any], architecture: str, layers: int) -> list[str]:
+    """Which layers slide where an older config.json does not list them: in SmolLM3 those without positions, else the upper ones."""
+    if architecture == "SmolLM3ForCausalLM":
+        every = config.get("no_rope_layer_interval", 4)
+        positions = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(layers)]
+        return [_SEES_ALL if rotates else _SLIDES for rotates in positions]
+    first = config.get("max_window_layers", 28)
+    return [_SLIDES if layer >= first else _SEES_ALL for layer in range(layers)]

@@ -1,0 +1,44 @@
+"""The weights that pretraining begins with, where a recipe names some (`train.init_from`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lmworks.checkpoint import loading, manifest
+from lmworks.checkpoint.team import Team
+from lmworks.parallel.model import ParallelModel
+from lmworks.progress import console
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.start import Start, find
+
+
+def load_start(recipe: Recipe, model: ParallelModel, team: Team) -> dict[str, Any]:
+    """Fill the model, of which each rank reads what it holds; returns what it began with, for the ledger and all checkpoints.
+
+    Raises `UserError` on all ranks for weights that are damaged, or not of this model.
+    """
+    assert recipe.train.init_from is not None
+    start = team.agree(team.together(partial(find, recipe.train.init_from)))
+    if start.kind == "huggingface":
+        from lmworks.export.huggingface import fill
+
+        team.together(lambda: fill(start.path, model.state_dict(), recipe.model))
+    else:
+        loading.load(start.path, {"model": model.state_dict()}, team=team)
+        if start.averaged:  # what an export of that run would hold
+            loading.load(start.path, {"average": {name: value.data for name, value in model.named_parameters()}}, verified=True, team=team)
+    about = team.agree(team.together(lambda: _about(start) if team.is_first else {}))
+    if team.is_first:
+        console.print(f"begins with the weights of {start.path}", style="dim")
+    return about
+
+
+def _about(start: Start) -> dict[str, Any]:
+    """Where the weights came from, and the hash of each file that they lay in."""
+    from lmworks.export.huggingface import files_of
+
+    path = start.path.absolute()
+    files: list[Path] = [path / manifest.NAME] if start.kind == "checkpoint" else [path / "config.json", *files_of(path)]
+    return {"path": str(path), "kind": start.kind, "blake3": {file.name: manifest.hash_file(file) for file in files}}

@@ -1,0 +1,74 @@
+"""A Hugging Face checkpoint read by ranks that hold parts of a model: each reads its own, and together they have what one process reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmworks.errors import UserError
+from lmworks.export.huggingface import fill, read_model, write_model
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallelize import build
+from lmworks.recipe.after import Layout
+from lmworks.recipe.model import Model
+from parallel.parity import MODELS, recipe_of, whole
+from rank_pool import RankPool
+
+_MODELS: dict[str, dict[str, Any]] = {
+    "mla": MODELS["mla"], "moe": MODELS["moe"],
+    "tied": MODELS["dense"] | {"tie_embeddings": True, "attention_bias": False, "rope": {"fraction": 1.0}},
+}  # fmt: skip
+
+
+def _filled(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, np.ndarray]:
+    recipe = recipe_of("dense").model_copy(update={"model": Model.model_validate(_MODELS[kind])})
+    ranks = Ranks(Layout(**layout))
+    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    fill(folder, model.state_dict(), recipe.model)
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ({"tp": 2}, "mla"), ({"dp_shard": 2, "ep": 2, "zero": 3}, "moe"), ({"pp": 2}, "tied"),
+        pytest.param({"dp_shard": 3, "zero": 3}, "mla", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2}, "moe", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_read_what_one_process_reads(ranks: RankPool, tmp_path: Path, layout: dict[str, Any], kind: str) -> None:
+    write_model(initialize(Transformer(Model.model_validate(_MODELS[kind])), 7), tmp_path, {}, torch.float32)
+    expected = read_model(tmp_path).state_dict()
+    world = int(np.prod([size for axis, size in layout.items() if axis in ("tp", "pp", "dp_shard")]))
+    found = ranks.run(_filled, world, layout, kind, tmp_path)
+    assert {name for one in found for name in one} == expected.keys()
+    for one in found:
+        for name, value in one.items():
+            np.testing.assert_array_equal(value, expected[name].numpy(), err_msg=name)
+
+
+def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    source = initialize(Transformer(Model.model_validate(small)), 7)
+    write_model(source, tmp_path, {}, torch.float32)
+    config = Model.model_validate(small | {"vocab_size": 70})
+    larger = initialize(Transformer(config), 1)
+    new = larger.embedding.weight[64:].clone()
+    fill(tmp_path, larger.state_dict(), config)
+    assert torch.equal(larger.embedding.weight[:64], source.embedding.weight) and torch.equal(larger.head.weight[:64], source.head.weight)
+    assert torch.equal(larger.embedding.weight[64:], new)
+    for change, reason in (
+        ({"ffn_size": 56}, "has shape"), ({"vocab_size": 60}, "has shape"), ({"layers": 3}, "has no tensor"),
+        ({"layers": 1}, "does not belong"), ({"qk_norm": True}, "has no tensor"),
+    ):  # fmt: skip
+        config = Model.model_validate(small | change)
+        with pytest.raises(UserError, match=reason):
+            fill(tmp_path, Transformer(config).state_dict(), config)

@@ -1,0 +1,43 @@
+"""The balancing methods that look at many tokens at once: what they compute depends on neither micro-batches nor layouts.
+
+Losses, gradients, updated weights and tokens per expert are compared with one process (`parity.compare`, with its tolerances). With the
+loads of each micro-batch or rank in place of the step's, auxiliary losses are off by more than 1e-2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmworks.recipe.after import Layout
+from lmworks.recipe.model import Model
+from lmworks.recipe.stages import stage_problems
+from lmworks.recipe.training import Train
+from parallel.parity import MODELS, ROWS, alone, compare, train
+from rank_pool import RankPool
+
+_LAYOUTS: list[Any] = [
+    {"dp_shard": 2, "zero": 2}, {"tp": 2},
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in (
+        {"dp_shard": 3, "zero": 3}, {"dp_shard": 2, "ep": 2, "zero": 0}, {"dp_replicate": 2}, {"dp_shard": 2, "tp": 2, "zero": 1},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["aux", "sinkhorn"])
+@pytest.mark.parametrize("micro_batch", [3, ROWS])
+def test_micro_batches_do_not_matter(kind: str, micro_batch: int) -> None:
+    compare(alone(kind), [alone(kind, micro_batch)])
+
+
+@pytest.mark.parametrize("kind", ["aux", "sinkhorn"])
+@pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
+def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: str) -> None:
+    world = layout.get("dp_shard", 1) * layout.get("tp", 1) * layout.get("dp_replicate", 1)
+    compare(alone(kind), ranks.run(train, world, layout, kind, 2))
+
+
+def test_a_pipeline_is_refused() -> None:
+    model = Model.model_validate(MODELS["aux"])
+    assert [one for one in stage_problems(model, Layout(pp=2), Train()) if "choose bias, or pp=1" in one]
