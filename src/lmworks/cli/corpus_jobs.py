@@ -38,7 +38,7 @@ def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
     from lmworks.corpus.pipeline import preview
     from lmworks.recipe.load import load_recipe
 
-    resolved = load_recipe(recipe, overrides, size=size)
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True)
     assert resolved.recipe.run_dir
     for one in preview(resolved.recipe, Path(resolved.recipe.run_dir) / "corpus", resolved.path.parent):
         console().print(one, soft_wrap=True)
