@@ -18,8 +18,8 @@ from lmworks.documents import corpus_files
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
 PROSE = (
     "The committee met on the first of May and heard what the farmers of the valley had to say. Nobody expected that the river would rise "
-    "again so soon after the long rains of that spring. With great patience they repaired the old bridge, stone by stone, before the harvest "
-    "came in. It is said that children still find coins in the mud where the market once used to be."
+    "again so soon after the long rains of that spring. With great patience they repaired the old bridge, stone by stone, before the "
+    "harvest came in. It is said that children still find coins in the mud where the market once used to be."
 )
 Write = Callable[..., Path]
 
@@ -110,7 +110,8 @@ def test_a_dry_run_of_deduplication_says_what_prepare_will_drop_and_writes_nothi
     found = json.loads(lmworks("corpus", "prepare", recipe, "--dedup-dry-run", "--json").out)
     assert sorted(tmp_path.rglob("*")) == before
     assert found[0]["came"]["documents"] == 5
-    assert {method: one["documents"] for method, one in found[0]["dropped"].items()} == {"duplicate": 1, "near_duplicate": 1, "passages_cut": 1}
+    dropped = {method: one["documents"] for method, one in found[0]["dropped"].items()}
+    assert dropped == {"duplicate": 1, "near_duplicate": 1, "passages_cut": 1}
     assert found[0]["dropped"]["passages_cut"]["bytes"] >= len(passage)
     example = found[0]["examples"]["near_duplicate"][0]
     assert (example["id"], example["copy_of"]) == ("mine/0/2", "mine/0/0") and example["copied_text"] == base[:400]

@@ -132,8 +132,8 @@ def duplicate_tables(found: Iterable[Duplicates]) -> Iterator[RenderableType]:
             table.add_row("", method.replace("_", " "), f"{one.documents:,}", share, f"{one.bytes / 1e6:,.2f}")
             for example in source.examples[method]:
                 head = f"{method.replace('_', ' ')} of {example.copy_of}" if example.copy_of else method.replace("_", " ")
-                lines = [Text.assemble((example.id, "bold"), f"  {head}"), *(_beginning(text) for text in (example.text, example.copied_text))]
-                examples.append(Group(*lines))
+                texts = [_beginning(text) for text in (example.text, example.copied_text) if text]
+                examples.append(Group(Text.assemble((example.id, "bold"), f"  {head}"), *texts))
     yield table
     yield from examples
 

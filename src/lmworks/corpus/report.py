@@ -86,10 +86,11 @@ class SourceReport:
 class Report:
     """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them.
 
-    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `bytes_per_document` is what comparing all documents holds in memory for each. `protected` says of each
-    evaluation set, and of the held-out documents, how many `items` are looked for, how many are too `trivial` to be, how many of them were
-    `found`, and in how many `documents`. `widespread` are its passages in more than ten documents, `shared` what the items of an evaluation
-    set have in common and is not looked for; `unread` maps evaluation sets that could not be read, and are not protected, to the reason.
+    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `bytes_per_document` is what comparing all
+    documents holds in memory for each. `protected` says of each evaluation set, and of the held-out documents, how many `items` are looked
+    for, how many are too `trivial` to be, how many of them were `found`, and in how many `documents`. `widespread` are its passages in
+    more than ten documents, `shared` what the items of an evaluation set have in common and is not looked for; `unread` maps evaluation
+    sets that could not be read, and are not protected, to the reason.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -159,8 +160,8 @@ def _greedy(report: Report) -> Iterator[tuple[str, str, str]]:
         for passage in (one for one in source.steps if one.step == "rules"):
             for reason, one in passage.dropped.items():
                 if 2 * one.documents > passage.came.documents:
-                    advice = f"of {passage.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); if they "
-                    yield source.name, f"{one.documents:,}", advice + "are sound, the source wants another domain or rules (docs/rules.md)"
+                    what = f"of {passage.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); "
+                    yield source.name, f"{one.documents:,}", what + "if they are sound, choose another domain or rules (docs/rules.md)"
 
 
 def _quoted(passage: str) -> str:

@@ -66,7 +66,7 @@ def _of_source(job: Job, pieces: list[Piece], name: str) -> Duplicates:
     for piece in pieces:
         fates, sizes = Fates.load(job, piece), np.load(job.path("read", piece, ".keys.npy"))["bytes"]
         found.came.add(int(sizes.sum()), len(sizes))
-        for row, (reason, size) in enumerate(zip(fates.reasons, sizes.tolist(), strict=True)):
+        for reason, size in zip(fates.reasons, sizes.tolist(), strict=True):
             if reason:
                 count(found.dropped, reason, size)
         for row, text in fates.cuts.items():

@@ -11,18 +11,18 @@ from lmworks.corpus.rules.text import Text
 _SCRIPTS = ("prose", "facts", "math", "other")
 _HEAD = """# Quality rules
 
-The step `rules` drops a document that breaks a rule of its source. Which rules those are follows from the source's `domain` and language;
-`rules: NAME` on a source takes the rules called NAME below instead, whatever the language, and `rules: none` drops nothing. A rule's name is
-the reason in the table of `lmworks corpus prepare`, in `corpus sample --reason NAME`, and in `corpus trace`, which shows the value and the limit.
-Published rule sets (`sets: [gopher, c4, fineweb]` of the step) are applied to the letter instead.
+The step `rules` drops a document that breaks a rule of its source. Which rules those are follows from the source's `domain` and
+language; `rules: NAME` on a source takes the rules called NAME below instead, whatever the language, and `rules: none` drops nothing.
+A rule's name is the reason in the table of `lmworks corpus prepare`, in `corpus sample --reason NAME`, and in `corpus trace`, which shows
+the value and the limit. Published rule sets (`sets: [gopher, c4, fineweb]` of the step) are applied to the letter instead.
 
 This page is made from the code: `python -m lmworks.corpus.rules.reference`.
 """
 _SPACELESS = """
 ## Chinese, Japanese, Thai and other scripts without spaces
 
-Units are characters, so a domain asks for a least length of 1.6 characters for each word. From domains of running text (least 40 words) the other rules
-are those of `spaceless`, from the others those that fit any script. The least lengths:
+Units are characters, so a domain asks for a least length of 1.6 characters for each word. From domains of running text (least 40
+words) the other rules are those of `spaceless`, from the others those that fit any script. The least lengths:
 """
 
 
