@@ -33,6 +33,13 @@ def test_direction_overrides_go_and_joiners_stay() -> None:
     assert clean("می\u200cخواهم 👩\u200d💻") == "می\u200cخواهم 👩\u200d💻"
 
 
+def test_word_borders_stay_where_a_script_has_no_others() -> None:
+    for text in ("ภาษา\u200bไทย", "ភាសា\u200bខ្មែរ", "မြန်မာ\u200bစာ", "ภาษา\u200bABC"):
+        assert clean(text) == text
+    assert clean("ไทย\u200b\u200b\u200bไทย") == "ไทย\u200bไทย"
+    assert clean("ไทย\u200b\xad\u200bไทย A\u200bB 東\u200b京") == "ไทย\u200bไทย AB 東京"
+
+
 def test_indentation_and_wide_spaces_stay() -> None:
     assert clean("def f():\n    return 1") == "def f():\n    return 1"
     assert clean("東京\u3000大阪") == "東京\u3000大阪"

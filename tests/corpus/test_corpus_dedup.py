@@ -101,12 +101,6 @@ def test_one_address_is_one_document(tmp_path: Path) -> None:
     assert reasons(run(tmp_path, sources, dedup={"url": True})[0]) == {"web duplicate_url": 1}
 
 
-def test_checking_drops_nothing_and_says_what_would_go(tmp_path: Path) -> None:
-    report, left = run(tmp_path, two(tmp_path), dedup={"check_only": True})
-    assert len(left) == 6
-    assert {reason: one.documents for reason, one in report.would_drop.items()} == {"duplicate": 1, "near_duplicate": 1}
-
-
 def test_the_cut_into_parts_makes_no_difference(tmp_path: Path) -> None:
     rng = random.Random(5)
     rows = [near(rng.randrange(60), rng.randrange(5)) for _ in range(300)]

@@ -253,13 +253,6 @@ def test_the_copy_of_the_source_with_priority_is_kept(texts: Path, tmp_path: Pat
     assert lib.dropped["duplicate"].documents > 20
 
 
-def test_only_checking_drops_no_copy(texts: Path, tmp_path: Path) -> None:
-    asked = recipe(source(texts), dedup={"check_only": True}, decontaminate=None)
-    report = prepare(asked, tmp_path / "out")
-    assert report.would_drop["duplicate"].documents == 1
-    assert not report.sources[0].steps[-2].dropped
-
-
 RUN = """
 import sys
 from pathlib import Path

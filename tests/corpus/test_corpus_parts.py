@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -149,9 +150,12 @@ def test_columns_by_path_and_by_template_with_facts_and_language(tmp_path: Path)
     assert (first.text, first.language) == ("text", "de")
     assert first.facts == {"url": "http://x.y/", "n": 3, "odd": '[1, "é"]', "meta.lang": "de"}
     assert (second.reason, third.reason) == ("wrong_type", "null_text")
-    templated = items("jsonl", text_key="# {title}\n\n{meta.body}", **more)
-    assert [item.text for item in templated] == ["# On\n\ntext", "# \n\n5", ""]
-    assert templated[2].reason == "null_text"
+    strict = items("jsonl", text_key="# {title}\n\n{meta.body}", **more)
+    assert [item.reason for item in strict] == [None, "missing_column", "missing_column"]
+    assert strict[1].text == 'title is missing in {"meta": {"body": 5}}'
+    lenient = items("jsonl", text_key="# {title?}\n\n{meta.body?}", **more)
+    assert [item.text for item in lenient] == ["# On\n\ntext", "# \n\n5", ""]
+    assert [item.reason for item in lenient] == [None, None, "null_text"]
     assert provides(source("jsonl", **more)) == ("url", "n", "odd", "meta.lang", "absent")
 
 
@@ -164,7 +168,39 @@ def test_columns_of_parquet_may_be_nested_and_dated(tmp_path: Path) -> None:
         items("parquet", path=str(tmp_path), text_key="a.b", keep=["url"])
 
 
-@pytest.mark.parametrize("template", ["{", "{}", "{{}}", "{a}{"])
+def test_columns_of_html_and_markdown_are_read_as_such(tmp_path: Path) -> None:
+    pytest.importorskip("trafilatura")
+    body = "<div><nav><a href='/'>Home</a> <a href='/s'>Shop</a></nav><h2>Pumps</h2><p>Hold the <b>red</b> button &amp; wait.</p></div>"
+    short = "<p>It is five &lt; six.</p>"
+    rows = [{"title": "A <b> in a title", "body": body}, {"title": "Short", "body": short}]
+    rows += [{"title": "None", "body": "<script>x()</script>"}, {"title": "Huge", "body": "<p>" + "word " * 2000 + "</p>"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.table({name: [row[name] for row in rows] for name in rows[0]}), tmp_path / "a.parquet")
+    for kind in ("jsonl", "parquet"):
+        asked = source(kind, path=f"{tmp_path}/a.{kind}", text_key="{title}: {body}", markup={"body": "html"})
+        found = list(read(asked, parts(asked, 1 << 20)[0], 1500))
+        assert "Hold the **red** button & wait." in found[0].text and found[0].text.startswith("A <b> in a title: "), found[0].text
+        assert "Home" not in found[0].text and "<p>" not in found[0].text
+        assert found[1].text == "Short: It is five < six."
+        assert [item.reason for item in found] == [None, None, "no_text", "enormous"]
+    (tmp_path / "m.jsonl").write_text(json.dumps({"text": "---\ntitle: 'On pumps'\n---\n\nText."}) + "\n")
+    (item,) = items("jsonl", path=f"{tmp_path}/m.jsonl", markup={"text": "markdown"})
+    assert item.text == "# On pumps\n\nText."
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"kind": "jsonl", "markup": {"body": "html"}}, "markup names 'body', which is no column of text_key: text"),
+        ({"kind": "text", "markup": {"text": "html"}}, "markup is for columns, which kind text has not"),
+    ],
+)
+def test_markup_of_what_is_no_column_is_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        source(path="x", **more)
+
+
+@pytest.mark.parametrize("template", ["{", "{}", "{{}}", "{a}{", "{?}"])
 def test_a_template_that_is_none_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match="source mine: text_key"):
         source("jsonl", path="x", text_key=template)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.rules import RULES, Text, first_broken, rules_for
+from lmworks.corpus.rules import RULES, Rule, Text, first_broken, rules_for
 from lmworks.corpus.rules import measures as m
+from lmworks.corpus.rules.reference import page
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
 
@@ -39,6 +41,11 @@ CODE = Path(sysconfig.get_path("stdlib"), "bisect.py").read_text("utf-8")
 
 def doc(text: str, python: bool = False) -> Text:
     return Text.of(units([text]), 0, text, python)
+
+
+def reason_of(text: Text, rules: Sequence[Rule[Text]]) -> str | None:
+    drop = first_broken(text, rules)
+    return drop.reason if drop else None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_prose_rules_would_throw_away_code_and_chinese() -> None:
     ],
 )  # fmt: skip
 def test_each_rule_catches_what_it_is_for(text: str, rules: str, reason: str) -> None:
-    assert first_broken(doc(text), RULES[rules]) == reason
+    assert reason_of(doc(text), RULES[rules]) == reason
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_each_rule_catches_what_it_is_for(text: str, rules: str, reason: str) ->
     ],
 )
 def test_code_rules(text: str, reason: str) -> None:
-    assert first_broken(doc(text, python=True), RULES["code"]) == reason
+    assert reason_of(doc(text, python=True), RULES["code"]) == reason
 
 
 def test_code_that_would_crash_a_parser_is_only_rejected() -> None:
@@ -161,16 +168,27 @@ def test_prose_has_the_stop_words_of_its_language(language: str) -> None:
 
 def test_stop_words_are_those_of_the_language() -> None:
     german = next(rule for rule in rules_for(None, "prose", "de") if rule.name == "stop_words")
-    assert german.reason(doc(ARTICLE["de"])) is None
-    assert german.reason(doc("Birne, Apfel, Kirsche, Pflaume, Quitte")) == "stop_words"
-    assert german.reason(doc(ARTICLE["fi"])) == "stop_words"
+    assert german.drop(doc(ARTICLE["de"])) is None
+    assert reason_of(doc("Birne, Apfel, Kirsche, Pflaume, Quitte"), [german]) == "stop_words"
+    assert reason_of(doc(ARTICLE["fi"]), [german]) == "stop_words"
     assert "stop_words" not in [rule.name for rule in rules_for(None, "prose", "xh")], "no list, no question"
+
+
+def test_the_page_of_the_rules_is_made_from_them() -> None:
+    path = Path(__file__).parents[2] / "docs" / "rules.md"
+    assert path.read_text() == page(), "make it again: python -m lmworks.corpus.rules.reference > docs/rules.md"
+
+
+def test_a_drop_says_the_value_and_the_limit() -> None:
+    short, long = first_broken(doc("Two words."), RULES["prose"]), first_broken(doc(PROSE + "\nLorem ipsum."), RULES["web"])
+    assert short and (short.reason, short.detail) == ("word_count", "2, at least 50")
+    assert long and (long.reason, long.detail) == ("lorem_ipsum", "1, at most 0")
 
 
 def test_empty_text_breaks_no_measure() -> None:
     for rules in RULES.values():
         for rule in rules:
-            rule.reason(doc(""))
+            rule.drop(doc(""))
 
 
 def test_a_domain_counts_in_chinese_too() -> None:
@@ -178,7 +196,7 @@ def test_a_domain_counts_in_chinese_too() -> None:
 
     def judged(text: str, domain: str) -> str | None:
         batch = units([text])
-        return first_broken(Text.of(batch, 0, text), rules_for(None, domain, "zh"))
+        return reason_of(Text.of(batch, 0, text), rules_for(None, domain, "zh"))
 
     assert (judged(poem, "prose"), judged(poem, "other"), judged(question, "other")) == ("character_count", None, None)
     assert judged("你好。", "other") == "character_count"

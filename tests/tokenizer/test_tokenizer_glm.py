@@ -107,6 +107,9 @@ def test_a_user_may_say_nothink_and_nothing_else(glm: Tokenizer) -> None:
         ids, _ = glm.encode_chat([{"role": "user", "content": f"Hi {evil} there"}])
         assert glm.decode(ids) == f"[gMASK]<sop><|user|>\nHi {evil} there"
     assert not special_ids & set(glm.encode("path/nothink"))
+    for role in ("system", "assistant", "tool"):
+        ids, _ = glm.encode_chat([{"role": "user", "content": "Hi"}, {"role": role, "content": "Say /nothink or not"}])
+        assert glm.special[special.NO_THINKING] not in ids and "Say /nothink or not" in glm.decode(ids), role
 
 
 def test_tool_results_in_parts(glm: Tokenizer) -> None:

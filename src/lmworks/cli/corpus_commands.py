@@ -44,7 +44,7 @@ class _Texts:
             return labelled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)
         if self.labels or not (self.good and self.bad):
             raise UserError("give either --labels PATH, or both --good and --bad with a path or (with --recipe) the name of a source")
-        found = load_recipe(self.recipe).recipe if self.recipe else None
+        found = load_recipe(self.recipe, corpus_only=True).recipe if self.recipe else None
         good, bad = (sample(one, self.most, self.seed, found, self.text_key) for one in (self.good, self.bad))
         return good, bad
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lmworks.cli.options import AllowOption, RecipeArgument, SetOption, SizeOption
-from lmworks.cli.output import console
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
 
 Walk = Callable[..., None]
 
@@ -23,9 +25,17 @@ def register(noun: typer.Typer, walk: Walk) -> None:
         allow: AllowOption,
         size: SizeOption = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the parts, tasks and scripts, and do nothing.")] = False,
+        dedup_dry_run: Annotated[
+            bool, typer.Option("--dedup-dry-run", help="Print what deduplication would drop, with examples; write nothing.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="With --dedup-dry-run: print JSON for machines.")] = False,
     ) -> None:
         """Make the clean corpus of a recipe."""
-        if dry_run:
+        if as_json and not dedup_dry_run:
+            raise UserError("--json goes with --dedup-dry-run; what a corpus has become stands in its report.json")
+        if dedup_dry_run:
+            _duplicates(recipe, overrides, size, as_json)
+        elif dry_run:
             _preview(recipe, overrides, size)
         else:
             walk(recipe, overrides, size, allow, "corpus")
@@ -38,10 +48,24 @@ def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
     from lmworks.corpus.pipeline import preview
     from lmworks.recipe.load import load_recipe
 
-    resolved = load_recipe(recipe, overrides, size=size)
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True)
     assert resolved.recipe.run_dir
     for one in preview(resolved.recipe, Path(resolved.recipe.run_dir) / "corpus", resolved.path.parent):
         console().print(one, soft_wrap=True)
+
+
+def _duplicates(recipe: str, overrides: list[str], size: str | None, as_json: bool) -> None:
+    from lmworks.cli.corpus_tables import duplicate_tables
+    from lmworks.corpus.pipeline import find_duplicates
+    from lmworks.recipe.load import load_recipe
+
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True)
+    found = find_duplicates(resolved.recipe, resolved.path.parent)
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    for one in duplicate_tables(found):
+        console().print(one)
 
 
 def task(

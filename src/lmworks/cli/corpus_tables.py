@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lmworks.doctor.figures import compact, percent, significant, size
 
 if TYPE_CHECKING:
+    from lmworks.corpus.engine.duplicates import Duplicates
     from lmworks.corpus.evidence.diff import SourceDifference
     from lmworks.corpus.evidence.sample import Drawn
     from lmworks.corpus.evidence.trace import Trace
     from lmworks.shards.finding import Place
 
 _MOST_ROWS = 20
+_BEGINNING = 100
 _DECISION = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of")
 
 
@@ -115,6 +117,29 @@ def way(found: Trace, place: Place | None) -> Group:
         why = "done again, the steps end otherwise than was written down: the source, a file of a step, or lmworks has changed since"
         end.append(Text(why, style="yellow"))
     return Group(*lines, table, *end, Text(found.text.rstrip(), style="dim", overflow="fold"), Text())
+
+
+def duplicate_tables(found: Iterable[Duplicates]) -> Iterator[RenderableType]:
+    """What deduplication would drop, by source and method, then some documents of each."""
+    table = Table(title="Deduplication would drop", title_justify="left", header_style="bold")
+    for name in ("source", "method", "documents", "share", "MB"):
+        table.add_column(name, justify="left" if name in ("source", "method") else "right")
+    examples: list[RenderableType] = []
+    for source in found:
+        table.add_row(Text(source.source, style="bold"), "came", f"{source.came.documents:,}", "", f"{source.came.bytes / 1e6:,.2f}")
+        for method, one in source.dropped.items():
+            share = _part(one.documents, source.came.documents)
+            table.add_row("", method.replace("_", " "), f"{one.documents:,}", share, f"{one.bytes / 1e6:,.2f}")
+            for example in source.examples[method]:
+                head = f"{method.replace('_', ' ')} of {example.copy_of}" if example.copy_of else method.replace("_", " ")
+                texts = [_beginning(text) for text in (example.text, example.copied_text) if text]
+                examples.append(Group(Text.assemble((example.id, "bold"), f"  {head}"), *texts))
+    yield table
+    yield from examples
+
+
+def _beginning(text: str) -> Text:
+    return Text(" ".join(text.split())[:_BEGINNING], style="dim")
 
 
 def difference_table(found: Iterable[SourceDifference]) -> Table:

@@ -41,7 +41,7 @@ def corpus_of(where: str) -> Path:
         raise UserError(f"{where} has no corpus; make it with: lmworks corpus prepare RECIPE")
     from lmworks.recipe.load import load_recipe
 
-    run_dir = load_recipe(where).recipe.run_dir
+    run_dir = load_recipe(where, corpus_only=True).recipe.run_dir
     assert run_dir
     if not (Path(run_dir) / "corpus" / "report.json").is_file():
         raise UserError(f"the corpus of {where} is not made yet; make it with: lmworks corpus prepare {where}")

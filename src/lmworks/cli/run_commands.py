@@ -63,11 +63,12 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
 def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
     from lmworks.cli.layouts import settled_here
+    from lmworks.recipe.load import load_recipe
     from lmworks.run.summary import summary
     from lmworks.run.walk import Told, walk
 
     out = console()
-    resolved = settled_here(recipe, overrides, size)
+    resolved = load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else settled_here(recipe, overrides, size)
 
     def tell(told: Told) -> None:
         if told.what == "skip":

@@ -9,8 +9,12 @@ from functools import lru_cache
 # everything that is rarely there: control characters, odd spaces and line ends, zero-width and soft hyphens, direction overrides
 # (which can make code read other than it runs, CVE-2021-42574)
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
+# A zero-width space is a word border in scripts that write no other: it stays beside a letter of Thai, Lao, Burmese, Khmer or Tibetan.
+_BORDERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
+_ZERO_WIDTH = re.compile("\u200b+")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x85\u2028\u2029]")
 _SPACES = re.compile("[\xa0\u2000-\u200a\u202f\u205f]")
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _BLANK = re.compile(r"\n{4,}")
 _ROUNDS = 4
 _ENCODINGS = ("cp1252", "cp1250", "cp1254", "cp1257", "iso8859-2", "mac-roman", "cp437")
@@ -64,19 +68,27 @@ def clean(text: str, mojibake: bool = False) -> str:
 def tidy(text: str) -> str:
     """The text in NFC with `\\n` line ends, ordinary spaces, no invisible characters, no trailing blanks, at most two blank lines together.
 
-    Joiners that carry meaning (U+200C, U+200D) and marks that give a direction (U+200E, U+200F) stay. Applying it twice changes
+    Joiners that carry meaning (U+200C, U+200D), marks that give a direction (U+200E, U+200F), and word borders (U+200B) of scripts
+    that write no other, such as Thai and Khmer, stay. Applying it twice changes
     nothing more.
     """
     if _ODD.search(text):
         text = _CONTROLS.sub(_as_letter, text)
         text = _LINE_ENDS.sub("\n", text)
         text = _SPACES.sub(" ", text)
-        text = _ODD.sub("", text)
+        text = _INVISIBLE.sub("", text)
+        text = _ZERO_WIDTH.sub(_border, text)
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
     if " \n" in text or "\t\n" in text or text.endswith((" ", "\t")):
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     return _BLANK.sub("\n\n\n", text).strip("\n")
+
+
+def _border(match: re.Match[str]) -> str:
+    """A zero-width space where it is a border between words, nothing elsewhere."""
+    beside = match.string[max(match.start() - 1, 0) : match.start()] + match.string[match.end() : match.end() + 1]
+    return "\u200b" if _BORDERS.search(beside) else ""
 
 
 def _as_letter(match: re.Match[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
+from lmworks.corpus.engine.duplicates import Duplicates, duplicates
 from lmworks.corpus.engine.gate import EVALUATION, PROTECTED
 from lmworks.corpus.engine.job import Job, code_of
 from lmworks.corpus.engine.reading import check_facts
@@ -88,6 +90,15 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
     yield from (sources, "", stages)
     if recipe.corpus.executor.kind == "slurm":
         yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{mask(slurm.script(job, stage))}" for stage in STAGES if stage.tasks(job))
+
+
+def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:
+    """What deduplication would drop of each source, found without writing anything that stays.
+
+    The work is done on this machine, in a directory below $TMPDIR, which needs as much room as the filtered text takes.
+    """
+    with TemporaryDirectory(prefix="lmworks-duplicates-") as aside, explain_os_errors(Path(aside)):
+        return duplicates(plan(recipe, Path(aside), (), folder)[0])
 
 
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:

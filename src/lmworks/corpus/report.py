@@ -86,16 +86,15 @@ class SourceReport:
 class Report:
     """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them.
 
-    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `would_drop` is what deduplication would drop
-    where it only checks; `bytes_per_document` is what comparing all documents holds in memory for each. `protected` says of each
-    evaluation set, and of the held-out documents, how many `items` are looked for, how many are too `trivial` to be, how many of them were
-    `found`, and in how many `documents`. `widespread` are its passages in more than ten documents, `shared` what the items of an evaluation
-    set have in common and is not looked for; `unread` maps evaluation sets that could not be read, and are not protected, to the reason.
+    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `bytes_per_document` is what comparing all
+    documents holds in memory for each. `protected` says of each evaluation set, and of the held-out documents, how many `items` are looked
+    for, how many are too `trivial` to be, how many of them were `found`, and in how many `documents`. `widespread` are its passages in
+    more than ten documents, `shared` what the items of an evaluation set have in common and is not looked for; `unread` maps evaluation
+    sets that could not be read, and are not protected, to the reason.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    would_drop: Counts = field(default_factory=dict)
     bytes_per_document: float = 0.0
     statistics: dict[str, Any] = field(default_factory=dict)
     contamination: list[dict[str, Any]] = field(default_factory=list)
@@ -155,6 +154,16 @@ def _told(report: Report) -> Iterator[tuple[str, str, str]]:
         yield one["set"], "", f"{one['runs']:,} runs that its items share are not looked for: {_quoted(one['passage'])}"
 
 
+def _greedy(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Rules that took more than half of what came to them of a source: (source, documents, what to do)."""
+    for source in report.sources:
+        for passage in (one for one in source.steps if one.step == "rules"):
+            for reason, one in passage.dropped.items():
+                if 2 * one.documents > passage.came.documents:
+                    what = f"of {passage.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); "
+                    yield source.name, f"{one.documents:,}", what + "if they are sound, choose another domain or rules (docs/rules.md)"
+
+
 def _quoted(passage: str) -> str:
     words = " ".join(passage.split())
     return f'"{words[:_PASSAGE]}{"..." if len(words) > _PASSAGE else ""}"'
@@ -183,13 +192,11 @@ def table(report: Report) -> Table:
     came, kept = total(one.came for one in report.sources), total(one.train for one in report.sources)
     shown.add_section()
     shown.add_row(Text("all, to train on", "bold"), *_numbers(came, kept), "")
-    if report.would_drop:
-        shown.add_row(Text("dedup.check_only", "yellow"), "", "", "", "", f"would drop: {_most(report.would_drop)}")
     for name, why in report.missing.items():
         shown.add_row(Text(name, "yellow"), Text("missing", "yellow"), "", "", "", why)
     for name, why in report.unread.items():
         shown.add_row(Text(name, "yellow"), Text("not protected", "yellow"), "", "", "", why)
-    for against, documents, what in _told(report):
+    for against, documents, what in (*_greedy(report), *_told(report)):
         shown.add_row(Text(against, "yellow"), documents, "", "", "", what)
     shown.caption = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
     return shown

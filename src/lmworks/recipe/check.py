@@ -49,7 +49,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
                 if name not in known:
                     yield (*at, "mixture_changes", number, "mixture", name), _unknown(name, known)
     model = recipe.model
-    assert model.vocab_size and model.layers
+    if not model.vocab_size or not model.layers:
+        return  # of a recipe for a corpus alone
     rope = model.rope
     for index, phase in enumerate(recipe.train.phases):
         if phase.rope and rope.fraction == 0:

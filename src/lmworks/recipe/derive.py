@@ -144,8 +144,11 @@ def _count_entries(path: Path) -> int:
         raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None
 
 
-def fill(recipe: Recipe, base: Path) -> tuple[Recipe, Reasons]:
-    """Complete a typed recipe. `base` is where its relative tokenizer path starts. Raises `UserError` where too little is given."""
+def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe, Reasons]:
+    """Complete a typed recipe. `base` is where its relative tokenizer path starts. Raises `UserError` where too little is given.
+
+    With `corpus_only` a recipe without a model is complete when its corpus can be made.
+    """
     tree = recipe.model_dump()
     reasons: Reasons = {}
 
@@ -158,6 +161,8 @@ def fill(recipe: Recipe, base: Path) -> tuple[Recipe, Reasons]:
     derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
     derive(("threads",), machine.cores(), "the CPU cores this process may use")
 
+    if corpus_only and not (recipe.model.hidden_size and recipe.model.layers):
+        return Recipe.model_validate(tree), reasons
     _fill_model(tree, derive)
     model = Model.model_validate(tree["model"])
     total = count(model)

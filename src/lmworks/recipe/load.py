@@ -49,6 +49,7 @@ class _Source:
     document: Document
     overrides: Sequence[str]
     size: str | None
+    corpus_only: bool
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,17 @@ def find(name: str | Path, kind: Literal["", "models", "clusters"], beside: Path
     raise UserError(f"there is no {what} {str(name)!r}, as a file or by name; {hint}")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | None = None) -> Resolved:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), size: str | None = None, corpus_only: bool = False) -> Resolved:
     """Load, complete and check a recipe.
 
     `path` is a YAML (or resolved JSON) file, or the name of a shipped recipe; `overrides` are `a.b=c` with list items by
-    name or index and values in YAML; `size` is the one dial, which overrules the file's shape, budgets and rates.
+    name or index and values in YAML; `size` is the one dial, which overrules the file's shape, budgets and rates. With `corpus_only`
+    the recipe may do without a model.
     Raises `UserError` of one line with file and line.
     """
     path = _from_here(find(path, ""))
     credentials.load(path.parent)  # beside the recipe.yaml of a run
-    return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), parse_file(path), overrides, size), {})
+    return _resolve(_Source(path, path.read_text(encoding="utf-8", errors="replace"), parse_file(path), overrides, size, corpus_only), {})
 
 
 def _resolve(source: _Source, numbers: Numbers) -> Resolved:
@@ -143,7 +145,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
             put(tree, keys, value)
             reasons[keys] = why
         recipe = Recipe.model_validate(tree)
-        recipe, more = derive.fill(recipe, path.parent)
+        recipe, more = derive.fill(recipe, path.parent, source.corpus_only)
         reasons |= more
     except ValidationError as error:
         raise UserError(_explain(error, tree, sources)) from None

@@ -18,7 +18,7 @@ class Clean(Node):
 
     step: Literal["clean"] = Field("clean", description="which step this is")
     mojibake: bool = Field(True, description="repair UTF-8 that was once decoded as something else, as in `schÃ¶n`")
-    exact_code: bool = Field(False, description="leave documents of the domain code as they are, byte for byte")
+    exact_code: bool = Field(True, description="leave documents of the domain code as they are, byte for byte")
 
 
 class Language(Node):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
 
 def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
-    """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink, which users may say).
+    """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
     What looks like one inside a message is broken up with a marker before rendering and mended after cutting. So is the beginning of
     one at the end of a text (white space aside, which templates strip): the next part of the message could complete it.
@@ -123,15 +123,16 @@ def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str
     messages = checked(messages)
     marker = _unused_marker(messages, tools)
 
-    def protect(text: str) -> str:
+    def protect(text: str, allowed: tuple[str, ...] = ()) -> str:
         parts = tokenizer.split_special(text)
-        parts[1::2] = [part if part in OPEN else part[0] + marker + part[1:] for part in parts[1::2]]
+        parts[1::2] = [part if part in allowed else part[0] + marker + part[1:] for part in parts[1::2]]
         text = "".join(parts)
         end = len(text.rstrip())
         begun = end - tokenizer.begun_special(text[:end])
         return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
 
-    text = template.render(_map_text(messages, protect), _map_text(tools, protect), add_generation_prompt, thinking)
+    protected = [_map_text(message, partial(protect, allowed=OPEN if message["role"] == "user" else ())) for message in messages]
+    text = template.render(protected, _map_text(tools, protect), add_generation_prompt, thinking)
     return tokenizer.encode_parts(tokenizer.split_special(text), mend=lambda part: part.replace(marker, ""))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.counts import Counts, Samples, Touched, merge
+from lmworks.corpus.engine.counts import Samples, Touched
 from lmworks.corpus.engine.gate import on
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.writing import MOST_PASSAGES, decisions_path, outputs
@@ -80,7 +80,6 @@ def _read(job: Job) -> Iterator[SourceReport]:
 def assemble(job: Job, missing: dict[str, str]) -> Report:
     """The report of a job that is done. `missing` are sources that could not be had, with the reason."""
     report = Report(missing={**missing, **_emptiness(job)})
-    would_drop: Counts = {}
     measured: dict[str, dict[str, Histogram]] = {}
     touched: dict[str, Touched] = {}
     for source_report, source in zip(_read(job), job.sources, strict=True):
@@ -89,13 +88,11 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
         for piece in job.of(source):
             counts = read_json(job.path("write", piece, ".counts.json"))
             source_report.add_written(counts)
-            merge(would_drop, counts["would_drop"])
             report.contamination += counts["contamination"][: MOST_PASSAGES - len(report.contamination)]
             _measure(measured, source, counts["statistics"])
             for name, one in counts["touched"].items():
                 touched.setdefault(name, Touched()).add(one["documents"], one["items"])
         report.sources.append(source_report)
-    report.would_drop = would_drop
     report.statistics = {name: {split: one.as_json() for split, one in kinds.items()} for name, kinds in sorted(measured.items())}
     report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
     if on(job):

@@ -47,8 +47,6 @@ class Fates:
         rows = pq.read_table(fates_path(job, piece))
         reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
         dropped = np.array([reason is not None for reason in reasons], dtype=bool)
-        if job.recipe.corpus.dedup.check_only:
-            dropped[:] = False
         cuts: dict[int, str] = {}
         if cut and cutting(job):
             assert job.recipe.corpus.dedup.substring
@@ -68,7 +66,7 @@ class Fates:
 
 def cutting(job: Job) -> bool:
     """Whether passages that stood earlier are cut."""
-    return job.recipe.corpus.dedup.substring is not None and not job.recipe.corpus.dedup.check_only
+    return job.recipe.corpus.dedup.substring is not None
 
 
 def cuts_path(job: Job, piece: Piece) -> Path:

@@ -35,8 +35,8 @@ MOST_PASSAGES = 1000
 
 def write_inputs(job: Job, piece: Piece) -> Any:
     buckets = [as_tree(bucket) for bucket in piece.source.buckets]
-    dedup, gate = job.recipe.corpus.dedup.check_only, job.recipe.corpus.decontaminate
-    kept = [buckets, piece.source.bucket_by, dedup, gate.gate if gate else None]
+    gate = job.recipe.corpus.decontaminate
+    kept = [buckets, piece.source.bucket_by, gate.gate if gate else None]
     return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
 
 
@@ -63,7 +63,6 @@ class _Writing:
         gate = job.recipe.corpus.decontaminate
         self._drops = gate is not None and gate.gate != "report"
         self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
-        self._would_drop: Counts = {}
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()
         self._passages: list[dict[str, str]] = []
@@ -95,7 +94,6 @@ class _Writing:
             job.path("write", piece, ".counts.json"),
             {
                 "steps": [asdict(self._dedup), asdict(self._decontaminate)],
-                "would_drop": {reason: asdict(one) for reason, one in self._would_drop.items()},
                 **{split: {output: asdict(one) for output, one in found.items()} for split, found in self._kept.items()},
                 "rejected": self._rejected.rows,
                 "contamination": self._passages,
@@ -112,12 +110,10 @@ class _Writing:
             document = document.with_text(self._fates.cuts[row])
         reason, copy_of = self._fates.reasons[row], self._fates.copies[row]
         self._dedup.came.add(size)
-        if reason and not self._job.recipe.corpus.dedup.check_only:
+        if reason:
             count(self._dedup.dropped, reason, size)
             self._reject(document, "dedup", reason, copy_of=copy_of)
             return None
-        if reason:
-            count(self._would_drop, reason, size)
         if row in self._fates.cuts:
             before, size = size, len(document.text.encode())
             self._dedup.edited += size - before
@@ -133,7 +129,7 @@ class _Writing:
         bucket = bucket_of(document, source)
         output = f"{source.name}.{bucket}" if bucket else source.name
         count(self._kept[split], output, size)
-        self._end(split, reason or "", "", copy_of or "")
+        self._end(split, "", "", "")
         return split, output
 
     def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:

@@ -186,18 +186,15 @@ def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Ke
         return
     if reason in REASONS[1:]:
         copied = documents(corpus, [decision["copy_of"]])[0].decision
-        verb = "dropped" if fate == "dedup" else "would be dropped"
         where = f"{copied['id']} ({copied['origin']}), which came to {copied['fate']}"
-        yield Moment("dedup", f"{verb}: {reason} of {where}")
-        if fate == "dedup":
-            return
-    elif fate == "dedup" and reason == REPEATED:
+        yield Moment("dedup", f"dropped: {reason} of {where}")
+        return
+    if fate == "dedup" and reason == REPEATED:
         cut = corpus.cut(piece, decision["id"])
         left = f", {cut[1]:.0%} of its words did not stand earlier" if cut else ""
         yield Moment("dedup", f"dropped: {reason}{left}", changed=differences(text, cut[0]) if cut else ())
         return
-    else:
-        yield Moment("dedup", "no copy of an earlier document")
+    yield Moment("dedup", "no copy of an earlier document")
     if kept and kept.columns["text"] != text:
         yield Moment("substring", "passages cut", changed=differences(text, kept.columns["text"]))
     if fate == "validation":

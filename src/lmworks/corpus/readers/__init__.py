@@ -12,6 +12,7 @@ from types import ModuleType
 
 from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
+from lmworks.corpus.readers.extraction import require
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
@@ -42,6 +43,8 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     Raises Unavailable if it cannot be had here, UserError if it is wrongly described.
     """
     try:
+        for markup in source.markup.values():
+            require(markup)
         found: list[Part] = _FAMILIES[source.kind].parts(source, part_bytes)
     except UserError as error:
         raise type(error)(f"source {source.name}: {error}") from None

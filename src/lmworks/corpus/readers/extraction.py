@@ -14,6 +14,12 @@ _MEMORY = 4 << 30
 _PACKAGES = {"html": "trafilatura", "latex": "pylatexenc"}
 
 
+def require(name: str) -> None:
+    """Raise UserError if what reads this kind of markup is not installed."""
+    if name in _PACKAGES and find_spec(_PACKAGES[name]) is None:
+        raise UserError(f"reading {name} needs {_PACKAGES[name]}: pip install 'lmworks[web]'")
+
+
 class Extractor:
     """A context manager in which `text` may be called any number of times. Raises UserError without the packages (extra `web`)."""
 
@@ -22,8 +28,7 @@ class Extractor:
         self._convert = Limited(f"lmworks.corpus.markup.{name}:extractor", _SECONDS, _MEMORY)
 
     def __enter__(self) -> Extractor:
-        if find_spec(_PACKAGES[self._name]) is None:
-            raise UserError(f"reading {self._name} needs {_PACKAGES[self._name]}: pip install 'lmworks[web]'")
+        require(self._name)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

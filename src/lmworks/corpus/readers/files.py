@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.jsonl import line_parts, lines_of
 from lmworks.corpus.readers.listing import File, find, fits
+from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
@@ -34,8 +34,6 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
         ".clj", ".zig", ".tex", ".md", ".rst",
     ),
 }  # fmt: skip
-_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
-_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 Convert = Callable[[Member, int], Iterator[Item]]
 
@@ -122,14 +120,5 @@ def _whole(text_of: Callable[[bytes, str, int, int], Item]) -> Convert:
 
 
 def _markdown(data: bytes, origin: str, limit: int, size: int) -> Item:
-    """As it is written; of a block of metadata before it only the title stays, as a heading."""
-    item = decoded(data.replace(b"\r\n", b"\n"), origin, limit, size)
-    front = _FRONT_MATTER.match(item.text) if item.reason is None else None
-    if front is None:
-        return item
-    found = _TITLE.search(front[1])
-    title = found[1].strip(" \t") if found else ""
-    if len(title) > 2 and title[0] == title[-1] and title[0] in "\"'":
-        title = title[1:-1]
-    body = item.text[front.end() :].lstrip("\n")
-    return replace(item, text=f"# {title}\n\n{body}" if title and not body.startswith("# ") else body)
+    item = decoded(data, origin, limit, size)
+    return replace(item, text=without_front_matter(item.text)) if item.reason is None else item

@@ -61,12 +61,13 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     path = source.path or ""
-    yield from guarded(_items(source, part, limit), path if Path(path).exists() else f"hub://{path}")
+    with Columns(source, limit) as columns:
+        yield from guarded(_items(source, part, columns), path if Path(path).exists() else f"hub://{path}")
 
 
-def _items(source: Source, part: Part, limit: int) -> Iterator[Item]:
+def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:
     rows = _rows(source)
-    stored, columns = hasattr(rows, "num_rows"), Columns(source, limit)
+    stored = hasattr(rows, "num_rows")
     wanted = int(source.max_bytes) if source.max_bytes is not None else None
     first = 0
     if part.span is None:

@@ -37,9 +37,9 @@ def line_parts(files: list[File], part_bytes: int) -> Iterator[Part]:
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
-    columns = Columns(source, limit)
-    for file in part.files:
-        yield from guarded(_rows(columns, file, part.span, limit), file.path)
+    with Columns(source, limit) as columns:
+        for file in part.files:
+            yield from guarded(_rows(columns, file, part.span, limit), file.path)
 
 
 def _rows(columns: Columns, file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Item]:

@@ -66,9 +66,9 @@ def _row_groups(file: File) -> list[int]:
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
-    columns = Columns(source, limit)
-    for file in part.files:
-        yield from guarded(_rows(columns, file, part), file.path)
+    with Columns(source, limit) as columns:
+        for file in part.files:
+            yield from guarded(_rows(columns, file, part), file.path)
 
 
 def _rows(columns: Columns, file: File, part: Part) -> Iterator[Item]:

@@ -1,37 +1,59 @@
-"""From a row of columns to an item: the text, what is known about it, its language."""
+"""From a row of columns to an item: the text, out of its markup where it has some, what is known about it, its language."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from string import Formatter
+from types import TracebackType
 from typing import Any
 
 from lmworks.corpus.document import Fact
 from lmworks.corpus.items import Item, broken, decoded
+from lmworks.corpus.readers.extraction import Extractor
+from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
 _LONGEST_FACT = 16384
+_WHOLE_PAGE = re.compile("<(?:html|body)[ >]", re.IGNORECASE)
 
 
 class Columns:
-    """What a source takes from each of its rows: `text_key` (a column, a dotted path, or a template of them), `keep`, `language_key`."""
+    """What a source takes from each of its rows: `text_key` (a column, a dotted path, or a template of them), `keep`, `language_key`.
+
+    A context manager, in which columns of HTML are read by a process with limits.
+    """
 
     def __init__(self, source: Source, limit: int) -> None:
         self._source, self._limit = source, limit
         self._template = "{" in source.text_key
-        fields = [name for _, name, _, _ in Formatter().parse(source.text_key) if name] if self._template else [source.text_key]
-        self._fields = tuple(fields)
+        self._fields = tuple(name.removesuffix("?") for name in source.text_fields)
+        self._may_lack = frozenset(name[:-1] for name in source.text_fields if name.endswith("?"))
         self._language = source.language_key
+        self._stack = ExitStack()
+        self._html: Extractor | None = None
+
+    def __enter__(self) -> Columns:
+        if "html" in self._source.markup.values():
+            self._html = self._stack.enter_context(Extractor("html"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
 
     def wanted(self, known: Iterable[str], where: str) -> list[str]:
         """The columns to read of those `known`. Raises UserError if one is not there."""
         names, found = set(known), []
         for path in (*self._fields, *self._source.keep, *filter(None, [self._language])):
             column = path if path in names else path.partition(".")[0]
+            if column not in names and path in self._may_lack:
+                continue
             if column not in names:
                 key = "text_key" if path in self._fields else "keep" if path in self._source.keep else "language_key"
                 raise UserError(f"{where} has no column {column!r}, only {', '.join(sorted(names))}; set {key}")
@@ -49,17 +71,46 @@ class Columns:
 
     def _text(self, row: Mapping[str, Any], origin: str, consumed: int) -> Item:
         if not self._template:
-            return text_of(_lookup(row, self._source.text_key), origin, self._limit, consumed)
-        values = {name: _lookup(row, name) for name in self._fields}
-        if all(value is None for value in values.values()):
+            return self._value(row, self._fields[0], origin, consumed)
+        values = {}
+        for name in self._fields:
+            if _lookup(row, name) is None and name in self._may_lack:
+                values[name] = ""
+                continue
+            item = self._value(row, name, origin, consumed)
+            if item.reason == "null_text":
+                return broken("missing_column", origin, f"{name} is missing in {_excerpt(row)}", consumed)
+            if item.reason is not None:
+                return item
+            values[name] = item.text
+        if not any(text.strip() for text in values.values()):
             return broken("null_text", origin, "", consumed)
-        if strange := [value for value in values.values() if value is not None and not isinstance(value, str | int | float)]:
-            return broken("wrong_type", origin, repr(strange[0])[:1000], consumed)
-        pieces = [
-            before + ("" if name is None or values[name] is None else str(values[name]))
-            for before, name, _, _ in Formatter().parse(self._source.text_key)
-        ]
-        return text_of("".join(pieces), origin, self._limit, consumed)
+        pieces = Formatter().parse(self._source.text_key)
+        text = "".join(before + ("" if name is None else values[name.removesuffix("?")]) for before, name, _, _ in pieces)
+        return Item(text, origin, consumed)
+
+    def _value(self, row: Mapping[str, Any], name: str, origin: str, consumed: int) -> Item:
+        """The value of one column as text."""
+        value = _lookup(row, name)
+        if self._template and isinstance(value, int | float):
+            value = str(value)
+        markup = self._source.markup.get(name)
+        item = text_of(value, origin, (4 if markup else 1) * self._limit, consumed)
+        if item.reason is not None or markup is None:
+            return item
+        if markup == "markdown":
+            return replace(item, text=without_front_matter(item.text))
+        assert self._html, "entered before rows are read"
+        return self._html.text(_page(item.text).encode("utf-8", "replace"), origin, consumed) if item.text.strip() else item
+
+
+def _page(html: str) -> str:
+    """A piece of a page as a page: the extractor takes a short one without a body for a frame around nothing."""
+    return html if _WHOLE_PAGE.search(html) else f"<html><body><article><p>{html}</p></article></body></html>"
+
+
+def _excerpt(row: Mapping[str, Any]) -> str:
+    return json.dumps(dict(row), ensure_ascii=False, default=str)
 
 
 def _lookup(row: Mapping[str, Any], path: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lmworks.corpus.document import Drop
 from lmworks.corpus.rules.rule import Rule, first_broken
 from lmworks.corpus.rules.tokens import SENTENCE_ENDS, Vocabulary, Words
 from lmworks.corpus.units import lengthen, mix, repeated
@@ -207,8 +208,8 @@ _FEWEST_WORDS = 3
 _FEWEST_SENTENCES = 5
 
 
-def c4(texts: Sequence[str], vocabulary: Vocabulary) -> list[tuple[str, str | None]]:
-    """Per text what C4 leaves of it, and the reason for which it would drop the document, if any.
+def c4(texts: Sequence[str], vocabulary: Vocabulary) -> list[tuple[str, Drop | None]]:
+    """Per text what C4 leaves of it, and its drop, if it would drop the document.
 
     Lines stay that end like a sentence, have three words and none of over 1,000 characters, and speak neither of JavaScript nor of cookies
     and terms; marks of citation go.
@@ -217,15 +218,16 @@ def c4(texts: Sequence[str], vocabulary: Vocabulary) -> list[tuple[str, str | No
     kept = [line for lines, _ in halves for line in lines]
     counts = np.array([words.sentences for words in vocabulary.words(kept)], dtype=np.int64)
     bounds = np.cumsum([0, *(len(lines) for lines, _ in halves)])
-    found: list[tuple[str, str | None]] = []
-    for index, (lines, reason) in enumerate(halves):
-        if reason is None and counts[bounds[index] : bounds[index + 1]].sum() < _FEWEST_SENTENCES:
-            reason = "c4_sentences"
-        found.append(("\n".join(lines).strip(), reason))
+    found: list[tuple[str, Drop | None]] = []
+    for index, (lines, drop) in enumerate(halves):
+        sentences = int(counts[bounds[index] : bounds[index + 1]].sum())
+        if drop is None and sentences < _FEWEST_SENTENCES:
+            drop = Drop("c4_sentences", f"{sentences}, at least {_FEWEST_SENTENCES}")
+        found.append(("\n".join(lines).strip(), drop))
     return found
 
 
-def _c4_lines(text: str) -> tuple[list[str], str | None]:
+def _c4_lines(text: str) -> tuple[list[str], Drop | None]:
     kept = []
     for line in map(str.strip, text.splitlines()):
         words = line.split()
@@ -237,22 +239,22 @@ def _c4_lines(text: str) -> tuple[list[str], str | None]:
             continue
         lower = line.lower()
         if "lorem ipsum" in lower:
-            return [], "c4_lorem_ipsum"
+            return [], Drop("c4_lorem_ipsum")
         if "javascript" in lower:
             continue
         if "{" in line:
-            return [], "c4_curly_bracket"
+            return [], Drop("c4_curly_bracket")
         if any(phrase in lower for phrase in _POLICY):
             continue
         kept.append(line)
     return kept, None
 
 
-def gopher(doc: Words) -> str | None:
-    """The first of Gopher's rules that the document breaks, repetition before quality."""
-    return first_broken(doc, GOPHER) if len(doc.numbers) else "gopher_word_count"
+def gopher(doc: Words) -> Drop | None:
+    """The drop by the first of Gopher's rules that the document breaks."""
+    return first_broken(doc, GOPHER) if len(doc.numbers) else Drop("gopher_word_count", "no words")
 
 
-def fineweb(doc: Words) -> str | None:
-    """The first of FineWeb's rules that the document breaks."""
-    return first_broken(doc, FINEWEB) if len(doc.numbers) else "fineweb_punctuated_lines"
+def fineweb(doc: Words) -> Drop | None:
+    """The drop by the first of FineWeb's rules that the document breaks."""
+    return first_broken(doc, FINEWEB) if len(doc.numbers) else Drop("fineweb_punctuated_lines", "no words")

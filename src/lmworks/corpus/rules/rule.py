@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lmworks.corpus.document import Drop
+
 Seen = TypeVar("Seen")
 
 
@@ -19,11 +21,14 @@ class Rule(Generic[Seen]):
     low: float = float("-inf")
     high: float = float("inf")
 
-    def reason(self, doc: Seen) -> str | None:
-        """The rule's name if the document breaks it."""
-        return None if self.low <= self.measure(doc) <= self.high else self.name
+    def drop(self, doc: Seen) -> Drop | None:
+        """The drop by this rule, with the value and the limit as its detail, if the document breaks it."""
+        value = self.measure(doc)
+        if self.low <= value <= self.high:
+            return None
+        return Drop(self.name, f"{value:.4g}, {f'at least {self.low:g}' if value < self.low else f'at most {self.high:g}'}")
 
 
-def first_broken(doc: Seen, rules: Sequence[Rule[Seen]]) -> str | None:
-    """The name of the first rule that the document breaks, None if it is good."""
-    return next((reason for rule in rules if (reason := rule.reason(doc))), None)
+def first_broken(doc: Seen, rules: Sequence[Rule[Seen]]) -> Drop | None:
+    """The drop by the first rule that the document breaks, None if it is good."""
+    return next((drop for rule in rules if (drop := rule.drop(doc))), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
+from lmworks.corpus.document import Batch, Document, Outcome, Step
 from lmworks.corpus.rules import Text, first_broken, rules_for
 from lmworks.corpus.rules.published import c4, fineweb, gopher
 from lmworks.corpus.rules.stop_words import STOP_WORDS
@@ -35,8 +35,7 @@ class _ByDomain:
         for index, document in enumerate(batch.documents):
             python = document.origin.endswith((".py", ".pyi"))
             rules = rules_for(self._source.rules, document.domain, document.language)
-            reason = first_broken(Text.of(batch.units, index, document.text, python), rules)
-            outcomes.append(document if reason is None else Drop(reason))
+            outcomes.append(first_broken(Text.of(batch.units, index, document.text, python), rules) or document)
         return outcomes
 
 
@@ -66,15 +65,12 @@ class _Published:
             texts = [document.text for document in alive]
             if name == "c4":
                 judged: list[Outcome] = [
-                    document.with_text(text) if reason is None else Drop(reason)
-                    for document, (text, reason) in zip(alive, c4(texts, vocabulary), strict=True)
+                    drop or document.with_text(text)
+                    for document, (text, drop) in zip(alive, c4(texts, vocabulary), strict=True)
                 ]
             else:
                 rules = gopher if name == "gopher" else fineweb
-                judged = [
-                    document if (reason := rules(words)) is None else Drop(reason)
-                    for document, words in zip(alive, vocabulary.words(texts), strict=True)
-                ]
+                judged = [rules(words) or document for document, words in zip(alive, vocabulary.words(texts), strict=True)]
             for place, outcome in zip(places, judged, strict=True):
                 outcomes[place] = outcome
         return outcomes

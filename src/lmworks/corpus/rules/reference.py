@@ -1,0 +1,57 @@
+"""docs/rules.md, made from the rules: `python -m lmworks.corpus.rules.reference > docs/rules.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lmworks.corpus.rules.rule import Rule
+from lmworks.corpus.rules.table import RULES, rules_for
+from lmworks.corpus.rules.text import Text
+
+_SCRIPTS = ("prose", "facts", "math", "other")
+_HEAD = """# Quality rules
+
+The step `rules` drops a document that breaks a rule of its source. Which rules those are follows from the source's `domain` and
+language; `rules: NAME` on a source takes the rules called NAME below instead, whatever the language, and `rules: none` drops nothing.
+A rule's name is the reason in the table of `lmworks corpus prepare`, in `corpus sample --reason NAME`, and in `corpus trace`, which shows
+the value and the limit. Published rule sets (`sets: [gopher, c4, fineweb]` of the step) are applied to the letter instead.
+
+This page is made from the code: `python -m lmworks.corpus.rules.reference`.
+"""
+_SPACELESS = """
+## Chinese, Japanese, Thai and other scripts without spaces
+
+Units are characters, so a domain asks for a least length of 1.6 characters for each word. From domains of running text (least 40
+words) the other rules are those of `spaceless`, from the others those that fit any script. The least lengths:
+"""
+
+
+def page() -> str:
+    """The page in Markdown."""
+    return "\n".join(_lines()).rstrip("\n") + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD
+    for name, rules in RULES.items():
+        yield f"## `{name}`\n"
+        if not rules:
+            yield "No rules.\n"
+            continue
+        yield "| rule | at least | at most | from |\n|---|---|---|---|"
+        yield from (_row(rule) for rule in rules)
+        yield ""
+    yield _SPACELESS
+    yield "| domain | characters |\n|---|---|"
+    for name in _SCRIPTS:
+        (least,) = (rule for rule in rules_for(None, name, "zh") if rule.name == "character_count")
+        yield f"| `{name}` | {least.low:g} |"
+
+
+def _row(rule: Rule[Text]) -> str:
+    low, high = (f"{bound:g}" if abs(bound) != float("inf") else "" for bound in (rule.low, rule.high))
+    return f"| `{rule.name}` | {low} | {high} | {rule.source} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
