@@ -90,6 +90,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(data.split(b"\n")[:-1], 1):
         try:
             records.append(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: line {number} is not JSON; delete that line") from None
     return records

@@ -31,6 +31,7 @@ _FIRST_EVENTS, _LAST_EVENTS = 40, 260
 _MARKS = 400
 _SAMPLES = 32  # kept per prompt
 _PROMPTS = 12
+_MOST = 1e100  # what is larger is no measurement, and charts calculate with squares
 _FRESH = 600  # seconds after which a run on another machine that has written nothing counts as stopped
 
 Json = dict[str, Any]
@@ -125,7 +126,7 @@ def gather(run_dir: Path) -> Run:
 
 
 def lines(path: Path) -> Iterator[Json]:
-    """The records of a JSONL file one by one; none if it does not exist. What is torn or broken is passed over."""
+    """The records of a JSONL file one by one; none if it does not exist. What is torn or broken is passed over. Numbers are of any size."""
     try:
         handle = open(path, "rb")  # noqa: SIM115
     except OSError:
@@ -134,7 +135,7 @@ def lines(path: Path) -> Iterator[Json]:
         for text in handle:
             try:
                 record = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
@@ -142,10 +143,19 @@ def lines(path: Path) -> Iterator[Json]:
 
 def _json(path: Path) -> Json:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = _bounded(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _bounded(value: Any) -> Any:
+    """A record with null for numbers that no figure of a page can be made of."""
+    if isinstance(value, dict):
+        return {key: _bounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_bounded(item) for item in value]
+    return value if not isinstance(value, int | float) or -_MOST < value < _MOST else None
 
 
 def _recipe(path: Path) -> Recipe | None:
@@ -162,7 +172,7 @@ def _metrics(path: Path, training: Training) -> None:
     before: float | None = None
     for record in lines(path):
         step, now = record.get("step"), record.get("time")
-        if not isinstance(step, int | float) or not isinstance(now, int | float):
+        if not isinstance(step, int | float) or not isinstance(now, int | float) or not (0 <= step < _MOST and 0 <= now < _MOST):
             continue
         while starts and starts[0] <= now:
             before = starts.popleft()
@@ -171,11 +181,11 @@ def _metrics(path: Path, training: Training) -> None:
             training.seconds += now - before
         before = now
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("step", "time"):
+            if isinstance(value, int | float) and -_MOST < value < _MOST and name not in ("step", "time"):
                 if name not in series:
                     series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
                 series[name].add(step, value)
-        if isinstance(tokens := record.get("train/tokens"), int | float):
+        if isinstance(tokens := record.get("train/tokens"), int | float) and -_MOST < tokens < _MOST:
             recent.append((now, tokens))
     if len(recent) > 1 and recent[-1][0] > recent[0][0]:
         training.tokens_per_second = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
@@ -187,7 +197,7 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
     rest: deque[Json] = deque(maxlen=_LAST_EVENTS)
     shown, reason = 0, ""
     stage, changed = "pretrain", ""
-    for event in lines(path):
+    for event in map(_bounded, lines(path)):
         what = str(event.get("event", ""))
         if event.get("stage") in training:
             stage = event["stage"]
@@ -240,7 +250,7 @@ def _thinned(marks: list[Mark]) -> list[Mark]:
 
 
 def _read_samples(path: Path, training: Training) -> None:
-    for record in lines(path):
+    for record in map(_bounded, lines(path)):
         prompt = record.get("prompt")
         if not isinstance(prompt, str) or not isinstance(record.get("step"), int):
             continue
