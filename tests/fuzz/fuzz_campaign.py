@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import json
 import os
 import resource
@@ -301,6 +302,7 @@ def replay(path: Path) -> None:
     kind.prepare()
     kind.begin()
     print(json.dumps(kept["case"])[:4000], file=sys.stderr)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
     with tempfile.TemporaryDirectory() as folder:
         print(kind.run(kept["case"], Path(folder)))
 

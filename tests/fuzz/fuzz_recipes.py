@@ -53,6 +53,7 @@ class Recipes:
                 {"name": "p", "tokens": "1M tokens", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "batch": "512 tokens"}]},
              "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]}},
         ]  # fmt: skip
+        self._weights = [1 / (len(json.dumps(tree)) + 500) for tree in self._trees]  # reading takes most of the time
         self._clusters = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((folder / "clusters").glob("*.yaml"))]
         self._names = [path.stem for path in sorted((folder / "clusters").glob("*.yaml"))]
         self._keys = list(typed_paths(Recipe))
@@ -64,9 +65,9 @@ class Recipes:
 
     def case(self, draw: Random) -> Case:
         if draw.random() < 0.15:
-            text = mutate.text(draw.choice(self._texts), draw, 4)
+            text = mutate.text(draw.choices(self._texts, [1 / (len(text) + 500) for text in self._texts])[0], draw, 4)
         else:
-            tree = draw.choice(self._trees)
+            tree = draw.choices(self._trees, self._weights)[0]
             if draw.random() < 0.5:
                 tree = mutate.tree(tree, draw, draw.choice([1, 1, 1, 2, 3]))
             if isinstance(tree, dict) and draw.random() < 0.5:

@@ -16,7 +16,8 @@ from lmworks.recipe.document import LARGEST
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-# Of bounded length, since 1e400000000 is a number too, which takes minutes to write out.
+# Of bounded length, since 1e400000000 is a number too, which takes minutes to write out, and a long word takes the square of its length.
+_LONGEST = 100
 _NUMBER = re.compile(r"^\s*(\d[\d_,]{0,40}(?:\.\d{1,40})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z%]*)\s*([A-Za-z]*)\s*$")
 
 
@@ -31,7 +32,7 @@ def _exact(value: float) -> str:
 
 
 def _split(text: str, example: str) -> tuple[Fraction, str, str]:
-    match = _NUMBER.match(text)
+    match = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if not match:
         raise ValueError(f"{text[:100]!r} is not a quantity; write for example {example}")
     value = Fraction(match[1].replace(",", "").replace("_", ""))
