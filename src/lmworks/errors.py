@@ -2,6 +2,8 @@
 
 from lmworks.masking import mask
 
+_MOST = 4000  # characters of a message, which may quote what somebody wrote
+
 
 class UserError(ValueError):
     """Something the user can put right. The message is one line: what is wrong, where, and what to do.
@@ -10,4 +12,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, *what: object) -> None:
-        super().__init__(*(mask(one) if isinstance(one, str) else one for one in what))
+        super().__init__(*(_cut(mask(one)) if isinstance(one, str) else one for one in what))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"

@@ -6,12 +6,17 @@ import errno
 import hashlib
 import json
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
+
+# What the parsers of files raise where something has another form than they expect.
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, EOFError, struct.error, zlib.error)
 
 
 def sync_directory(path: Path) -> None:
@@ -86,13 +91,27 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", private)
 
 
+@contextmanager
+def explain_damage(path: Path, cure: str = "take it from where it came from again") -> Iterator[None]:
+    """Turn whatever reading a file of any origin raises, because it is not of the form that its name says, into a `UserError` of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except _DAMAGE as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged, or not what its name says ({type(error).__name__}: {why}); {cure}") from error
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file; a `UserError` names the file if it is missing or broken."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of too many digits, lists in lists without end
         raise UserError(f"{path} is not readable JSON ({error}); delete it to have it made again") from None
 
 

@@ -89,7 +89,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, text in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            records.append(json.loads(text))
-        except ValueError:
-            raise UserError(f"{path}: line {number} is not JSON; delete that line") from None
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object; delete that line")
+        records.append(record)
     return records

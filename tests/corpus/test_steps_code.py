@@ -13,7 +13,7 @@ from step_documents import outcomes_of, step_of
 from lmworks import machine
 from lmworks.corpus import parsing
 from lmworks.corpus.document import Document, Drop, Outcome
-from lmworks.corpus.limited import Limited
+from lmworks.limited import Limited
 from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.errors import UserError
 from lmworks.recipe.text_steps import Code

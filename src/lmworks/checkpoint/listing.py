@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,20 @@ def step_of(path: Path) -> int:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values."""
-    return dict(json.loads(manifest.read_document(path / META)))
+    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values.
+
+    `ValueError` for any other document.
+    """
+    try:
+        document = dict(json.loads(manifest.read_document(path / META)))
+        tokens, metric = document["meta"].get("tokens", 0), document["metric"]
+        numbers = isinstance(document["step"], int) and isinstance(tokens, int) and isinstance(metric, float | int | None)
+        right = numbers and isinstance(document["permanent"], bool) and math.isfinite(metric or 0)
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        right = False
+    if not right:
+        raise ValueError(f"{META} is not as it was written")
+    return document
 
 
 def saved(directory: Path) -> list[Saved]:

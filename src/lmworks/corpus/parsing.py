@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lmworks.corpus.limited import Ended, Failed, Limited
+from lmworks.limited import Ended, Failed, Limited
 from lmworks.errors import UserError
 
 _SUFFIX = re.compile(r"\.([A-Za-z0-9+]+)(?::\d+)?$")

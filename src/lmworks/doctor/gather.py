@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lmworks.doctor import forms
+from lmworks.doctor.forms import MOST, shaped
 from lmworks.doctor.series import Series
 from lmworks.errors import UserError
 from lmworks.recipe.load import load_resolved
@@ -114,9 +116,9 @@ def gather(run_dir: Path) -> Run:
         training,
         events,
         left_out,
-        _json(run_dir / "corpus" / "report.json"),
-        _json(run_dir / "tokenizer" / "report.json"),
-        _json(run_dir / "evaluate" / "results.json"),
+        _json(run_dir / "corpus" / "report.json", forms.CORPUS),
+        _json(run_dir / "tokenizer" / "report.json", forms.TOKENIZER),
+        _json(run_dir / "evaluate" / "results.json", forms.RESULTS),
         _json(run_dir / "export" / "parity.json"),
         stages,
         _state(run_dir, stages, training, bool(events)),
@@ -125,7 +127,7 @@ def gather(run_dir: Path) -> Run:
 
 
 def lines(path: Path) -> Iterator[Json]:
-    """The records of a JSONL file one by one; none if it does not exist. What is torn or broken is passed over."""
+    """The records of a JSONL file one by one; none if it does not exist. What is torn or broken is passed over. Numbers are of any size."""
     try:
         handle = open(path, "rb")  # noqa: SIM115
     except OSError:
@@ -134,18 +136,17 @@ def lines(path: Path) -> Iterator[Json]:
         for text in handle:
             try:
                 record = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
 
 
-def _json(path: Path) -> Json:
+def _json(path: Path, form: Json = {}) -> Json:  # noqa: B006  which nobody changes
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return shaped(json.loads(path.read_bytes()), form) or {}
+    except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _recipe(path: Path) -> Recipe | None:
@@ -162,7 +163,7 @@ def _metrics(path: Path, training: Training) -> None:
     before: float | None = None
     for record in lines(path):
         step, now = record.get("step"), record.get("time")
-        if not isinstance(step, int | float) or not isinstance(now, int | float):
+        if not isinstance(step, int | float) or not isinstance(now, int | float) or not (0 <= step < MOST and 0 <= now < MOST):
             continue
         while starts and starts[0] <= now:
             before = starts.popleft()
@@ -171,11 +172,11 @@ def _metrics(path: Path, training: Training) -> None:
             training.seconds += now - before
         before = now
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("step", "time"):
+            if isinstance(value, int | float) and -MOST < value < MOST and name not in ("step", "time"):
                 if name not in series:
                     series[name] = Series(_PER_LAYER if name.startswith("experts/") and name.count("/") == 2 else 500)
                 series[name].add(step, value)
-        if isinstance(tokens := record.get("train/tokens"), int | float):
+        if isinstance(tokens := record.get("train/tokens"), int | float) and -MOST < tokens < MOST:
             recent.append((now, tokens))
     if len(recent) > 1 and recent[-1][0] > recent[0][0]:
         training.tokens_per_second = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
@@ -187,7 +188,7 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
     rest: deque[Json] = deque(maxlen=_LAST_EVENTS)
     shown, reason = 0, ""
     stage, changed = "pretrain", ""
-    for event in lines(path):
+    for event in (shaped(line, forms.EVENT) for line in lines(path)):
         what = str(event.get("event", ""))
         if event.get("stage") in training:
             stage = event["stage"]
@@ -240,7 +241,7 @@ def _thinned(marks: list[Mark]) -> list[Mark]:
 
 
 def _read_samples(path: Path, training: Training) -> None:
-    for record in lines(path):
+    for record in (shaped(line, forms.SAMPLE) for line in lines(path)):
         prompt = record.get("prompt")
         if not isinstance(prompt, str) or not isinstance(record.get("step"), int):
             continue
@@ -258,7 +259,7 @@ def _stages(run_dir: Path, tunes: bool) -> list[Json]:
     for name, folder in STAGES:
         if name == "tune" and not tunes:
             continue
-        stamp = _json(run_dir / folder / "stage.json")
+        stamp = _json(run_dir / folder / "stage.json", forms.STAGE)
         state = "done" if stamp.get("done") is True else "begun" if "done" in stamp else "open"
         found.append({"name": name, "state": state, "seconds": stamp.get("seconds")})
     return found
@@ -277,9 +278,9 @@ def _state(run_dir: Path, stages: list[Json], training: dict[str, Training], tol
 
 def _alive(run_dir: Path) -> bool:
     """Whether the process that the lock names lives. The lock itself is not tried: a run that starts just now would be refused."""
-    holder = _json(run_dir / "lock")
+    holder = _json(run_dir / "lock", forms.LOCK)
     pid = holder.get("pid")
-    if not isinstance(pid, int):
+    if not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False
     if holder.get("host") != socket.gethostname():
         times = [path.stat().st_mtime for path in run_dir.glob("*.jsonl")]

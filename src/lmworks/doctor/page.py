@@ -41,7 +41,8 @@ def write_page(run_dir: Path, cluster: Cluster | None = None) -> Path:
     """
     run_dir = Path(run_dir)
     path = run_dir / FILE
-    write_text(path, render(gather(run_dir), cluster))
+    text = render(gather(run_dir), cluster)
+    write_text(path, text.encode("utf-8", "replace").decode())  # a record may hold half a surrogate pair
     return path
 
 

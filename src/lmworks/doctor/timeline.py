@@ -21,6 +21,7 @@ _KINDS = {
     "recipe_changed": "recipe",
 }
 _LONGEST = 400
+_LATEST = 2.5e11  # seconds since 1970, of the last year with four digits
 
 
 def timeline(run: Run) -> Json:
@@ -28,7 +29,7 @@ def timeline(run: Run) -> Json:
     days: list[Json] = []
     for event in run.events:
         when = event.get("time")
-        local = time.localtime(when) if isinstance(when, int | float) else None
+        local = time.localtime(when) if isinstance(when, int | float) and 0 <= when < _LATEST else None
         day = time.strftime("%A, %d %B %Y", local) if local else "at an unknown time"
         if not days or days[-1]["day"] != day:
             days.append({"day": day, "entries": []})
@@ -76,7 +77,7 @@ def _words(event: Json) -> tuple[str, str]:
             case "recipe_changed":
                 changes = [*event.get("allowed", []), *event.get("harmless", [])]
                 return "Recipe changed", "; ".join(f"{c['key']}: {c['old']} to {c['new']}" for c in changes)
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         pass  # a line of another version: shown as it is
     rest: dict[str, Any] = {key: value for key, value in event.items() if key not in ("time", "event")}
     return what.replace("_", " ").capitalize() or "Event", json.dumps(rest, ensure_ascii=False)[1:-1]

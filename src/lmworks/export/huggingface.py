@@ -16,7 +16,7 @@ from torch import Tensor
 from lmworks.checkpoint.parts import Part, local_part
 from lmworks.errors import UserError
 from lmworks.export.names import carries_mtp, from_huggingface, from_neighbours, refuse_foreign, rotates, sources, to_huggingface
-from lmworks.files import atomic_path, read_json, write_json
+from lmworks.files import atomic_path, explain_damage, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
@@ -126,7 +126,9 @@ def read_model(directory: Path) -> Transformer:
     """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
     directory = Path(directory)
     config = read_json(directory / "config.json")
-    described, sizes = from_config(config), _sizes(directory)
+    with explain_damage(directory / "config.json"):
+        described = from_config(config)
+    sizes = _sizes(directory)
     if described.mtp and not any(name.startswith(f"model.layers.{described.layers}.") for name in sizes):
         described = described.model_copy(update={"mtp": None})  # transformers leaves the layer behind, and its number in the config
     _refuse_empty_promises(described, sizes, directory)

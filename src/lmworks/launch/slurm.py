@@ -57,7 +57,7 @@ class Job:
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
             *reveal(node.setup),
             *(f"export {name}={shlex.quote(value)}" for name, value in agent.environment().items()),
-            f"job=({shlex.join([sys.executable, '-m', 'lmworks.cli.main', 'launch', 'job', str(folder.path.parent)])})",
+            f"job=({shlex.join([sys.executable, '-P', '-m', 'lmworks.cli.main', 'launch', 'job', str(folder.path.parent)])})",
             "",
             '"${job[@]}" begin || exit',
             "# Slurm warns this shell before its time is up, and the agents alone when another job comes first; the ranks save and leave.",

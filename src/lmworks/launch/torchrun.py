@@ -71,6 +71,7 @@ class Agent:
     def environment(self, host: str | None = None) -> Mapping[str, str]:
         always = {
             VARIABLE: str(self.folder.path),
+            "PYTHONSAFEPATH": "1",  # no file in the working directory is a module, for the agent or its ranks
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace)),
             # The agents' store outlives a world: the ranks of the next one would find in it what those of the last have left.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -115,19 +115,22 @@ class Export(Node):
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="of the exported weights; the router's selection bias stays fp32")
 
 
+_MOST_RANKS = 1 << 20  # of an axis of the mesh
+
+
 class Layout(Node):
     """How many ranks stand along each axis of the device mesh; `layout: auto` leaves that to the plan, when the ranks are known."""
 
     auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
-    pp: int = Field(1, gt=0, description="pipeline stages")
-    dp_replicate: int = Field(1, gt=0, description="replicas of the sharded model")
-    dp_shard: int = Field(1, gt=0, description="ranks a replica's weights are sharded over (FSDP)")
-    cp: int = Field(1, gt=0, description="ranks a sequence is split over")
-    tp: int = Field(1, gt=0, description="ranks a matrix is split over")
-    ep: int = Field(1, gt=0, description="expert ranks; they lie inside dp_shard x cp")
+    pp: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages")
+    dp_replicate: int = Field(1, gt=0, le=_MOST_RANKS, description="replicas of the sharded model")
+    dp_shard: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a replica's weights are sharded over (FSDP)")
+    cp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a sequence is split over")
+    tp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a matrix is split over")
+    ep: int = Field(1, gt=0, le=_MOST_RANKS, description="expert ranks; they lie inside dp_shard x cp")
     zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="order of micro-batches in a pipeline")
-    stages_per_rank: int = Field(1, gt=0, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
+    stages_per_rank: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
     layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
     @model_validator(mode="before")
@@ -156,15 +159,15 @@ class Cluster(Node):
     """The machines, for planning."""
 
     name: str = Field("custom", description="derived from the file's name")
-    nodes: int = Field(1, gt=0, description="machines")
-    devices_per_node: int = Field(1, gt=0, description="accelerators (or the CPU) in one machine")
+    nodes: int = Field(1, gt=0, le=1_000_000, description="machines")
+    devices_per_node: int = Field(1, gt=0, le=1024, description="accelerators (or the CPU) in one machine")
     device: str = Field("CPU", description="what one device is called")
-    tflops: float = Field(gt=0, description="dense peak per device in the type it multiplies fastest, bf16 or fp32; without sparsity")
+    tflops: float = Field(ge=1e-6, le=1e6, description="dense peak per device in the type it multiplies fastest, bf16 or fp32; without sparsity")
     bf16: bool = Field(True, description="whether it multiplies bf16 in hardware; `train.precision: auto` is fp32 where not")
-    memory_gib: float = Field(gt=0, description="per device")
-    network_gbps: float = Field(0.0, ge=0, description="per device, between nodes")
-    dollars_per_hour: float = Field(0.0, ge=0, description="per device")
-    mfu: float = Field(0.4, gt=0, le=1, description="share of the peak expected; `lmworks plan --calibrate` measures it")
+    memory_gib: float = Field(gt=0, le=1e6, description="per device")
+    network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes")
+    dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
+    mfu: float = Field(0.4, ge=1e-6, le=1, description="share of the peak expected; `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that share comes from")
     layout: Layout | None = None
 

@@ -1,11 +1,13 @@
 """YAML text to plain values, with the line of every key.
 
 A stricter YAML than PyYAML's own: a key written twice is refused, `no` and `on` stay words, `1e-4` is a number,
-`010` is not eight, and dates stay text. Nothing but plain maps, lists and scalars is ever built.
+`010` is not eight, and dates stay text. Nothing but plain maps, lists and scalars is ever built, and every value is within bounds: numbers,
+texts and nesting that no recipe needs are refused here, so that nothing behind this file has to expect them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +19,28 @@ from lmworks.errors import UserError
 
 Key = str | int
 Keys = tuple[Key, ...]
-_MOST_NODES = 200_000
+LARGEST = 10**18
+"""No whole number and no number of tokens or bytes in a recipe is larger."""
+_MOST_NODES, _DEEPEST = 200_000, 64
+_MOST_DIGITS = 40
+_PREFIX = "tag:yaml.org,2002:"
+_KINDS = ("str", "bool", "null", "int", "float")
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalar rules of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"more than {_DEEPEST} levels of nesting", self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -57,7 +74,11 @@ class Document:
 
 def parse(text: str, path: str) -> Document:
     """Parse one YAML document whose top is a map; raises `UserError` with file and line."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(f"{path}:{line}: the character {chr(error.character)!a} may not stand in a recipe; write it as an escape") from None
     lines: dict[Keys, int] = {}
     nodes = 0
 
@@ -66,13 +87,13 @@ def parse(text: str, path: str) -> Document:
         nodes += 1
         lines.setdefault(keys, node.start_mark.line + 1)
         # Aliases may make a small file unfold without end.
-        if nodes > _MOST_NODES or len(keys) > 64:
+        if nodes > _MOST_NODES or len(keys) > _DEEPEST:
             raise UserError(f"{path}:{node.start_mark.line + 1}: the file unfolds to too many or too deep values; write them out")
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}
             for key_node, value_node in node.value:
                 line = key_node.start_mark.line + 1
-                key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+                key = scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
                 if not isinstance(key, str):
                     raise UserError(f"{path}:{line}: a key must be a word; put it in quotes")
                 if key in result:
@@ -82,7 +103,25 @@ def parse(text: str, path: str) -> Document:
             return result
         if isinstance(node, yaml.SequenceNode):
             return [build(item, (*keys, index)) for index, item in enumerate(node.value)]
-        return loader.construct_object(node)
+        return scalar(node)
+
+    def scalar(node: yaml.Node) -> Any:
+        place, kind = f"{path}:{node.start_mark.line + 1}", node.tag.removeprefix(_PREFIX)
+        if kind not in _KINDS:
+            raise UserError(f"{place}: a recipe has no tags, such as {node.tag!a}; leave it out")
+        if kind == "int" and len(node.value) > _MOST_DIGITS:
+            raise UserError(f"{place}: a whole number of {len(node.value):,} characters; the largest is {LARGEST:,}")
+        try:
+            value = loader.construct_object(node)
+        except (ValueError, KeyError):  # of a tag that says what the value is not
+            raise UserError(f"{place}: {node.value[:100]!r} is no {kind}") from None
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{place}: {value} is too large; the largest whole number is {LARGEST:,}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{place}: {node.value[:100]!r} is no finite number")
+        if isinstance(value, str) and (found := _NO_TEXT.search(value)):
+            raise UserError(f"{place}: the character {found[0]!a} stands in a value; no text may have it")
+        return value
 
     try:
         top = loader.get_single_node()

@@ -47,7 +47,8 @@ def known_paths(node: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]) -> None:
-    """Raise `UserError` for the first key in `tree` that the types below `root` do not know."""
+    """Raise `UserError` for the first key in `tree` that the types below `root` do not know, and for the first section of it that is no
+    map, or no list of maps, as they have it: what works on the tree before its values are checked may rely on that."""
 
     def walk(value: Any, annotation: Any, keys: Keys) -> None:
         if isinstance(value, list):
@@ -61,12 +62,35 @@ def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]
                 raise UserError(f"{place((*keys, key))}: {_message(tree, root, node, keys, key)}")
             below = node.model_fields[key].annotation
             if nodes_of(below):
+                check_form(item, below, (*keys, key))
                 walk(item, below, (*keys, key))
             elif isinstance(item, dict) and get_origin(below) is not dict:
                 inner = (*keys, key, *list(item)[:1])
                 raise UserError(f"{place(inner)}: {display(tree, (*keys, key))} is a single value; nothing can be set below it")
 
+    def check_form(value: Any, annotation: Any, keys: Keys) -> None:
+        if value is None and type(None) in get_args(annotation):
+            return
+        many = get_origin(annotation) in (list, tuple)
+        if many and not isinstance(value, list):
+            raise UserError(f"{place(keys)}: {display(tree, keys)} is a list of maps, one below the other with a dash each")
+        other = any(takes_other_forms(node) for node in nodes_of(annotation))
+        for index, item in enumerate(value) if many else [(None, value)]:
+            if not isinstance(item, dict) and not (other and isinstance(item, str)):
+                where = keys if index is None else (*keys, index)
+                raise UserError(f"{place(where)}: {display(tree, where)} is a map of keys, not {_short(item)}")
+
     walk(tree, root, ())
+
+
+def takes_other_forms(node: type[BaseModel]) -> bool:
+    """Whether a text may stand for the map of a node: then it has a validator of its own that spells it out."""
+    validators = node.__pydantic_decorators__.model_validators
+    return sum(one.info.mode == "before" for one in validators.values()) > 1
+
+
+def _short(value: Any) -> str:
+    return "nothing" if value is None else "a list" if isinstance(value, list) else repr(value)[:100]
 
 
 def _message(tree: Any, root: type[BaseModel], node: type[BaseModel], keys: Keys, key: str) -> str:

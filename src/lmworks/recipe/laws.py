@@ -21,15 +21,19 @@ from lmworks.recipe.units import scaled
 TOKENS_PER_PARAMETER = 20
 NOMINAL_SPEED = 1e11  # FLOP/s of a machine that nobody has measured
 SPECTRAL_RATE = 0.02
+LARGEST_SIZE = 10 * 10**12
 _RATE_BOUNDS = (1e-5, 1e-2)
 
 
 def parse_size(text: str) -> int:
     """`125M`, `1.5B` or `15B` as a number of parameters."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMBGT])\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kKMBGT])\s*", str(text))
     if not match:
-        raise ValueError(f"size {text!r} is not a number of parameters; write for example '125M' or '1.5B'")
-    return int(Fraction(match[1]) * scaled(match[2]))
+        raise ValueError(f"size {str(text)[:100]!r} is not a number of parameters; write for example '125M' or '1.5B'")
+    size = int(Fraction(match[1]) * scaled(match[2]))
+    if not 0 < size <= LARGEST_SIZE:
+        raise ValueError(f"size {text!r} is no size of a model; the largest that a shape is derived for is {LARGEST_SIZE / 1e12:g}T parameters")
+    return size
 
 
 def optimal_size(seconds: float, speed: float) -> int:

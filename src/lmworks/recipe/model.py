@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from lmworks.recipe.base import Node
 from lmworks.recipe.units import Tokens
 
+# What a plan or a derivation goes through one by one must end, whoever wrote the recipe. The largest models are far below.
+_WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 10_000, 1 << 16
+_MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
+
 
 class Rope(Node):
     """Rotary positions (Su et al. 2021), and how their frequencies are extended to longer contexts."""
@@ -47,16 +51,16 @@ class Balance(Node):
 class Moe(Node):
     """Mixture of experts: sigmoid gates, selection bias, shared experts."""
 
-    experts: int = Field(gt=0, description="routed experts per layer")
-    top_k: int = Field(gt=0, description="routed experts per token")
-    expert_size: int = Field(gt=0, description="hidden width of one expert")
-    shared_experts: int = Field(1, ge=0, description="experts that see every token; their width is shared_experts * expert_size")
-    dense_layers: int = Field(1, ge=0, description="the first layers that stay dense")
+    experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
+    top_k: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
+    expert_size: int = Field(gt=0, le=_WIDEST, description="hidden width of one expert")
+    shared_experts: int = Field(1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is shared_experts * expert_size")
+    dense_layers: int = Field(1, ge=0, le=_MOST_LAYERS, description="the first layers that stay dense")
     gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
     normalize_top_k: bool = Field(True, description="the chosen weights are divided by their sum")
     routed_scale: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
-    groups: int = Field(1, gt=0, description="expert groups for group-limited routing")
-    top_groups: int = Field(1, gt=0, description="groups kept per token")
+    groups: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups for group-limited routing")
+    top_groups: int = Field(1, gt=0, le=_MOST_PARTS, description="groups kept per token")
     capacity_factor: float = Field(1.25, gt=0, description="only for the overflow metric: tokens are never dropped")
     temperature: float = Field(1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps")
     temperature_steps: int = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
@@ -76,11 +80,15 @@ class Moe(Node):
 class Mla(Node):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come out of one small latent per token."""
 
-    q_rank: int | None = Field(None, gt=0, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none")
-    kv_rank: int = Field(512, gt=0, description="width of the latent that keys and values share; it and the rotated key are what is cached")
-    rope_dim: int = Field(64, gt=0, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads")
-    nope_dim: int = Field(128, gt=0, description="dimensions of a head's query and key that have no positions")
-    value_dim: int = Field(128, gt=0, description="width of a head's value")
+    q_rank: int | None = Field(
+        None, gt=0, le=_WIDEST, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none"
+    )
+    kv_rank: int = Field(
+        512, gt=0, le=_WIDEST, description="width of the latent that keys and values share; it and the rotated key are what is cached"
+    )
+    rope_dim: int = Field(64, gt=0, le=_WIDEST, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads")
+    nope_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key that have no positions")
+    value_dim: int = Field(128, gt=0, le=_WIDEST, description="width of a head's value")
     norm_eps: float = Field(
         1e-6, gt=0, description="added to the mean square in the norms of the latents; DeepSeek's classes fix it at 1e-6, whatever "
         "rms_norm_eps says",
@@ -90,7 +98,7 @@ class Mla(Node):
 class Mtp(Node):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each."""
 
-    layers: int = Field(1, gt=0, description="layers, each one token further ahead (GLM-4.x and DeepSeek-V3: 1)")
+    layers: int = Field(1, gt=0, le=_MOST_LAYERS, description="layers, each one token further ahead (GLM-4.x and DeepSeek-V3: 1)")
     weight: float = Field(0.3, gt=0, description="of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
 
 
@@ -98,18 +106,18 @@ class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
     preset: str | None = Field(None, description="a file of recipes/models to start from, by name")
-    vocab_size: int | None = Field(None, gt=0, description="rows of the embedding; derived from the tokenizer when left out")
-    hidden_size: int | None = Field(None, gt=0, description="width of the residual stream")
-    layers: int | None = Field(None, gt=0, description="transformer layers")
-    heads: int | None = Field(None, gt=0, description="query heads")
-    kv_heads: int | None = Field(None, gt=0, description="key/value heads; fewer than heads is GQA, 1 is MQA")
-    head_dim: int | None = Field(None, gt=0, description="width of one head; derived from hidden_size and heads")
-    ffn_size: int | None = Field(None, gt=0, description="hidden width of the dense SwiGLU layers")
+    vocab_size: int | None = Field(None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out")
+    hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
+    layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
+    heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")
+    kv_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="key/value heads; fewer than heads is GQA, 1 is MQA")
+    head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and heads")
+    ffn_size: int | None = Field(None, gt=0, le=_WIDEST, description="hidden width of the dense SwiGLU layers")
     attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
     qk_norm: bool = Field(False, description="RMS norm over head_dim on queries and keys, before RoPE")
     mla: Mla | None = None
     rope: Rope = Rope()
-    nope_every: int = Field(0, ge=0, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
+    nope_every: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
     sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = Field(
         (), description="with a sliding window, which layers slide: one entry per layer, or fewer, which repeat; all slide when left out"

@@ -12,9 +12,13 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
+from lmworks.recipe.document import LARGEST
+
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_NUMBER = re.compile(r"^\s*(\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([A-Za-z%]*)\s*([A-Za-z]*)\s*$")
+# Of bounded length, since 1e400000000 is a number too, which takes minutes to write out, and a long word takes the square of its length.
+_LONGEST = 100
+_NUMBER = re.compile(r"^\s*(\d[\d_,]{0,40}(?:\.\d{1,40})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z%]*)\s*([A-Za-z]*)\s*$")
 
 
 def scaled(prefix: str) -> int:
@@ -28,15 +32,20 @@ def _exact(value: float) -> str:
 
 
 def _split(text: str, example: str) -> tuple[Fraction, str, str]:
-    match = _NUMBER.match(text)
+    match = _NUMBER.match(text) if len(text) <= _LONGEST else None
     if not match:
-        raise ValueError(f"{text!r} is not a quantity; write for example {example}")
-    return Fraction(match[1].replace(",", "").replace("_", "")), match[2], match[3]
+        raise ValueError(f"{text[:100]!r} is not a quantity; write for example {example}")
+    value = Fraction(match[1].replace(",", "").replace("_", ""))
+    if value > LARGEST:
+        raise ValueError(f"{text!r} is too large; nothing here is more than {LARGEST:.0e}")
+    return value, match[2], match[3]
 
 
 def _whole(value: Fraction, text: str) -> int:
     if value.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of units")
+    if value > LARGEST:
+        raise ValueError(f"{text!r} is too large; nothing here is more than {LARGEST:.0e}")
     return int(value)
 
 
@@ -76,6 +85,12 @@ class Tokens(Quantity, int):
     """A number of tokens: `15T`, `4Mi`, `131072 tokens`."""
 
     example = "'2.5M tokens' or '15T'"
+
+    @classmethod
+    def _validate(cls, value: Any) -> Any:
+        if (tokens := super()._validate(value)) < 1:
+            raise ValueError(f"{value!r} is too few; write for example {cls.example}")
+        return tokens
 
     @classmethod
     def parse(cls, text: str) -> Tokens:

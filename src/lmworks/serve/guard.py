@@ -111,7 +111,7 @@ class Guard:
             if not headers.get(b"content-type", "").startswith("application/json"):
                 return "send JSON with the header `Content-Type: application/json`", 415
             length = headers.get(b"content-length", "0")
-            if not length.isdigit() or int(length) > self._options.max_body:
+            if not (length.isascii() and length.isdigit() and len(length) < 20) or int(length) > self._options.max_body:
                 return self._too_large()
         return None
 

@@ -45,7 +45,8 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     """An error the way OpenAI writes it."""
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-    message = message.encode("utf-8", "replace").decode()  # it may quote half a surrogate pair from the request
+    # both may quote half a surrogate pair from the request
+    message, param = (text and text.encode("utf-8", "replace").decode() for text in (message, param))
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

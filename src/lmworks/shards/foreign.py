@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from lmworks.errors import UserError
+from lmworks.files import explain_damage
 from lmworks.shards.checked import map_file
 from lmworks.shards.indexed import IndexedFile
 
@@ -48,11 +49,12 @@ def files(kind: Format, path: Path) -> list[Path]:
 
 def open_foreign(kind: Format, path: Path, dtype: str | None, eos: int) -> Foreign:
     """Read what a file says of itself. `dtype` is needed where it does not; `eos` closes documents where nothing else tells them apart."""
-    if kind == "megatron":
-        return _megatron(path)
-    if kind == "olmo":
-        return _olmo(path, dtype, eos)
-    return _datatrove(path, dtype, eos)
+    with explain_damage(path):
+        if kind == "megatron":
+            return _megatron(path)
+        if kind == "olmo":
+            return _olmo(path, dtype, eos)
+        return _datatrove(path, dtype, eos)
 
 
 def _megatron(path: Path) -> Foreign:

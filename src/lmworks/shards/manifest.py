@@ -30,7 +30,7 @@ class _Record(BaseModel):
 # What becomes a path is held to its form here, since a manifest may come from anywhere.
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Ending = Annotated[str, Field(pattern=r"^(\.[a-z]+)+$")]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
 SOURCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 

@@ -1,6 +1,20 @@
 """Text to token ids and back: training, chat template, evaluation. tiktoken, jinja2 and tokenizers are imported on first use."""
 
-from lmworks.tokenizer.stream import StreamDecoder
-from lmworks.tokenizer.tokenizer import Tokenizer, load
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmworks.tokenizer.stream import StreamDecoder
+    from lmworks.tokenizer.tokenizer import Tokenizer, load
 
 __all__ = ["StreamDecoder", "Tokenizer", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when asked for: the process of a chat template needs no numpy, which alone may take all the memory that it has."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lmworks.tokenizer.stream" if name == "StreamDecoder" else "lmworks.tokenizer.tokenizer"), name)

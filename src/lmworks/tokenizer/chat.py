@@ -20,7 +20,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.rendering import Apart, Refused, Render, compiled
+from lmworks.tokenizer.rendering import Refused, Render, apart, compiled
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Template:
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
         self._where = where
         try:
-            self._render: Render = compiled(source) if shipped else Apart(source)
+            self._render: Render = compiled(source) if shipped else apart(source)
         except Refused as reason:
             raise UserError(f"{where} is not a chat template: {reason}") from None
 

@@ -1,21 +1,14 @@
-"""Chat templates as programs: compiled and run here for those that lmworks ships, in a process with limits for all others.
-
-Run as a script it is that process. It imports the standard library and jinja2 only.
-"""
+"""Chat templates as programs: compiled and run here for those that lmworks ships, in a process with limits for all others."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
+
+from lmworks.limited import Ended, Failed, Limited
 
 SECONDS, MEMORY = 10.0, 1 << 30  # of processor time for one conversation; of address space
 Render = Callable[..., str]
@@ -53,81 +46,38 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class Apart:
-    """A template in a process of its own, which ends when it takes too much time or memory, or when this one ends.
+def apart(source: str) -> Render:
+    """What `compiled` gives, in a process of its own, which ends when it takes too much time or memory and is started again when needed."""
+    limited = Limited("lmworks.tokenizer.rendering:renderer", SECONDS, MEMORY)
 
-    Called as what `compiled` gives. Threads take turns; after a fork, and after it has ended, the process is started again.
-    """
+    def render(**variables: Any) -> str:
+        return _ask(limited, source, variables)
 
-    def __init__(self, source: str) -> None:
-        self._source, self._lock, self._owner = source, threading.Lock(), 0
-        with self._lock:
-            self._begin()
-
-    def __call__(self, **variables: Any) -> str:
-        with self._lock:
-            if self._owner != os.getpid() or self._process.poll() is not None:
-                self._begin()
-            return self._ask(variables)
-
-    def _begin(self) -> None:
-        command = [sys.executable, "-P", __file__, str(SECONDS), str(MEMORY)]
-        self._process, self._owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE), os.getpid()
-        weakref.finalize(self, _end, self._process, self._owner)
-        self._ask(self._source)
-
-    def _ask(self, what: Any) -> str:
-        assert self._process.stdin and self._process.stdout
-        try:
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        if not answer.endswith(b"\n"):
-            self._process.wait()
-            raise Refused(f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB")
-        said: dict[str, str] = json.loads(answer)
-        if "refused" in said:
-            raise Refused(said["refused"])
-        return said["text"]
+    _ask(limited, source, None)
+    return render
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    for stream in (process.stdin, process.stdout):
-        if stream:
-            stream.close()
-    if owner == os.getpid():
-        process.kill()
-        process.wait()
+def _ask(limited: Limited, source: str, variables: dict[str, Any] | None) -> str:
+    try:
+        return str(json.loads(limited(json.dumps([source, variables]).encode())))
+    except Ended:
+        raise Refused(f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB") from None
+    except Failed as reason:
+        raise Refused(str(reason).removeprefix(f"{Refused.__name__}: ")) from None
+    except OSError as error:
+        raise Refused(str(error)) from None
 
 
-def _serve(seconds: float, memory: int) -> None:
-    """A template comes first, then the variables of each conversation."""
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    import jinja2.ext  # noqa: F401  before there is a limit
+def renderer() -> Callable[[bytes], bytes]:
+    """What the process does: from a template and its variables to the text; without variables the template is only compiled."""
+    import jinja2.ext  # noqa: F401  which is no part of the first call's time
     import jinja2.sandbox  # noqa: F401
 
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    render: Render | None = None
-    for line in source:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles SIGPROF, so it ends this process, in C code too
-        try:
-            what = json.loads(line)
-            if render is None:
-                render, text = compiled(what), ""
-            else:
-                text = render(**what)
-            answer = json.dumps({"text": text})
-        except Exception as reason:  # also of memory, when the text is too long to be said
-            answer = json.dumps({"refused": str(reason) or type(reason).__name__})
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(answer.encode() + b"\n")
-        sink.flush()
+    latest = lru_cache(1)(compiled)
 
+    def answer(data: bytes) -> bytes:
+        source, variables = json.loads(data)
+        render = latest(source)
+        return json.dumps("" if variables is None else render(**variables)).encode()
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
-    _serve(float(sys.argv[1]), int(sys.argv[2]))
+    return answer

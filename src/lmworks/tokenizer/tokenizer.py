@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import read_json
+from lmworks.files import explain_damage, read_json
 from lmworks.tokenizer import bpe as bpe_
 from lmworks.tokenizer import special as special_
 
@@ -47,7 +47,8 @@ class Tokenizer:
         path = self.directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
-        bpe = bpe_.read(read_json(path), str(path))
+        with explain_damage(path):
+            bpe = bpe_.read(read_json(path), str(path))
         missing = [name for name in special_.REQUIRED if name not in bpe.added]
         if missing:
             raise UserError(f"{path} lacks the special token {missing[0]}; train a tokenizer with lmworks or add it")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import jsonl
+from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.masking import in_texts, mask
 
@@ -64,5 +65,9 @@ class NoLedger(Ledger):
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger that another process may be writing."""
-    return jsonl.read(path)
+    """The lines of a ledger that another process may be writing. Raises `UserError` for one that says nothing of what happened."""
+    events = jsonl.read(path)
+    for number, event in enumerate(events, 1):
+        if not isinstance(event.get("event"), str):
+            raise UserError(f"{path}: line {number} names no event; delete that line")
+    return events

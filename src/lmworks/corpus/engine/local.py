@@ -61,7 +61,7 @@ class _Worker:
 
     def __init__(self, job: Job) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "lmworks.corpus.engine.worker", str(job.out)]
+        command = [sys.executable, "-P", "-m", "lmworks.corpus.engine.worker", str(job.out)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self.task: Any = None
         self._rest = b""

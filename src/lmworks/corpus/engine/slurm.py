@@ -65,7 +65,7 @@ def script(job: Job, stage: Stage) -> str:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in node.options)]
-    work = [sys.executable, "-m", "lmworks.cli.main", "corpus", "task", str(job.out), stage.name]
+    work = [sys.executable, "-P", "-m", "lmworks.cli.main", "corpus", "task", str(job.out), stage.name]
     command = f'exec {shlex.join(work)} "$SLURM_ARRAY_TASK_ID" --of {jobs}'
     return "\n".join(["#!/bin/bash", *lines, "set -euo pipefail", "export OMP_NUM_THREADS=1", *reveal(node.setup), command, ""])
 

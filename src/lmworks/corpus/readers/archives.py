@@ -11,7 +11,7 @@ from typing import Any
 from lmworks.corpus import unpacking
 from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.layouts import Member
-from lmworks.corpus.limited import Ended, Failed, Limited
+from lmworks.limited import Ended, Failed, Limited
 from lmworks.corpus.opening import Bomb, Damaged
 from lmworks.corpus.readers.listing import File
 from lmworks.errors import UserError

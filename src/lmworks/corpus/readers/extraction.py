@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from types import TracebackType
 
 from lmworks.corpus.items import Item, broken
-from lmworks.corpus.limited import Ended, Failed, Limited
+from lmworks.limited import Ended, Failed, Limited
 from lmworks.errors import UserError
 
 _SECONDS = 20

@@ -69,7 +69,7 @@ class Limited:
         self._process = None
 
     def _start(self) -> None:
-        code = "from lmworks.corpus.limited import serve; serve()"
+        code = "from lmworks.limited import serve; serve()"
         command = [sys.executable, "-P", "-c", code, self._make, str(self._seconds), str(self._memory)]
         settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
         pipe, null = subprocess.PIPE, subprocess.DEVNULL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.limited import Ended, Failed, Limited
+from lmworks.limited import Ended, Failed, Limited
 from patience import PATIENCE
 
 _FUNCTION = """

@@ -1,0 +1,60 @@
+"""The form of what a run records, as far as its page reads it: what has another form is left out, whoever wrote it.
+
+A form is a type (float takes whole numbers too, nothing takes true and false), a list of one form, or a map of forms by key, in which "*"
+stands for every other key. A key that a form does not have is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOST = 1e100
+"""What is larger is no measurement, and charts calculate with squares."""
+
+_COUNT = {"documents": int, "bytes": float}
+_SCORE = {"score": float, "interval": [float], "n": int, "baseline": float, "verdict": str}
+_MODEL = {
+    "bits_per_byte": {"*": {"bits_per_byte": float}},
+    "benchmarks": {"*": _SCORE},
+    "tasks": {"*": _SCORE},
+    "samples": [{"prompt": str, "completion": str}],
+    "benchmarks_unavailable": str,
+}
+RESULTS = {
+    "models": {"*": _MODEL},
+    "references": {"bits_per_byte": {"*": {"*": float}}, "how": {"*": str}},
+    "compared": {"*": {"difference": float, "interval": [float], "verdict": str}},
+    "not_clean": {"*": str},
+}
+_SOURCE = {
+    "name": str, "domain": str, "licence": str, "came": _COUNT, "train": _COUNT, "validation": _COUNT, "not_drawn": _COUNT,
+    "quarantined": {"*": _COUNT}, "steps": [{"step": str, "dropped": {"*": _COUNT}}],
+}  # fmt: skip
+CORPUS = {"sources": [_SOURCE], "missing": {"*": str}}
+_ROW = {"tokenizer": str, "source": str, "domain": str, "bytes_per_token": float, "fertility": float, "round_trip_failures": int}
+TOKENIZER = {"evaluation": [_ROW]}
+STAGE = {"seconds": float}
+LOCK = {"pid": int, "since": float}
+EVENT = {"event": str, "stage": str, "time": float, "reason": str, "step": int}
+SAMPLE = {"prompt": str, "completion": str, "step": int}
+
+
+def shaped(value: Any, form: Any) -> Any:
+    """`value` without what is not of its form; None if that is all of it. Numbers that no figure can be made of are None everywhere."""
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return None
+        found = {key: shaped(item, form.get(key, form.get("*", object))) for key, item in value.items()}
+        return {key: item for key, item in found.items() if item is not None or value[key] is None}
+    if isinstance(form, list):
+        found = [shaped(item, form[0]) for item in value] if isinstance(value, list) else None
+        return found if found is None else [item for item in found if item is not None]
+    if isinstance(value, bool):
+        return value if form is object else None
+    if isinstance(value, int | float):
+        return value if -MOST < value < MOST and isinstance(value, int if form is int else float | int) and form is not str else None
+    if form is object:
+        if isinstance(value, dict):
+            return {key: shaped(item, object) for key, item in value.items()}
+        return [shaped(item, object) for item in value] if isinstance(value, list) else value
+    return value if isinstance(value, form) else None
