@@ -1,4 +1,4 @@
-"""The run page: one static HTML file that shows a run from its records, at any moment (SPEC DOC5).
+"""The run page: one static HTML file that shows a run from its records, at any moment.
 
 All of it is there without a script: the charts are drawn here, in SVG. The script adds the cursor that all charts share, and the
 switch between light and dark. Nothing is loaded from anywhere, and a policy in the page lets the browser run nothing else.

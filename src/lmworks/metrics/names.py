@@ -1,4 +1,4 @@
-"""The fixed names of all metrics (SPEC TRN4), each with its unit and meaning.
+"""The fixed names of all metrics, each with its unit and meaning.
 
 A part in braces stands for one name part: `validation/{domain}/bits_per_byte` covers `validation/code/bits_per_byte`.
 """

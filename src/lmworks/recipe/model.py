@@ -31,7 +31,7 @@ class Rope(Node):
 
 
 class Balance(Node):
-    """How the experts are kept equally busy (DeepSeek-V3, arXiv:2408.15664)."""
+    """How the experts are kept equally busy (loss-free balancing, arXiv:2408.15664, as in DeepSeek-V3)."""
 
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
         "bias", description="bias: a selection bias per expert, without an auxiliary loss"

@@ -129,7 +129,7 @@ class Seconds(_Quantity, float):
 
 
 class Duration(_Quantity):
-    """A stretch of training: `2000 steps`, `1B tokens`, or `2%` of the phase it stands in."""
+    """A stretch of training: `2000 steps`, `1B tokens`, or `2%`: of the phase where it stands in one, else of the stage."""
 
     example = "'2000 steps', '1B tokens' or '2%'"
 
