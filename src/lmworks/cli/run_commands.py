@@ -7,11 +7,12 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
-from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
+from lmworks.cli.options import AllowOption, RecipeArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console
 
 _HEADINGS = {
@@ -93,8 +94,14 @@ def _go_on() -> str:
     return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
 
 
-def report(run: RunArgument) -> None:
-    """Write the run page, one static HTML file, from what the run has recorded so far."""
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with more of them the page compares the runs.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the price and power of a device.")
+    ] = None,
+) -> None:
+    """Write the run page, one static HTML file, from what the run has recorded so far; of several runs RUN/comparison.html."""
     from lmworks.doctor.page import write_page
+    from lmworks.recipe.load import load_cluster
 
-    print(write_page(Path(run)))
+    print(write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]]))

@@ -66,6 +66,8 @@ _TABLE = (
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
     ("perf/validation_seconds", "s", "time that training stood still for validation"),
     ("perf/slowest_rank", "", "number of the rank that holds up the others most"),
+    ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),
+    ("system/memory", "bytes", "memory in use on the first rank's machine, by all programs"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU"),
     ("system/power", "W", "power drawn by the GPU"),
     ("validation/loss", "nats/token", "mean over all validation tokens"),

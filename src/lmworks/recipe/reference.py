@@ -32,7 +32,7 @@ their unit:
 | tokens | `15T`, `4Mi`, `131072 tokens` |
 | bytes | `16MB`, `4GiB` |
 | seconds | `30 s`, `10 min`, `90 days` |
-| duration | `2000 steps`, `1B tokens`, or `2%`: of its phase for a key of a phase or of its schedule, else of all of pretraining, or of tuning |
+| duration | `2000 steps`, `1B tokens`, or `2%`: of the phase for a key of a phase, else of all of the stage |
 
 Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;
 a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger, and those of the
