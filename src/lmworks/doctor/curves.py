@@ -168,7 +168,8 @@ class Curves:
         for metric in (name for name in METRICS if name.startswith("system/") and name in series):
             known, name = METRICS[metric], metric.removeprefix("system/")
             shown = _SHOWN.get(known.unit, "number")
-            title, hint = name.replace("_", " ").capitalize(), f"{known.meaning[:1].upper()}{known.meaning[1:]}."
+            title = " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))
+            title, hint = f"{title[0].upper()}{title[1:]}", f"{known.meaning[:1].upper()}{known.meaning[1:]}."
             charts += self._plain(name, title, hint, [(metric, title, "c1")], shown=shown, unit="" if shown != "number" else known.unit)
         return charts
 

@@ -121,7 +121,8 @@ def _cost_tile(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     watts = cluster.watts if cluster and cluster.watts else metrics.watts if metrics else 0.0
     drawn = run.pretrain.series.get("system/power")
     device = "core" if cores else "GPU"
-    value = f"{significant(cores or hours, 3)} {device}-hours"
+    spent = cores or hours
+    value = f"{significant(spent, 3)} {device}-hours" if spent >= 1 else f"{significant(60 * spent, 3)} {device}-minutes"
     under = [f"{significant(cores / hours, 3)} cores of each rank"] if cores > hours else []
     if drawn:
         mean = sum(y for _, y in drawn.means()) / len(drawn.means())

@@ -132,7 +132,13 @@ class Chart {
     this.readings = [...this.figure.querySelectorAll("[data-line]")].map(item => this.toggle(item));
     if (this.data.rows) this.cell = this.figure.querySelector(".cell b");
     plot.addEventListener("pointermove", event => this.point(event));
-    plot.addEventListener("pointerdown", event => { if (event.pointerType === "mouse" && event.button === 0) this.from = this.share(event); this.point(event); });
+    plot.addEventListener("pointerdown", event => {
+      if (event.pointerType === "mouse" && event.button === 0) {
+        this.from = this.share(event);
+        plot.setPointerCapture(event.pointerId);  // a stretch may be drawn beyond the edge
+      }
+      this.point(event);
+    });
     plot.addEventListener("pointerup", event => this.release(event));
     plot.addEventListener("dblclick", () => zoom(this.group, null));
     plot.addEventListener("pointerleave", event => { this.from = undefined; this.band.hidden = true; if (event.pointerType === "mouse") hide(this.group); });
