@@ -1,13 +1,11 @@
-"""Bring README.md up to date with a finished run: python docs/refresh.py RUN [TESTS]
+"""Bring README.md up to date with a finished run: python docs/refresh.py RUN
 
-Writes what `lmworks run` printed at the end of RUN and the picture of its run page; with TESTS, a file with the output of `make test`,
-also its last line. Needs the extra `dev` and a chromium for the picture. Run it from the root of the repository.
+Writes what `lmworks run` printed at the end of RUN and the picture of its run page. Needs the extra `dev` and a chromium for the picture. Run it from the root of the repository.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -62,13 +60,8 @@ def take_picture(page: Path, picture: Path) -> None:
     Image.open(picture).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
-def main(run_dir: Path, tests: Path | None = None) -> None:
+def main(run_dir: Path) -> None:
     document = replace_block((ROOT / "README.md").read_text(encoding="utf-8"), "quickstart", printed(run_dir))
-    if tests is not None:
-        (line,) = re.findall(r"^.*\d+ passed.* in .*$", tests.read_text(encoding="utf-8"), flags=re.M)[-1:] or [""]
-        if not line:
-            raise UserError(f"{tests} has no line that says how many tests passed")
-        document = replace_block(document, "tests", line.strip("= "))
     take_picture(write_page(run_dir), PICTURE)
     write_text(ROOT / "README.md", document)
 

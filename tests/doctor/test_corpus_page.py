@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,22 @@ def test_the_page_says_what_was_found(found: dict[str, Any]) -> None:
     assert page.count('<figure class="chart"') == 2 + 1 + 2, "lengths, perplexity, what a step measured, and perplexity of two domains"
 
 
+def test_reasons_have_examples_and_bars_of_their_own(found: dict[str, Any]) -> None:
+    copied = next(one for one in found["examples"] if one["source"] == "rows")
+    assert copied["text"].startswith("qxz qxz") and len(copied["text"]) <= 280
+    aside = {"step": "max_bytes", "reason": "not_drawn", "documents": 10**6, "bytes": 10**9, "median_bytes": 9.0, "median_perplexity": None}
+    tree = json.loads(json.dumps(found))
+    before = re.findall(r'class="length"><i style="width:([\d.]+)%', render(found))
+    tree["whole"]["dropped"].insert(0, aside)
+    page = render(tree)
+    assert re.findall(r'class="length"><i style="width:([\d.]+)%', page) == before, "what was not drawn flattens nothing"
+    assert "100.00" in before and "over the source&#39;s limit of bytes" in page.replace("'", "&#39;")
+    assert "qxz qxz" in page
+
+
 def test_names_stay_text(found: dict[str, Any]) -> None:
-    page = render(found | {"name": HOSTILE, "unread": {HOSTILE: HOSTILE}})
+    example = {"reason": found["whole"]["dropped"][0]["reason"], "source": "rows", "id": HOSTILE, "text": HOSTILE}
+    page = render(found | {"name": HOSTILE, "unread": {HOSTILE: HOSTILE}, "examples": [example]})
     assert "<script" not in page and page.count("&lt;script&gt;") >= 5
     assert not re.search(r"(src|href)=\"(?!#|data:)", page), "nothing is loaded"
 
@@ -111,6 +126,15 @@ def test_a_browser_draws_it(page: Page, found: dict[str, Any], tmp_path: Path, w
         box, plot = area.bounding_box(), area.locator("xpath=ancestor::div[contains(@class, 'plot')]").bounding_box()
         assert box and plot
         assert box["height"] > 20 and plot["y"] - 3 <= box["y"] and box["y"] + box["height"] <= plot["y"] + plot["height"] + 3
-    ticks = page.locator(".ticks.x span").all()
+    ticks = [tick for tick in page.locator(".ticks.x span").all() if tick.is_visible()]
+    for axis in page.locator(".ticks.x").all():
+        boxes = [box for tick in axis.locator("span").all() if (box := tick.bounding_box())]
+        assert all(a["x"] + a["width"] <= b["x"] for a, b in pairwise(boxes)), "labels do not collide"
+    for table in page.locator(".scroll").all():
+        assert width > 400 or table.evaluate("one => one.scrollWidth <= one.clientWidth + 1"), "no table is cut"
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.locator("#theme").click()
+    assert page.evaluate(ground) != light
     heights = [box["height"] for tick in ticks if (box := tick.bounding_box())]
     assert len(heights) > 10 and max(heights) < 20, "no label is broken over two lines"

@@ -1,4 +1,4 @@
-"""SPEC section 13, line by line: what is right, computed, and for GLM-4.6 printed by the plan."""
+"""What the plan says of GLM-4.6 and of the shipped recipes: what is right, computed, and for GLM-4.6 printed by the plan."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_shipped_recipe_is_complete(name: str) -> None:
 
 
 def test_glm46_has_the_three_stages() -> None:
-    """SPEC TRN1: 15T at 2K, 7T at 4K, and 1T in quarters at 32K, 64K, 128K and 200K, with a raised base."""
+    """15T at 2K, 7T at 4K, and 1T in quarters at 32K, 64K, 128K and 200K, with a raised base."""
     recipe = load_recipe("glm46-355b-a32b").recipe
     stages = [(int(phase.tokens), int(phase.sequence_length)) for phase in recipe.train.phases]
     quarter = 250 * 10**9

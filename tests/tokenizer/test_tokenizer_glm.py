@@ -1,4 +1,4 @@
-"""The full form of GLM-4.6. The strings here were compared with the published template's on 20,000 random conversations."""
+"""The full form of GLM-4.6: the strings that the shipped template makes, and that transformers makes the same of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def foreign(glm: Tokenizer) -> Any:
     ("call only", {}, f"<|user|>\nGo<|assistant|>\n<think>hm</think>\n{CALLED}"),
     ("empty answer", {}, "<|user|>\nGo<|assistant|>\n<think></think><|user|>\n"),
 ])
-def test_the_string_is_that_of_the_published_template(glm: Tokenizer, name: str, options: dict[str, Any], text: str) -> None:
+def test_the_string_of_each_conversation(glm: Tokenizer, name: str, options: dict[str, Any], text: str) -> None:
     assert glm.apply_chat(CONVERSATIONS[name], **options) == "[gMASK]<sop>" + text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from typing import Any
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
 from lmworks.progress import bar
+from lmworks.recipe.fingerprint import canonical
 
 META = "meta.json"
 _STEP = re.compile(r"step-(\d{8,})\Z")
@@ -48,6 +50,17 @@ def free_name(path: Path, why: str) -> Path:
     while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
         number += 1
     return aside
+
+
+def content(directory: Path) -> str:
+    """A short hash of the tensors of the newest checkpoint, by its manifest; empty where there is none."""
+    try:
+        newest = directories(directory)[-1:]
+        files = manifest.entries(newest[0]) if newest else {}
+    except (OSError, ValueError):
+        return ""
+    tensors = {name: entry.blake3 for name, entry in files.items() if name.startswith(manifest.DATA)}
+    return hashlib.sha256(canonical(tensors)).hexdigest()[:16] if tensors else ""
 
 
 def directories(directory: Path) -> list[Path]:

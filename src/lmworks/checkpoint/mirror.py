@@ -1,4 +1,4 @@
-"""Copies of finished checkpoints on other storage, made in the background and verified there (SPEC CKP3)."""
+"""Copies of finished checkpoints on other storage, made in the background and verified there."""
 
 from __future__ import annotations
 

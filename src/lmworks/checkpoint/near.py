@@ -1,4 +1,4 @@
-"""Checkpoints on each machine's own disk first, and their way from there to the run's directory (SPEC CKP3).
+"""Checkpoints on each machine's own disk first, and their way from there to the run's directory.
 
 Every rank writes its files to its own machine. Then the first rank of each machine copies that machine's files to the shared
 directory, and the first of all seals it there: the shared checkpoint is whole or absent like any other. Until then a marker in

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept (SPEC CKP3)."""
+"""Which checkpoints are kept."""
 
 from __future__ import annotations
 

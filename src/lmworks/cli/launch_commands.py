@@ -59,6 +59,10 @@ class _Run:
         self.cluster = load_cluster(asked.cluster, load_recipe(asked.recipe, overrides, size).path.parent) if asked.cluster else None
         if self.cluster and self.cluster.layout:
             overrides += self.cluster.layout.overrides()
+        if self.cluster:  # what a device costs is said on the run page
+            own = load_recipe(asked.recipe, overrides, size).recipe.metrics
+            prices = {"dollars_per_hour": self.cluster.dollars_per_hour, "watts": self.cluster.watts}
+            overrides += [f"metrics.{key}={value:g}" for key, value in prices.items() if value and not getattr(own, key)]
         self._overrides = overrides
         self.recipe = load_recipe(asked.recipe, overrides, size).recipe
         assert self.recipe.run_dir

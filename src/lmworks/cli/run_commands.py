@@ -122,8 +122,14 @@ def replay(
         out.print(f"  gradient of {one['parameter']}: norm {one['grad_norm']:.4g}")
 
 
-def report(run: RunArgument) -> None:
-    """Write the run page, one static HTML file, from what the run has recorded so far."""
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with more of them the page compares the runs.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the price and power of a device.")
+    ] = None,
+) -> None:
+    """Write the run page, one static HTML file, from what the run has recorded so far; of several runs RUN/comparison.html."""
     from lmworks.doctor.page import write_page
+    from lmworks.recipe.load import load_cluster
 
-    print(write_page(Path(run)))
+    print(write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]]))

@@ -1,7 +1,8 @@
 """Charts as geometry: paths, ticks and marks in shares of the plot, which the template draws at any size.
 
 The plot is an SVG of 1000 x 1000 units stretched over its frame, with strokes that do not stretch; all text stands beside it as
-HTML. So a chart is sharp on a phone and on a wall, needs no script, and is written twice only where it also has a logarithmic x.
+HTML. So a chart is sharp on a phone and on a wall, and needs no script. page.js draws the same lines again from `Chart.data`, on the axis,
+the range and the smoothing that the reader chooses.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from lmworks.doctor.figures import SHOWN, compact
 from lmworks.doctor.gather import Mark
@@ -18,17 +19,26 @@ from lmworks.doctor.series import Point, Series
 
 _DOTS = 24  # points up to which each is marked
 _MARKS_APART = 0.004  # of the width; nearer marks of a kind are drawn as one
+_TEXTS = 8  # of marks drawn as one, that are spelt out
+
+Kind = Literal["plain", "raw", "smoothed"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """`points` are read out; `drawn` (the same where left out) is what one sees. `tone` is a class of page.css."""
+    """`points` are read out; `drawn` (the same where left out) is what one sees; `spans` are the extremes behind each point.
+
+    `tone` is a class of page.css. A line that is `smoothed` is made of the one before it. `run` counts the runs compared.
+    """
 
     name: str
     points: list[Point]
     tone: str
     drawn: list[Point] | None = None
+    spans: list[tuple[float, float]] | None = None
+    kind: Kind = "plain"
     read: bool = True  # has a place in the legend and a read-out
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,19 +52,19 @@ class Level:
 
 @dataclass
 class Chart:
-    """Lines over the steps of a stage. Charts with the same `group` share their cursor."""
+    """Lines over the steps of a stage. Charts with the same `group` share their cursor. `unit` names the y axis."""
 
     id: str
     title: str
     hint: str
     lines: list[Line]
     steps: tuple[float, float]
+    unit: str = ""
     shown: str = "number"
     group: str = "pretrain"
     levels: list[Level] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     phases: list[tuple[int, str]] = field(default_factory=list)
-    log_x: bool = False  # can be switched to
     log_y: bool = False
     zero: bool = False  # the y axis begins at 0
     top: float | None = None  # of the y axis, for series whose first points would flatten the rest
@@ -63,42 +73,40 @@ class Chart:
 
     def view(self) -> dict[str, Any]:
         """What the template needs."""
-        y = Axis(*self._range(), log=self.log_y)
-        scales = {"lin": Axis(*self.steps), "log": Axis(max(1.0, self.steps[0]), max(self.steps[1], 2.0), log=True)}
+        x, y = Axis(*self.steps), Axis(*self._range(), log=self.log_y)
+        cut = self.top is not None and any(value > y.high for value in self._values())
         return {
             "chart": self,
+            "hint": f"{self.hint} The highest values lie above the axis; “log y” shows them." if cut else self.hint,
             "spoken": self._spoken(),
-            "variants": [
-                {
-                    "kind": kind,
-                    "ticks": [(x.place(t), compact(t)) for t in x.ticks(6)],
-                    "paths": [(line.tone, path(line.points if line.drawn is None else line.drawn, x, y)) for line in self.lines],
-                    "dots": [(line.tone, dots(line.points, x, y)) for line in self.lines if line.read and len(line.points) <= _DOTS],
-                    "phases": self._phase_bands(x),
-                    "marks": _spread(self.marks, x),
-                }
-                for kind, x in scales.items()
-                if kind == "lin" or self.log_x
-            ],
+            "ticks": [(x.place(t), compact(t)) for t in x.ticks(6)],
+            "paths": [(line.tone, path(line.points if line.drawn is None else line.drawn, x, y)) for line in self.lines],
+            "dots": [dots(line.points, x, y) if line.read and len(line.points) <= _DOTS else "" for line in self.lines],
+            "phases": self._phase_bands(x),
+            "marks": _spread(self.marks, x),
             "y_ticks": [(y.place(t), SHOWN[self.shown](t)) for t in y.ticks(6 if self.wide else 4)],
-            "levels": [(level, y.place(level.value)) for level in self._near()],
+            "levels": [(level, y.place(level.value)) for level in self.levels],
+            "near": self._near(),
+            "legend": [
+                (n, line.name, line.tone, SHOWN[self.shown](line.points[-1][1])) for n, line in enumerate(self.lines) if line.read
+            ],
             "level_legend": [
                 (level.name if level in self._near() else f"{level.name} (off the chart)", level.tone, SHOWN[self.shown](level.value))
                 for level in self.levels
             ],
-            "legend": [(line.name, line.tone, SHOWN[self.shown](line.points[-1][1])) for line in self.lines if line.read],
             "kinds": sorted({mark.kind for mark in self.marks}),
         }
 
     def data(self, grid: Grid) -> dict[str, Any]:
-        """What the script needs to read values out."""
+        """What the script needs to read values out and to draw the lines again: of each its steps, values, kind, run, and spans."""
+        lines = []
+        for line in self.lines:
+            spans = [[float(f"{y:.5g}") for y in side] for side in zip(*line.spans, strict=True)] if line.spans else []
+            lines.append([*grid.line(line.points), line.kind, line.run, *spans])
         return {
-            "group": self.group,
-            "steps": self.steps,
-            "shown": self.shown,
-            "lines": [grid.line(line.points) for line in self.lines if line.read],
-            "marks": [[mark.step, mark.text] for mark in self.marks if mark.kind != "checkpoint"][:200],
-        }
+            "group": self.group, "steps": self.steps, "shown": self.shown, "lines": lines, "levels": [level.value for level in self.levels],
+            "log": self.log_y, "zero": self.zero, "top": self.top, "ticks": 6 if self.wide else 4,
+        }  # fmt: skip
 
     def _values(self) -> list[float]:
         return [y for line in self.lines for _, y in (line.points if line.drawn is None else line.drawn)]
@@ -122,7 +130,10 @@ class Chart:
 
     def _phase_bands(self, x: Axis) -> list[dict[str, Any]]:
         starts = [*((max(at, self.steps[0]), name) for at, name in self.phases if at < self.steps[1]), (self.steps[1], "")]
-        return [{"left": x.place(at), "width": x.place(end) - x.place(at), "name": name} for (at, name), (end, _) in pairwise(starts)]
+        return [
+            {"step": at, "end": end, "left": x.place(at), "width": x.place(end) - x.place(at), "name": name}
+            for (at, name), (end, _) in pairwise(starts)
+        ]
 
     def _spoken(self) -> str:
         show = SHOWN[self.shown]
@@ -215,7 +226,8 @@ def raw_and_smooth(series: Series, name: str, tone: str) -> list[Line]:
     course = smooth(means)
     if course == means:  # too short to smooth
         return [Line(name, means, tone)]
-    return [Line(name, means, f"raw {tone}", series.outline()), Line("smoothed", course, tone)]
+    spans = series.spans() if series.width > 1 else None
+    return [Line(name, means, f"raw {tone}", series.outline(), spans, "raw"), Line("smoothed", course, tone, kind="smoothed")]
 
 
 def _spread(marks: list[Mark], x: Axis) -> list[dict[str, Any]]:
@@ -226,10 +238,14 @@ def _spread(marks: list[Mark], x: Axis) -> list[dict[str, Any]]:
         at = x.place(max(mark.step, x.low))
         if at > 1.001:
             continue
+        text = f"step {mark.step:,}: {mark.text}"
         before = newest.get(mark.kind)
         if before is not None and at - before["left"] < _MARKS_APART:
-            before["more"] += 1
+            if len(before["texts"]) < _TEXTS:
+                before["texts"].append(text)
+            else:
+                before["more"] += 1
             continue
-        newest[mark.kind] = {"left": min(at, 1.0), "kind": mark.kind, "step": mark.step, "text": mark.text, "more": 0}
+        newest[mark.kind] = {"left": min(at, 1.0), "kind": mark.kind, "step": mark.step, "texts": [text], "more": 0}
         placed.append(newest[mark.kind])
     return placed

@@ -38,7 +38,7 @@ def render(analysis: Json) -> str:
         charts=[chart.view() for chart in _charts(analysis)],
         domains=[chart.view() for chart in _by_domain(analysis)],
         rare=_rare(analysis["statistics"]),
-        reasons=_reasons(analysis["whole"]),
+        reasons=_reasons(analysis),
         copies=_copies(analysis),
         languages=_languages(analysis["whole"]),
         sources=[_source(source) for source in analysis["sources"]],
@@ -139,8 +139,10 @@ def _by_domain(analysis: Json) -> Iterator[Distribution]:
             yield Distribution(f"domain-{name}", name, f"perplexity, {size(one['train']['bytes'])}", _sides(one, "perplexity"))
 
 
-def _reasons(whole: Json) -> list[dict[str, Any]]:
-    most = max((one["documents"] for one in whole["dropped"]), default=1)
+def _reasons(analysis: Json) -> list[dict[str, Any]]:
+    """By number of documents. What `max_bytes` left aside was not dropped for what it is: it has no bar, which would flatten the others."""
+    whole, examples = analysis["whole"], analysis["examples"]
+    most = max((one["documents"] for one in whole["dropped"] if one["step"] != "max_bytes"), default=1)
     return [
         {
             "step": one["step"],
@@ -149,9 +151,10 @@ def _reasons(whole: Json) -> list[dict[str, Any]]:
             "bytes": size(one["bytes"]),
             "median": size(one["median_bytes"]),
             "perplexity": significant(one["median_perplexity"], 3) if one["median_perplexity"] else "",
-            "share": one["documents"] / most,
+            "share": None if one["step"] == "max_bytes" else one["documents"] / most,
+            "examples": [example for example in examples if example["reason"] == one["reason"]],
         }
-        for one in whole["dropped"][:_MOST_REASONS]
+        for one in sorted(whole["dropped"][:_MOST_REASONS], key=lambda one: one["step"] == "max_bytes")
     ]
 
 

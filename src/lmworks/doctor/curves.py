@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from lmworks.doctor.charts import Chart, Level, Line, raw_and_smooth
+from lmworks.doctor.figures import compact
 from lmworks.doctor.gather import Training
 from lmworks.doctor.heat import Heat
 from lmworks.doctor.series import Point, Series
+from lmworks.metrics.names import METRICS
 
 TONES = 7  # c0 ... c6 in page.css
 _FEW_LAYERS = 8
 OVERALL = "overall"
+_OTHER_TONES = (1, 3, 4, 2, 5, 6)  # of runs to compare with; the run's own is 0
+_SHOWN = {"bytes": "bytes", "bytes/s": "bytes", "s": "seconds"}
 _LEVEL_TONES = {"xz -9e": "l0", "PPMd": "l1", "byte unigram": "l2"}
 
 
 class Curves:
-    """The charts of one stage; each method gives those that there is data for."""
+    """The charts of one stage; each method gives those that there is data for. `others` are the same stage of runs to compare with."""
 
-    def __init__(self, training: Training, group: str) -> None:
-        self.training, self.group = training, group
-        self.steps = (min((s.outline()[0][0] for s in training.series.values()), default=1.0), float(max(training.step, 2)))
-        self.steps = (min(self.steps[0], self.steps[1] - 1), self.steps[1])
-        self.quiet = [mark for mark in training.marks if mark.kind in ("resume", "bad", "recipe")]
+    def __init__(self, training: Training, group: str, others: Sequence[tuple[str, Training]] = ()) -> None:
+        self.training, self.group, self.others = training, group, others
+        every = (training, *(other for _, other in others))
+        first = min((s.outline()[0][0] for one in every for s in one.series.values()), default=1.0)
+        last = float(max(2, *(one.step for one in every)))
+        self.steps = (min(first, last - 1), last)
+        self.quiet = [mark for mark in training.marks if mark.kind != "checkpoint"]
 
     def loss(self) -> list[Chart]:
         series = self.training.series.get("train/loss")
         if series is None:
             return []
         hint = "Cross-entropy in nats per token: how surprised the model is by the next token. Lower is better."
-        lines = raw_and_smooth(series, "loss", "c0")
-        return [
-            self._chart(
-                "loss",
-                "Training loss",
-                hint,
-                lines,
-                marks=self.training.marks,
-                log_x=True,
-                wide=True,
-                name_phases=True,
-                top=_calm_top(lines[-1].points),
-            )
-        ]
+        lines = [*raw_and_smooth(series, "loss", "c0"), *self._others("train/loss")]
+        top = _calm_top([point for line in lines if line.kind != "raw" for point in line.points])
+        more: dict[str, Any] = {"marks": self.training.marks, "wide": True, "name_phases": True, "top": top}
+        return [self._chart("loss", "Training loss", hint, lines, unit="nats per token", **more)]
 
-    def held_out(self, references: dict[str, dict[str, float]]) -> list[Chart]:
-        """Bits per byte over all held-out text, then per domain, on one scale of their own each."""
+    def held_out(self, references: dict[str, dict[str, float]], sizes: dict[str, int], sample: int) -> list[Chart]:
+        """Bits per byte over all held-out text, then per domain, on one scale of their own each.
+
+        What is measured on the way is a `sample` of so many bytes per domain. The references are of all held-out text, of which `sizes`
+        has the bytes, so they are drawn only where that is the same text.
+        """
+        all_of_it = {domain: size <= sample for domain, size in sizes.items() if domain != OVERALL}
+        all_of_it[OVERALL] = bool(all_of_it) and all(all_of_it.values())
         series = {
             name.split("/")[1] if name.count("/") == 2 else OVERALL: one
             for name, one in self.training.series.items()
@@ -57,29 +60,25 @@ class Curves:
             levels = [
                 Level(name, marks[domain], _LEVEL_TONES.get(name, "l2"))
                 for name, marks in references.items()
-                if isinstance(marks.get(domain), int | float)
+                if isinstance(marks.get(domain), int | float) and all_of_it.get(domain)
             ]
             whole = domain == OVERALL
             if not whole:
                 levels = [level for level in levels if level.name != "byte unigram"]  # far above all, and in the table
-            hint = "Bits the model needs for a byte of text it has never seen; comparable across tokenizers, and with compressors."
-            charts.append(
-                self._chart(
-                    f"bpb-{domain}",
-                    "All held-out text" if whole else domain,
-                    hint if whole else "",
-                    [Line("model", series[domain].means(), "c0")],
-                    levels=levels,
-                    wide=whole,
-                    name_phases=whole,
-                    marks=self.quiet if whole else [],
-                )
-            )
+            hint = "Bits the model needs for a byte of text it has never seen; comparable across tokenizers."
+            if not all_of_it.get(domain):
+                hint += f" Measured all along on the same sample, at most {compact(sample)} bytes of each domain"
+                hint += "; the table below compares the finished models with compressors, on all of the text." if references else "."
+            metric = "validation/bits_per_byte" if whole else f"validation/{domain}/bits_per_byte"
+            lines = [Line("model", series[domain].means(), "c0"), *self._others(metric)]
+            more: dict[str, Any] = {"levels": levels, "wide": whole, "name_phases": whole, "marks": self.quiet if whole else []}
+            title = "Held-out text of all domains" if whole else domain
+            charts.append(self._chart(f"bpb-{domain}", title, hint if whole else "", lines, unit="bits per byte", **more))
         return charts
 
     def validation_loss(self) -> list[Chart]:
         hint = "Held-out cross-entropy, nats per token."
-        return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")])
+        return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")], unit="nats per token")
 
     def optimizer(self) -> list[Chart]:
         charts = self._plain(
@@ -90,7 +89,7 @@ class Curves:
             zero=True,
         )
         if (norm := self.training.series.get("optim/grad_norm")) is not None:
-            lines = raw_and_smooth(norm, "gradient norm", "c2")
+            lines = [*raw_and_smooth(norm, "gradient norm", "c2"), *self._others("optim/grad_norm")]
             hint = "Global, before clipping. Spikes here come before spikes of the loss."
             charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(norm), marks=self.quiet))
         charts += self._plain("z", "z-loss", "Squared log-partition of the head, before its weight.", [("train/z_loss", "z-loss", "c3")])
@@ -102,18 +101,16 @@ class Curves:
         charts: list[Chart | Heat] = []
         if layers:
             hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
-            calm = _calm_top([point for points in layers.values() for point in points[len(points) // 20 :]], 1.25)
-            charts.append(self._chart("cv", "Load imbalance", hint, self._layer_lines(layers), zero=True, marks=self.quiet, top=calm))
+            lines = [*self._layer_lines(layers), *self._others("experts/load_cv")]
+            charts.append(self._chart("cv", "Load imbalance", hint, lines, zero=True, marks=self.quiet))
             hint = "The same by layer, first layer on top. Pale is balanced."
             charts.append(Heat(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
-        most = self.training.series.get("experts/load_max")
         charts += self._plain(
             "ratio",
             "Busiest and idlest expert",
             "Load relative to the mean of its layer, worst layer.",
             [("experts/load_max", "busiest", "c1"), ("experts/load_min", "idlest", "c0")],
             zero=True,
-            top=_calm_top(most.means(), 1.3) if most else None,
             levels=[Level("mean load", 1.0, "l2")],
         )
         charts += self._plain(
@@ -140,7 +137,7 @@ class Curves:
         series = self.training.series
         charts = []
         if (speed := series.get("perf/tokens_per_second")) is not None:
-            lines = raw_and_smooth(speed, "tokens per second", "c0")
+            lines = [*raw_and_smooth(speed, "tokens per second", "c0"), *self._others("perf/tokens_per_second")]
             hint = "Tokens per second, saves and validation left out."
             charts.append(self._chart("speed", "Throughput", hint, lines, shown="compact", zero=True))
         charts += self._plain(
@@ -168,8 +165,18 @@ class Curves:
             shown="seconds",
             zero=True,
         )
-        charts += self._plain("heat", "GPU", "Temperature in degrees Celsius.", [("system/gpu_temp", "temperature", "c1")])
+        for metric in (name for name in METRICS if name.startswith("system/") and name in series):
+            known, name = METRICS[metric], metric.removeprefix("system/")
+            shown = _SHOWN.get(known.unit, "number")
+            title = " ".join(word.upper() if word in ("cpu", "gpu") else word for word in name.split("_"))
+            title, hint = f"{title[0].upper()}{title[1:]}", f"{known.meaning[:1].upper()}{known.meaning[1:]}."
+            charts += self._plain(name, title, hint, [(metric, title, "c1")], shown=shown, unit="" if shown != "number" else known.unit)
         return charts
+
+    def _others(self, metric: str) -> list[Line]:
+        """The same of the runs to compare with."""
+        found = [(n, name, other.series[metric]) for n, (name, other) in enumerate(self.others, 1) if metric in other.series]
+        return [Line(name, one.means(), f"other c{_OTHER_TONES[(n - 1) % len(_OTHER_TONES)]}", run=n) for n, name, one in found]
 
     def _chart(self, name: str, title: str, hint: str, lines: list[Line], **more: Any) -> Chart:
         return Chart(f"{self.group}-{name}", title, hint, lines, self.steps, group=self.group, phases=self.training.phases, **more)
@@ -181,10 +188,11 @@ class Curves:
             if one is None or any(line.points == one.means() for line in lines):  # as where one rate is for everything
                 continue
             if one.width > 1:
-                lines.append(Line(label, one.means(), f"raw {tone}", one.outline(), read=False))
+                lines.append(Line(label, one.means(), f"raw {tone}", one.outline(), one.spans(), "raw", read=False))
             lines.append(Line(label, one.means(), tone))
         if len(lines) == 1 < len(wanted):
             lines = [replace(lines[0], name=title.lower())]
+        lines += self._others(wanted[0][0])
         return [self._chart(name, title, hint, lines, **more)] if lines else []
 
     def _layers(self, prefix: str) -> dict[str, list[Point]]:
@@ -200,11 +208,11 @@ class Curves:
         return lines
 
 
-def _calm_top(points: list[Point], room: float = 1.0) -> float | None:
+def _calm_top(points: list[Point]) -> float | None:
     """A top for the y axis that the first few points, or a spike, do not set; None where nothing sticks out."""
     values = sorted(y for _, y in points)
     high = values[int(0.99 * (len(values) - 1))]
-    return None if values[-1] <= 1.15 * high else high * room + 0.1 * (high - values[0])
+    return None if values[-1] <= 1.15 * high else high + 0.1 * (high - values[0])
 
 
 def _spans(series: Series) -> bool:

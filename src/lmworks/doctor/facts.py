@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 from lmworks.doctor.curves import OVERALL
 from lmworks.doctor.figures import compact, percent, significant, size, span
 from lmworks.doctor.gather import Json, Run, Training
+from lmworks.doctor.timeline import STAGE_WORDS
 from lmworks.recipe.after import Cluster
+from lmworks.recipe.paths import flat
 from lmworks.recipe.shapes import parameters
 
-_STAGE_WORDS = {
-    "corpus": "Corpus",
-    "tokenizer": "Tokenizer",
-    "shards": "Shards",
-    "pretrain": "Pretraining",
-    "tune": "Tuning",
-    "evaluate": "Evaluation",
-    "export": "Export",
-}
 _LONGEST = 3e9  # seconds that a run may take
 _SAMPLE_COLUMNS = 5
 _SAMPLE_LENGTH = 700
 _REASONS = 10
+_DIFFERENCES = 60  # values of the recipe in a comparison
 
 
 def heading(run: Run) -> Json:
     """Name, state and how far it is."""
     seconds = _stage_seconds(run)
     stages = [
-        {"title": _STAGE_WORDS[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
+        {"title": STAGE_WORDS[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
         for s in run.stages
     ]
     active = "tune" if run.training["tune"].series or run.training["tune"].starts else "pretrain"
@@ -39,6 +35,13 @@ def heading(run: Run) -> Json:
     seen, planned = part.last("train/tokens") or 0.0, float(part.planned_tokens)
     share = min(seen / planned, 1.0) if planned else 0.0
     known = f"{compact(seen)} of {compact(planned)} tokens, step {part.step:,} of {part.planned_steps:,}" if planned else ""
+    if part.step > part.planned_steps > 0:  # a phase was added by an lmworks whose ledger does not say so
+        share, known = 1.0, f"{compact(seen)} tokens, step {part.step:,}"
+    behind = [STAGE_WORDS[s["name"]].lower() for s in run.stages if s["state"] == "stale"]
+    reason = run.reason
+    if behind and run.state == "stopped":
+        are = "is" if len(behind) == 1 else "are"
+        reason = reason or f"{' and '.join(behind)} {are} of an earlier model; run the same command again to bring them up to date"
     left = (planned - seen) / part.tokens_per_second if part.tokens_per_second else 0.0
     eta = ""
     if run.state == "running" and 0 < share < 1 and 0 < left < _LONGEST:
@@ -46,12 +49,12 @@ def heading(run: Run) -> Json:
     return {
         "name": run.name,
         "state": run.state,
-        "reason": run.reason,
+        "reason": reason,
         "stages": stages,
         "share": share,
         "progress": known,
         "eta": eta,
-        "label": _STAGE_WORDS[active],
+        "label": STAGE_WORDS[active],
         "about": _about(run),
     }
 
@@ -98,10 +101,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
         every = sum(_stage_seconds(run).values())
         under = f"{span(every)} for all stages" if run.state == "finished" and every else "pretraining, pauses left out"
         found.append(("Training time", span(part.seconds), under))
-    if cluster is not None and cluster.dollars_per_hour and part.seconds:
-        hours = part.seconds / 3600 * cluster.nodes * cluster.devices_per_node
-        under = f"{significant(hours, 3)} device-hours of {cluster.name} at ${cluster.dollars_per_hour:g}"
-        found.append(("Cost", f"${hours * cluster.dollars_per_hour:,.2f}", under))
+    found += _cost_tile(run, cluster)
     if "perf/memory" in part.series:
         found.append(("Memory", size(part.series["perf/memory"].high[1]), "peak"))
     if "experts/load_cv" in part.series:
@@ -110,15 +110,53 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     return found
 
 
+def _cost_tile(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
+    """Device-hours of all training, and money and energy where the recipe or the cluster says what a device costs and draws."""
+    trained = run.training.values()
+    hours = sum(part.device_seconds for part in trained) / 3600
+    cores = sum(part.core_seconds for part in trained) / 3600
+    if not hours:
+        return []
+    metrics = run.recipe.metrics if run.recipe else None
+    price = cluster.dollars_per_hour if cluster else metrics.dollars_per_hour if metrics else 0.0
+    watts = cluster.watts if cluster and cluster.watts else metrics.watts if metrics else 0.0
+    drawn = run.pretrain.series.get("system/power")
+    device = "core" if cores else "GPU"
+    spent = cores or hours
+    value = f"{significant(spent, 3)} {device}-hours" if spent >= 1 else f"{significant(60 * spent, 3)} {device}-minutes"
+    under = [f"{significant(cores / hours, 3)} cores of each rank"] if cores > hours else []
+    if drawn:
+        mean = sum(y for _, y in drawn.means()) / len(drawn.means())
+        under.append(f"{_energy(mean * hours)} drawn by the devices, as measured on the first")
+    elif watts:
+        under.append(f"{_energy(watts * hours)} at {watts:g} W per device")
+    if price:
+        under.insert(0, f"{value} at ${price:g} per device and hour" + (f" ({cluster.name})" if cluster else ""))
+        value = f"${price * hours:,.2f}"
+    return [("Cost of training", value, "; ".join(under) or "of pretraining and tuning")]
+
+
+def _energy(watt_hours: float) -> str:
+    return f"{significant(watt_hours / 1000, 3)} kWh" if watt_hours >= 100 else f"{significant(watt_hours, 3)} Wh"
+
+
 def _bits_tile(run: Run) -> list[tuple[str, str, str]]:
     models = _dict(run.results.get("models"))
     measured = _dict(_dict(_dict(models.get("base")).get("bits_per_byte")).get(OVERALL)).get("bits_per_byte")
-    value = measured if isinstance(measured, int | float) else run.pretrain.last("validation/bits_per_byte")
-    if value is None:
-        return []
+    if not isinstance(measured, int | float) or run.stale("evaluate"):
+        value = run.pretrain.last("validation/bits_per_byte")
+        under = "on a sample, during the run" + ("; the evaluation is of an earlier model" if run.stale("evaluate") else "")
+        return [] if value is None else [("Held-out bits per byte", significant(value, 4), under)]
+    value = measured
     xz = references(run).get("xz -9e", {}).get(OVERALL)
     under = f"{100 * (value / xz - 1):+.0f}% against xz −9e".replace("-", "−") if xz else "lower is better"
     return [("Held-out bits per byte", significant(value, 4), under)]
+
+
+def sizes(run: Run) -> dict[str, int]:
+    """Domain -> bytes of held-out text that the evaluation measured."""
+    base = _dict(_dict(_dict(run.results.get("models")).get("base")).get("bits_per_byte"))
+    return {str(domain): _bytes(measured) for domain, measured in base.items()}
 
 
 def references(run: Run) -> dict[str, dict[str, float]]:
@@ -274,17 +312,55 @@ def tokenizer(run: Run) -> list[Json]:
 
 
 def parity(run: Run) -> list[tuple[str, str]]:
-    """The export's figures, nested ones by their path."""
+    """What was exported, and how it compares with what was trained, in words."""
+    known, compared, written = run.parity, _dict(run.parity.get("huggingface")), _dict(run.parity.get("bytes"))
+    if not known:
+        return []
+    relative, limit, same = (_number(value) for value in (compared.get("relative"), known.get("tolerance"), compared.get("same_choice")))
+    tokens, tensors = _number(compared.get("tokens")), _number(known.get("tensors"))
+    found = [("Model", f"the {known.get('model', '')} model, weights in {known.get('dtype', '')}")]
+    if compared:
+        found.append(("For transformers, vLLM, SGLang", _exported(known.get("architecture"), written.get("huggingface"))))
+        most = f", of which {significant(limit, 2)} is allowed" if limit else ""
+        found.append(("Largest difference of a logit", f"{significant(relative, 3)} of the largest logit{most}"))
+        found.append(("Same likeliest next token", f"{percent(same)} of {tokens:,.0f} held-out tokens"))
+    if known.get("gguf_architecture"):
+        found.append(("For llama.cpp", _exported(known["gguf_architecture"], written.get("gguf"))))
+        found.append(("Tensors read back", f"{tensors:,.0f}, all equal bit for bit"))
+    return found
 
-    def walk(value: Any, name: str) -> list[tuple[str, str]]:
-        if isinstance(value, dict):
-            return [pair for key, item in value.items() for pair in walk(item, f"{name} {key}".strip())]
-        if value is None:
-            return []
-        shown = significant(value, 4) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-        return [(name.replace("_", " "), shown)]
 
-    return walk(run.parity, "")[:40]
+def _exported(architecture: object, written: object) -> str:
+    return str(architecture or "") + (f", {size(_number(written))}" if written else "")
+
+
+def comparison(runs: Sequence[Run]) -> Json:
+    """Runs side by side: what each has reached, and the recipe's values in which they differ."""
+    if len(runs) < 2:
+        return {}
+    figures = [{label: value for label, value, _ in tiles(run, None)} | {"State": run.state} for run in runs]
+    labels = [label for label in dict.fromkeys(name for one in figures for name in one) if any(label in one for one in figures)]
+    trees = [{path: value for path, value in flat(run.tree).items() if path not in ("name", "run_dir")} for run in runs]
+    paths = dict.fromkeys(path for tree in trees for path in tree)
+    other = [path for path in paths if any(tree.get(path, _ABSENT) != trees[0].get(path, _ABSENT) for tree in trees)]
+    shown = [(path, [_value(tree.get(path, _ABSENT)) for tree in trees]) for path in other]
+    return {
+        "names": [run.name for run in runs],
+        "figures": [(label, [one.get(label, "–") for one in figures]) for label in labels],
+        "differences": shown[:_DIFFERENCES],
+        "more": max(0, len(shown) - _DIFFERENCES),
+    }
+
+
+_ABSENT = object()
+
+
+def _value(value: object) -> str:
+    return "–" if value is _ABSENT else (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))[:80]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _dict(value: object) -> Json:

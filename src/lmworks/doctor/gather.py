@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lmworks.checkpoint import listing
 from lmworks.doctor import forms
 from lmworks.doctor.forms import MOST, shaped
 from lmworks.doctor.series import Series
@@ -28,6 +30,7 @@ STAGES = (
     ("evaluate", "evaluate"),
     ("export", "export"),
 )
+_WEIGHTS = ("checkpoints/", "tune/checkpoints/")  # as stages name what they read of them
 _PER_LAYER = 120  # buckets of a per-layer series, of which there may be hundreds
 _FIRST_EVENTS, _LAST_EVENTS = 40, 260
 _MARKS = 400
@@ -47,6 +50,15 @@ class Mark:
     text: str
 
 
+@dataclass(frozen=True)
+class Start:
+    """A process began to train at `time`: on so many ranks, each a GPU, or (`cores` above 0) so many CPU cores."""
+
+    time: float
+    ranks: int = 1
+    cores: int = 0
+
+
 @dataclass
 class Training:
     """What a training stage (pretraining or tuning) has recorded."""
@@ -55,11 +67,14 @@ class Training:
     samples: dict[str, list[Json]] = field(default_factory=dict)  # prompt -> lines, oldest first
     marks: list[Mark] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    starts: list[float] = field(default_factory=list)  # times at which a process began to train
+    starts: list[Start] = field(default_factory=list)
     phases: list[tuple[int, str]] = field(default_factory=list)
     planned_steps: int = 0
     planned_tokens: int = 0
     seconds: float = 0.0  # of training, pauses between processes left out
+    elapsed: Series = field(default_factory=Series)  # these seconds by step
+    device_seconds: float = 0.0  # the same, counted for every rank
+    core_seconds: float = 0.0  # and for every CPU core; 0 on GPUs
     tokens_per_second: float = 0.0  # by the wall clock, saves and validation included, lately
     done: bool = False
 
@@ -86,13 +101,17 @@ class Run:
     tokenizer: Json
     results: Json
     parity: Json
-    stages: list[Json]  # name, state (done | begun | open), seconds
+    stages: list[Json]  # name, state (done | stale: of an earlier model | begun | open), seconds
     state: str
     reason: str
 
     @property
     def pretrain(self) -> Training:
         return self.training["pretrain"]
+
+    def stale(self, stage: str) -> bool:
+        """Whether what the stage has made is of an earlier model than the run's."""
+        return any(one["name"] == stage and one["state"] == "stale" for one in self.stages)
 
 
 def gather(run_dir: Path) -> Run:
@@ -159,18 +178,22 @@ def _recipe(path: Path) -> Recipe | None:
 def _metrics(path: Path, training: Training) -> None:
     series = training.series
     recent: deque[tuple[float, float]] = deque(maxlen=200)
-    starts = deque(sorted(training.starts))
-    before: float | None = None
+    starts = deque(sorted(training.starts, key=lambda start: start.time))
+    before, own = None, Start(0.0)
     for record in lines(path):
         step, now = record.get("step"), record.get("time")
         if not isinstance(step, int | float) or not isinstance(now, int | float) or not (0 <= step < MOST and 0 <= now < MOST):
             continue
-        while starts and starts[0] <= now:
-            before = starts.popleft()
+        while starts and starts[0].time <= now:
+            own = starts.popleft()
+            before = own.time
             recent.clear()
         if before is not None and now > before:
             training.seconds += now - before
+            training.device_seconds += own.ranks * (now - before)
+            training.core_seconds += own.ranks * own.cores * (now - before)
         before = now
+        training.elapsed.add(step, training.seconds)
         for name, value in record.items():
             if isinstance(value, int | float) and -MOST < value < MOST and name not in ("step", "time"):
                 if name not in series:
@@ -196,11 +219,13 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
         step = event["step"] if isinstance(event.get("step"), int) else 0
         part.counts[what] += 1
         if what in ("start", "resume"):
-            part.starts.append(_number(event.get("time")))
+            cores = max(1, int(_number(event.get("threads")))) if event.get("device", "cpu") == "cpu" else 0
+            part.starts.append(Start(_number(event.get("time")), max(1, int(_number(event.get("ranks")))), cores))
             part.done, reason = False, ""
-        if what == "start":
-            part.planned_steps, part.planned_tokens = int(_number(event.get("steps"))), int(_number(event.get("tokens")))
-        elif what == "resume":
+        if what == "start" or (what == "resume" and "planned_tokens" in event):  # a phase may have been added in between
+            planned = event.get("tokens" if what == "start" else "planned_tokens")
+            part.planned_steps, part.planned_tokens = int(_number(event.get("steps"))), int(_number(planned))
+        if what == "resume":
             part.marks.append(Mark("resume", step, "resumed"))
             if changed:
                 part.marks.append(Mark("recipe", step, changed))
@@ -211,6 +236,8 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
             part.done = True
         elif what == "bad_step":
             part.marks.append(Mark("bad", step, "not finite, no update"))
+        elif what in _TROUBLES:
+            part.marks.append(Mark(what, step, _trouble(event)))
         elif what == "recipe_changed":
             changes = [*_records(event.get("allowed")), *_records(event.get("harmless"))]
             changed = "changed " + ", ".join(str(change.get("key")) for change in changes)
@@ -227,6 +254,25 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
         shown += 1
         (first if len(first) < _FIRST_EVENTS else rest).append(event)
     return [*first, *rest], shown - len(first) - len(rest), reason
+
+
+_TROUBLES = ("spike", "rollback", "corruption", "slow_rank")
+
+
+def _trouble(event: Json) -> str:
+    match event.get("event"):
+        case "spike":
+            return f"spike of the loss or gradient norm ({event.get('action', '')})"
+        case "rollback":
+            return f"rolled back to step {event.get('to_step')}"
+        case "corruption":
+            return f"silent corruption on rank {', '.join(map(str, _list(event.get('ranks'))))}"
+        case _:
+            return f"rank {event.get('rank')} is slow ({event.get('what', '')})"
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _thinned(marks: list[Mark]) -> list[Mark]:
@@ -255,12 +301,19 @@ def _read_samples(path: Path, training: Training) -> None:
 
 
 def _stages(run_dir: Path, tunes: bool) -> list[Json]:
-    found = []
+    found: list[Json] = []
+    weights: dict[str, str] = {}  # folder of checkpoints -> what its newest holds, where a stage says what it read of it
+    trained_anew = False
     for name, folder in STAGES:
         if name == "tune" and not tunes:
             continue
         stamp = _json(run_dir / folder / "stage.json", forms.STAGE)
         state = "done" if stamp.get("done") is True else "begun" if "done" in stamp else "open"
+        read = {key: value for key, value in _dict(stamp.get("inputs")).items() if key in _WEIGHTS}
+        weights |= {key: listing.content(run_dir / key) for key in read if key not in weights}
+        if state == "done" and (trained_anew or any(weights[key] != value for key, value in read.items())):
+            state = "stale"
+        trained_anew |= name in ("pretrain", "tune") and state in ("begun", "stale")
         found.append({"name": name, "state": state, "seconds": stamp.get("seconds")})
     return found
 
@@ -273,7 +326,8 @@ def _state(run_dir: Path, stages: list[Json], training: dict[str, Training], tol
     begun = [stage for stage in stages if stage["state"] == "begun"]
     if not told and not any(stage["state"] != "open" for stage in stages) and not training["pretrain"].series:
         return "not started"
-    return "finished" if training["pretrain"].done and all(stage["name"] == "pretrain" for stage in begun) else "stopped"
+    ended = training["pretrain"].done and all(stage["name"] == "pretrain" for stage in begun)
+    return "finished" if ended and not any(stage["state"] == "stale" for stage in stages) else "stopped"
 
 
 def _alive(run_dir: Path) -> bool:
@@ -295,7 +349,11 @@ def _alive(run_dir: Path) -> bool:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _dict(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
 
 
 def _records(value: object) -> list[Json]:

@@ -58,9 +58,8 @@ class Heat:
             "group": self.group,
             "steps": self.steps,
             "shown": "number",
-            "marks": [],
             "rows": list(self.rows),
-            "lines": [grid.line(points) for points in self.rows.values()],
+            "lines": [[*grid.line(points), "plain", 0] for points in self.rows.values()],
         }
 
 

@@ -1,7 +1,8 @@
-"""The run page: one static HTML file that shows a run from its records, at any moment (SPEC DOC5).
+"""The run page: one static HTML file that shows a run from its records, at any moment.
 
-All of it is there without a script: the charts are drawn here, in SVG. The script adds the cursor that all charts share, and the
-switch between light and dark. Nothing is loaded from anywhere, and a policy in the page lets the browser run nothing else.
+All of it is there without a script: the charts are drawn here, in SVG. The script adds the cursor that all charts share, axes, zoom and
+smoothing at the reader's choice, and the switch between light and dark. Nothing is loaded from anywhere, and a policy in the page lets the
+browser run nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +23,7 @@ from lmworks import __version__
 from lmworks.doctor import facts
 from lmworks.doctor.charts import Chart, Grid
 from lmworks.doctor.curves import Curves
-from lmworks.doctor.gather import Run, gather
+from lmworks.doctor.gather import Run, Training, gather
 from lmworks.doctor.heat import Heat
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
@@ -30,28 +32,30 @@ from lmworks.recipe.after import Cluster
 if TYPE_CHECKING:
     from jinja2 import Template
 
-FILE = "report.html"
+FILE, COMPARISON = "report.html", "comparison.html"
 
 
-def write_page(run_dir: Path, cluster: Cluster | None = None) -> Path:
-    """Write `run_dir/report.html` from what the run has recorded so far; returns its path. `cluster` gives the price of an hour.
+def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[Path] = ()) -> Path:
+    """Write `run_dir/report.html` from what the run has recorded so far; returns its path. `cluster` gives the price of an hour and the
+    power. With `others`, runs to compare with, the page is `run_dir/comparison.html`.
 
     Any part may be missing, and a line may be half-written. Time and reading grow with the records, memory and the page do not.
     Raises `UserError` if `run_dir` is no directory or cannot be written.
     """
     run_dir = Path(run_dir)
-    path = run_dir / FILE
-    text = render(gather(run_dir), cluster)
+    path = run_dir / (COMPARISON if others else FILE)
+    text = render(gather(run_dir), cluster, [gather(other) for other in others])
     write_text(path, text.encode("utf-8", "replace").decode())  # a record may hold half a surrogate pair
     return path
 
 
-def render(run: Run, cluster: Cluster | None = None) -> str:
+def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ()) -> str:
     """The page as text."""
-    main, tuning = Curves(run.pretrain, "pretrain"), Curves(run.training["tune"], "tune")
+    main, tuning = (Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training)
+    sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
     charts: dict[str, list[Any]] = {
         "loss": main.loss(),
-        "held_out": main.held_out(facts.references(run)),
+        "held_out": main.held_out(facts.references(run), facts.sizes(run), sample),
         "optimizer": main.optimizer(),
         "experts": main.experts(),
         "machine": main.machine(),
@@ -59,11 +63,13 @@ def render(run: Run, cluster: Cluster | None = None) -> str:
     }
     grid = Grid()
     data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}
-    tokens = run.pretrain.series.get("train/tokens")
-    data |= {"tokens": grid.line(tokens.means()) if tokens else None, "steps": grid.steps, "running": run.state == "running"}
+    data["axes"] = {stage: [_axes(one.training[stage], grid) for one in (run, *others)] for stage in run.training}
+    data |= {"steps": grid.steps, "running": run.state == "running"}
     style, script = _source("page.css"), _source("page.js")
     return _template().render(
         heading=facts.heading(run),
+        comparison=facts.comparison([run, *others]),
+        stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
         tiles=facts.tiles(run, cluster),
         charts={name: _views(part) for name, part in charts.items()},
         samples=facts.samples(run.pretrain),
@@ -83,6 +89,14 @@ def render(run: Run, cluster: Cluster | None = None) -> str:
         written_at=int(time.time()),
         version=__version__,
     )
+
+
+def _axes(training: Training, grid: Grid) -> dict[str, Any]:
+    """What may stand on the x axis for steps, and the last step."""
+    tokens, hours = training.series.get("train/tokens"), [(step, seconds / 3600) for step, seconds in training.elapsed.means()]
+    return {
+        "tokens": grid.line(tokens.means()) if tokens else None, "time": grid.line(hours) if hours else None, "last": max(training.step, 2),
+    }  # fmt: skip
 
 
 def _views(charts: list[Chart | Heat]) -> list[tuple[str, dict[str, Any]]]:

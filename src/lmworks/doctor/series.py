@@ -95,6 +95,10 @@ class Series:
         """One point of each bucket: what to smooth and to read out."""
         return [bucket.mean for bucket in self._buckets]
 
+    def spans(self) -> list[tuple[float, float]]:
+        """Lowest and highest value of each bucket, beside `means`."""
+        return [(bucket.low[1], bucket.high[1]) for bucket in self._buckets]
+
     def median(self) -> float:
         """Of the buckets' means; of the points themselves while there are few."""
         values = sorted(y for _, y in self.means())

@@ -19,9 +19,28 @@ _KINDS = {
     "bad_step": "bad",
     "stopped": "bad",
     "recipe_changed": "recipe",
+    "stage_began": "stage",
+    "stage_ended": "stage",
+    "spike": "bad",
+    "spike_accepted": "bad",
+    "not_finite": "bad",
+    "rollback": "bad",
+    "corruption": "bad",
+    "slow_rank": "bad",
+    "save_failed": "bad",
+    "data_starved": "bad",
 }
 _LONGEST = 400
 _LATEST = 2.5e11  # seconds since 1970, of the last year with four digits
+STAGE_WORDS = {
+    "corpus": "Corpus",
+    "tokenizer": "Tokenizer",
+    "shards": "Shards",
+    "pretrain": "Pretraining",
+    "tune": "Tuning",
+    "evaluate": "Evaluation",
+    "export": "Export",
+}
 
 
 def timeline(run: Run) -> Json:
@@ -48,7 +67,7 @@ def timeline(run: Run) -> Json:
 def _words(event: Json) -> tuple[str, str]:
     what = str(event.get("event", ""))
     step = f"step {event['step']:,}" if isinstance(event.get("step"), int) else ""
-    stage = {"pretrain": "Pretraining", "tune": "Tuning"}.get(str(event.get("stage")), "Training")
+    stage = STAGE_WORDS.get(str(event.get("stage")), "Training")
     try:
         match what:
             case "start":
@@ -62,6 +81,33 @@ def _words(event: Json) -> tuple[str, str]:
             case "checkpoint":
                 metric = f", held-out {significant(event['metric'], 4)}" if event.get("metric") is not None else ""
                 return "Checkpoint", f"{step}, {size(event['bytes'])} in {span(event['seconds'])}{metric}"
+            case "stage_began":
+                return f"{STAGE_WORDS[event['name']]} began", ""
+            case "stage_ended":
+                return f"{STAGE_WORDS[event['name']]} finished", f"took {span(event['seconds'])}"
+            case "spike":
+                over = [
+                    f"{name} {significant(event[key], 4)}, limit {significant(event[f'{key}_limit'], 4)}"
+                    for key, name in (("loss", "loss"), ("grad_norm", "gradient norm"))
+                ]
+                return "Spike", f"{step}: {'; '.join(over)}; action: {event['action']}"
+            case "spike_accepted":
+                return "Spike accepted", f"{step}: no rollback was left, so the new level counts as normal"
+            case "not_finite":
+                return "Not finite", f"{step}: first in {event['first']}"
+            case "rollback":
+                skip = f", without the data of steps {event['skip'][0]:,} to {event['skip'][1] - 1:,}" if event.get("skip") else ""
+                return "Rollback", f"{step}: back to step {event['to_step']:,}{skip}; {event.get('reason') or 'asked for by hand'}"
+            case "corruption":
+                ranks = ", ".join(map(str, event["ranks"]))
+                return "Silent corruption", f"{step}: {'' if event['certain'] else 'probably '}rank {ranks}: {event['what']}"
+            case "slow_rank":
+                times = f"{span(event['seconds'])} against {span(event['median'])} of the others"
+                return "Slow rank", f"{step}: rank {event['rank']}, {event['what']}: {times}"
+            case "save_failed":
+                return "Save failed", f"{step}: {event['reason']}"
+            case "data_starved":
+                return "Waiting for data", f"{step}: {event['share']:.0%} of the time of {event['steps']:,} steps"
             case "checkpoint_refused":
                 return "Checkpoint refused", f"{event['path']}: {event['reason']}"
             case "bad_step":

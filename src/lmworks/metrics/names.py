@@ -1,4 +1,4 @@
-"""The fixed names of all metrics (SPEC TRN4), each with its unit and meaning.
+"""The fixed names of all metrics, each with its unit and meaning.
 
 A part in braces stands for one name part: `validation/{domain}/bits_per_byte` covers `validation/code/bits_per_byte`.
 """
@@ -73,6 +73,8 @@ _TABLE = (
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
     ("perf/validation_seconds", "s", "time that training stood still for validation"),
     ("perf/slowest_rank", "", "number of the rank that holds up the others most", "several ranks"),
+    ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),
+    ("system/memory", "bytes", "memory in use on the first rank's machine, by all programs"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
     ("validation/loss", "nats/token", "mean over all validation tokens"),

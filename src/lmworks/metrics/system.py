@@ -34,6 +34,14 @@ def reset_memory_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def machine_metrics() -> dict[str, float]:
+    """`system/cpu` (%, since the last call) and `system/memory` (bytes) of all programs on this machine."""
+    import psutil
+
+    used = max(0, machine.memory() - machine.available_memory())
+    return {"system/cpu": psutil.cpu_percent(), "system/memory": float(used)}
+
+
 def gpu_metrics() -> dict[str, float]:
     """`system/gpu_temp` (degrees C) and `system/power` (W) of the current GPU; empty where there is no GPU or no NVML package."""
     import importlib.util

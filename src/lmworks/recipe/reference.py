@@ -33,7 +33,7 @@ their unit:
 | tokens | `15T`, `4Mi`, `131072 tokens` |
 | bytes | `16MB`, `4GiB` |
 | seconds | `30 s`, `10 min`, `90 days` |
-| duration | `2000 steps`, `1B tokens`, or `2%` of the phase it stands in |
+| duration | `2000 steps`, `1B tokens`, or `2%`: of the phase for a key of a phase, else of all of the stage |
 | recomputation | `none`, `selective`, `full`, `50%` (of the layers in full), `selective 50%` |
 
 Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;

@@ -144,7 +144,7 @@ class Seconds(Quantity, float):
 
 
 class Duration(Quantity):
-    """A stretch of training: `2000 steps`, `1B tokens`, or `2%` of the phase it stands in."""
+    """A stretch of training: `2000 steps`, `1B tokens`, or `2%`: of the phase where it stands in one, else of the stage."""
 
     example = "'2000 steps', '1B tokens' or '2%'"
 

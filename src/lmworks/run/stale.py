@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import __version__
-from lmworks.checkpoint import listing, manifest
+from lmworks.checkpoint import listing
 from lmworks.corpus.engine.listing import Listing
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
@@ -77,12 +77,7 @@ def _content(run_dir: Path, need: str) -> str:
     path = run_dir / need
     if not need.endswith("/"):
         return sha256_file(path)[:16] if path.is_file() else ""
-    try:
-        newest = listing.directories(path)[-1:]
-        files = manifest.entries(newest[0]) if newest else {}
-    except (OSError, ValueError):
-        return ""
-    return _hash({name: entry.blake3 for name, entry in files.items() if name.startswith(manifest.DATA)}) if files else ""
+    return listing.content(path)
 
 
 def why(stage: Stage, recipe: Recipe, run_dir: Path, expected: Mapping[str, str]) -> Why:

@@ -213,6 +213,7 @@ def _bring(context: Context, stage: Stage, recipe: Recipe, now: _Now, tell: Call
             (context.run_dir / name).unlink(missing_ok=True)
     tell(Told(stage.name, "begin", printable=_again(context.run_dir, stage, recipe, reason, now)))
     remember(folder, stage, made_from)
+    _note_stage(context.run_dir, stage, "stage_began")
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
         context.ranks.tell(stage.name)
@@ -224,8 +225,16 @@ def _bring(context: Context, stage: Stage, recipe: Recipe, now: _Now, tell: Call
         raise
     seconds = time.monotonic() - began
     remember(folder, stage, made_from, seconds)
+    _note_stage(context.run_dir, stage, "stage_ended", seconds=round(seconds, 1))
     write_page(context.run_dir)
     tell(Told(stage.name, "end", seconds, result))
+
+
+def _note_stage(run_dir: Path, stage: Stage, event: str, **fields: float) -> None:
+    """Write down when a stage was at work; the trainer does so for its own."""
+    if not stage.all_ranks:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write(event, name=stage.name, **fields)
 
 
 def _again(run_dir: Path, stage: Stage, recipe: Recipe, reason: Why, now: _Now) -> Text | None:

@@ -1,4 +1,4 @@
-"""The copies that ranks hold of weights and optimizer state, compared bit for bit (SPEC STB5)."""
+"""The copies that ranks hold of weights and optimizer state, compared bit for bit."""
 
 from __future__ import annotations
 

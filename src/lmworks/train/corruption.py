@@ -1,4 +1,4 @@
-"""Looking for silent corruption (SPEC STB5): arithmetic that does not repeat, and copies that differ. Every rank calls alike."""
+"""Looking for silent corruption: arithmetic that does not repeat, and copies that differ. Every rank calls alike."""
 
 from __future__ import annotations
 

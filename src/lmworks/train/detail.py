@@ -1,4 +1,4 @@
-"""Signals per layer, when asked for (SPEC STB4): seen through hooks that are there for one pass and then gone.
+"""Signals per layer, when asked for: seen through hooks that are there for one pass and then gone.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, C head dimension.
 """

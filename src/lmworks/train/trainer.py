@@ -148,7 +148,8 @@ class Trainer:
             self.step = self.guard.skips.next(0)
             return 0
         self.began_with = meta
-        self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **self._how())
+        planned = {"steps": self.course.steps, "planned_tokens": self.course.tokens}  # more than at the start where a phase was added
+        self.ledger.write("resume", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **planned, **self._how())
         progress.console.print(f"{self.label} goes on from step {self.step:,} of {self.course.steps:,}", style="dim")
         return self.saved
 
@@ -168,10 +169,11 @@ class Trainer:
             self.stopping.load(meta["early_stopping"])
         return meta
 
-    def _how(self) -> dict[str, str]:
-        """What this machine decides and the recipe may leave open."""
+    def _how(self) -> dict[str, Any]:
+        """What this machine decides and the recipe may leave open, and how many devices train: what the run costs is counted by it."""
         device = self.model.device
         how = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
+        how |= {"ranks": self.model.ranks.world, "threads": torch.get_num_threads()}
         return how | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
 
     def _refuse_to_forget(self) -> None:
@@ -443,7 +445,7 @@ class Trainer:
         if self.scaler is not None:
             values["optim/loss_scale"] = self.scaler.scale.item()
         clock = self._clock.metrics(self.flops_per_token(length), self.peak)
-        return values | losses(result) | clock | experts(self.model, result.counts_LE) | system.gpu_metrics()
+        return values | losses(result) | clock | experts(self.model, result.counts_LE) | system.machine_metrics() | system.gpu_metrics()
 
     def _slowest(self) -> dict[str, float]:
         """Now and then, who holds up the others."""

@@ -1,4 +1,4 @@
-"""Silent corruption in what ranks hold copies of (SPEC STB5): checksums of tensors, and a vote on who is right."""
+"""Silent corruption in what ranks hold copies of: checksums of tensors, and a vote on who is right."""
 
 from __future__ import annotations
 

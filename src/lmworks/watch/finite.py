@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is not finite (SPEC STB1): counted, and their batches kept for replay.
+"""Steps whose loss or gradient norm is not finite: counted, and their batches kept for replay.
 
 The weights are safe before this code runs: the trainer selects the update away on the device (`torch.where`), on all ranks
 alike.

@@ -1,4 +1,4 @@
-"""A sign of life from each rank, in a file of its own, so that what happened can be told after the ranks are gone (SPEC STB5).
+"""A sign of life from each rank, in a file of its own, so that what happened can be told after the ranks are gone.
 
 A rank says at every step what it is about to do. When a collective fails it also says which collectives it has entered; who has not
 entered the one that the others wait in is the rank that was missing.

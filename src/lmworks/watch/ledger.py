@@ -1,4 +1,4 @@
-"""The ledger: everything that happened to a run, in order, never rewritten (SPEC STB3)."""
+"""The ledger: everything that happened to a run, in order, never rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about a bad step: a pure function of the steps so far, of the ledger's rollbacks, and of the recipe (SPEC STB1, STB2).
+"""What is done about a bad step: a pure function of the steps so far, of the ledger's rollbacks, and of the recipe.
 
 The trainer tells of each step and carries out what is decided. All ranks see the same global numbers, so all decide alike.
 """

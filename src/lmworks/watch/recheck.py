@@ -1,4 +1,4 @@
-"""Silent corruption in arithmetic (SPEC STB5): the same work twice must give the same bits."""
+"""Silent corruption in arithmetic: the same work twice must give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow ranks (SPEC STB5): who takes longer for the same work.
+"""Slow ranks: who takes longer for the same work.
 
 In a synchronous step everybody waits for the slowest, so step times say nothing. What is compared is each rank's own time: what it does
 between two collectives at the border of steps, and a fixed piece of arithmetic.

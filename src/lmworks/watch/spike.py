@@ -1,4 +1,4 @@
-"""Spikes: a loss or gradient norm far above the last ones, by median and MAD (SPEC STB2).
+"""Spikes: a loss or gradient norm far above the last ones, by median and MAD.
 
 The limit of a step is known before the step, from the steps before it. So the step itself compares, on the device, and selects its
 update away; nothing waits for the answer.

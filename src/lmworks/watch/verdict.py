@@ -1,4 +1,4 @@
-"""Which rank was it? Read from the beats that a broken world has left (SPEC STB5)."""
+"""Which rank was it? Read from the beats that a broken world has left."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lmworks import jsonl
 from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.evidence.measuring import CountTokens, measure_part, reference, unpacked
@@ -24,10 +25,12 @@ from lmworks.progress import bar
 
 _WORTH_A_PROCESS = 8_000_000  # bytes of input
 _MOST_COPIED = 20
+_EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and characters of each
 
 
 def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
-    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `reference`, `missing`, `unread`.
+    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`, `missing`,
+    `unread`.
 
     The texts of at most `most_parts` parts of each source are looked at, evenly spaced over it. Memory: one batch of texts per process, and
     8 bytes for each duplicate. Raises UserError for a corpus that is not finished.
@@ -76,9 +79,26 @@ def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]
         "domains": {name: tally.as_json() for name, tally in sorted(domains.items())},
         "statistics": _summed(statistics.values()),
         "copied": _copied(corpus, whole),
+        "examples": _examples(corpus.out),
         "reference": {"bytes": model.bytes, "documents": model.documents},
         "missing": corpus.report["missing"],
     }
+
+
+def _examples(out: Path) -> list[dict[str, str]]:
+    """The beginnings of some dropped documents, for each reason the first ones of different sources where there are."""
+    kept: dict[str, list[dict[str, str]]] = {}
+    for line in jsonl.read(out / "rejected.jsonl"):
+        found = kept.setdefault(str(line.get("reason")), [])
+        if len(found) < _EXAMPLES or line.get("source") not in {one["source"] for one in found}:
+            text = " ".join(str(line.get("text", ""))[: 2 * _EXAMPLE_LENGTH].split())[:_EXAMPLE_LENGTH]
+            one = {"reason": str(line.get("reason")), "source": str(line.get("source")), "id": str(line.get("id")), "text": text}
+            same = next((n for n, other in enumerate(found) if [o["source"] for o in found].count(other["source"]) > 1), None)
+            if len(found) < _EXAMPLES:
+                found.append(one)
+            elif same is not None:
+                found[same] = one
+    return [one for found in kept.values() for one in found]
 
 
 def _statistics(corpus: Prepared, name: str) -> dict[str, Any]:

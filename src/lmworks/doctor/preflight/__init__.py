@@ -1,1 +1,1 @@
-"""Before money is spent: checks of everything that a run will lean on (SPEC DOC1)."""
+"""Before money is spent: checks of everything that a run will lean on."""
