@@ -21,6 +21,7 @@ from lmworks.checkpoint.near import Near
 from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import clean, nothing, prune, publish, set_aside
 from lmworks.checkpoint.team import new_team
+from lmworks.checkpoint.travelling import Documents, no_documents
 from lmworks.errors import UserError
 from lmworks.progress import console
 from lmworks.recipe.training import Checkpoints as Options
@@ -41,13 +42,14 @@ class Checkpoints:
     identity: JSON things that say which model this is; saved, and compared on loading.
     report: called as `report(event, **fields)`, also from other threads: `Ledger.write` fits.
     total_tokens: of the run, needed where `keep_every` is a percentage.
+    documents: files of the run, by name, that go with the copies in other storage.
 
     With an initialised process group all ranks make one and call it alike; rank 0 names, prunes and decides.
     """
 
     def __init__(
         self, directory: Path, options: Options, identity: dict[str, Any], *,
-        report: Callable[..., None] = _ignore, total_tokens: int | None = None,
+        report: Callable[..., None] = _ignore, total_tokens: int | None = None, documents: Documents = no_documents,
     ) -> None:
         self.directory, self.options, self.identity = Path(directory), options, identity
         self.report, self.total_tokens = report, total_tokens
@@ -65,12 +67,14 @@ class Checkpoints:
         # Where saves go first, and whether this rank makes the directories there.
         self._place = self._near.place if self._near else self.directory
         self._makes = self._near.is_first if self._near else self._team.is_first
-        if options.copy_to and self._makes:
-            self._mirror = Mirror(options.copy_to, report, self._near.mirroring if self._near else None)
+        self._team.together(partial(self._begin_mirror, options.copy_to, documents) if options.copy_to and self._makes else nothing)
         if self._makes:
             clean(self._place)
         if self._team.is_first:
             clean(self.directory)
+
+    def _begin_mirror(self, target: str, documents: Documents) -> None:
+        self._mirror = Mirror(target, self.report, self._near.mirroring if self._near else None, documents)
 
     def save(
         self, step: int, state: State, meta: dict[str, Any], *, metric: float | None = None, permanent: bool = False, wait: bool = False

@@ -7,12 +7,15 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
 from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console
+
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Where the copy lies: s3://bucket/folder, or a directory.")]
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
@@ -45,6 +48,8 @@ def register(app: typer.Typer) -> None:
         app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
     checkpoint_commands.register(app)
     app.command("report")(report)
+    app.command("copy")(copy)
+    app.command("restore")(restore)
 
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
@@ -98,3 +103,17 @@ def report(run: RunArgument) -> None:
     from lmworks.doctor.page import write_page
 
     print(write_page(Path(run)))
+
+
+def copy(run: RunArgument, url: UrlArgument) -> None:
+    """Copy a run to object storage or another directory: corpus, shards, newest checkpoints; what is there already is not sent again."""
+    from lmworks.run.copies import copy
+
+    copy(Path(run), url, console().print)
+
+
+def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to make.")]) -> None:
+    """Make a run directory of a copy, by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` goes on with it."""
+    from lmworks.run.copies import restore
+
+    restore(url, Path(run), console().print)
