@@ -173,7 +173,7 @@ def test_fsspec_urls() -> None:
 
 def test_an_unknown_protocol_is_named() -> None:
     pytest.importorskip("fsspec")
-    with pytest.raises(UserError, match="source mine: cannot read nonsense://bucket"):
+    with pytest.raises(UserError, match="source mine: path: cannot use nonsense://bucket"):
         items("jsonl", path="nonsense://bucket/a.jsonl")
 
 

@@ -21,6 +21,7 @@ from lmworks.checkpoint.near import Near
 from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import clean, nothing, prune, publish, set_aside
 from lmworks.checkpoint.team import new_team
+from lmworks.checkpoint.travelling import Documents, no_documents
 from lmworks.errors import UserError
 from lmworks.progress import console
 from lmworks.recipe.training import Checkpoints as Options
@@ -42,6 +43,7 @@ class Checkpoints:
     report: called as `report(event, **fields)`, also from other threads: `Ledger.write` fits.
     total_tokens: of the run, needed where `keep_every` is a percentage.
     recipe: the resolved recipe as plain values, without credentials; saved in each checkpoint, so that one alone says how it was trained.
+    documents: files of the run, by name, that go with the copies in other storage.
 
     With an initialised process group all ranks make one and call it alike; rank 0 names, prunes and decides.
     """
@@ -49,6 +51,7 @@ class Checkpoints:
     def __init__(
         self, directory: Path, options: Options, identity: dict[str, Any], *,
         report: Callable[..., None] = _ignore, total_tokens: int | None = None, recipe: dict[str, Any] | None = None,
+        documents: Documents = no_documents,
     ) -> None:
         self.directory, self.options, self.identity, self.recipe = Path(directory), options, identity, recipe
         self.report, self.total_tokens = report, total_tokens
@@ -66,12 +69,14 @@ class Checkpoints:
         # Where saves go first, and whether this rank makes the directories there.
         self._place = self._near.place if self._near else self.directory
         self._makes = self._near.is_first if self._near else self._team.is_first
-        if options.copy_to and self._makes:
-            self._mirror = Mirror(options.copy_to, report, self._near.mirroring if self._near else None)
+        self._team.together(partial(self._begin_mirror, options.copy_to, documents) if options.copy_to and self._makes else nothing)
         if self._makes:
             clean(self._place)
         if self._team.is_first:
             clean(self.directory)
+
+    def _begin_mirror(self, target: str, documents: Documents) -> None:
+        self._mirror = Mirror(target, self.report, self._near.mirroring if self._near else None, documents)
 
     def save(
         self, step: int, state: State, meta: dict[str, Any], *, metric: float | None = None, permanent: bool = False, wait: bool = False

@@ -23,6 +23,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_name(name: str) -> bool:
+    """Whether a directory of this name holds a checkpoint."""
+    return _STEP.match(name) is not None
+
+
 def aside_name(final: Path) -> Path:
     """Where a checkpoint is written before it gets its name."""
     return final.with_name(f".{final.name}.part")

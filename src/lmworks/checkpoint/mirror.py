@@ -10,34 +10,37 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.priority import yield_to_training
 from lmworks.checkpoint.publish import nothing, publish
 from lmworks.checkpoint.team import Team
-from lmworks.credentials import reveal
-from lmworks.errors import UserError
-from lmworks.files import sync_directory
+from lmworks.checkpoint.travelling import BUNDLE, Documents, no_documents, pack
+from lmworks.files import atomic_path, sync_directory
+from lmworks.storage import filesystem, make_directory, require_writable
 
 _BLOCK = 1 << 22
+_WHAT = "checkpoints.copy_to"
 
 
 class Mirror:
     """Copies checkpoints one after the other in a thread. A failed copy is reported and tried again with the next one and at the
     end; it never stops the run, whose own checkpoints are whole.
 
-    team: who copies together, each what it has; all call `add` and `close` alike.
+    team: who copies together, each what it has; all call `add` and `close` alike. documents: files of the run that go with each copy.
+    Raises `UserError` for a URL that cannot be written.
     """
 
-    def __init__(self, target: str, report: Callable[..., None], team: Team | None = None) -> None:
-        self.target, self.report, self._team = target, report, team or Team()
+    def __init__(
+        self, target: str, report: Callable[..., None], team: Team | None = None, documents: Documents = no_documents
+    ) -> None:
+        self.target, self.report, self._team, self._documents = target, report, team or Team(), documents
         self.failed: dict[Path, str] = {}
         self._queue: queue.Queue[Path | None] = queue.Queue()
         self._waiting: set[Path] = set()
         self._thread: threading.Thread | None = None
-        if "://" in target:
-            _filesystem(target)
+        if "://" in target and self._team.is_first:
+            require_writable(target, _WHAT)
 
     def add(self, path: Path) -> None:
         """Copy `path`, and what failed before, when its turn comes; until then `protected` names it."""
@@ -75,7 +78,7 @@ class Mirror:
             return
         begin = time.monotonic()
         try:
-            copied = copy_checkpoint(path, self.target, self._team)
+            copied = copy_checkpoint(path, self.target, self._team, self._documents)
         except Exception as error:
             self.failed[path] = str(error)
             if self._team.is_first:
@@ -86,8 +89,9 @@ class Mirror:
                 self.report("checkpoint_copied", path=str(path), to=to, seconds=round(time.monotonic() - begin, 3))
 
 
-def copy_checkpoint(source: Path, target: str, team: Team | None = None) -> bool:
+def copy_checkpoint(source: Path, target: str, team: Team | None = None, documents: Documents = no_documents) -> bool:
     """Copy a checkpoint below `target` (a directory or an fsspec URL), the manifest last; returns False if it is there and whole already.
+    The `documents` of the run, where there are any, come right before the manifest: a checkpoint that counts has what belongs to it.
 
     Each member of `team` copies the data that it has in its `source` and compares what arrived with the manifest; the first adds the
     documents and seals. Raises OSError, on all members, if the copy differs.
@@ -102,16 +106,19 @@ def copy_checkpoint(source: Path, target: str, team: Team | None = None) -> bool
         team.together(place.begin if team.is_first else nothing)
         team.together(lambda: place.bring(source, mine))
         brought = {name for names in team.gather(sorted(mine)) for name in names}
-        team.together(partial(_seal, place, source, sorted(files.keys() - brought)) if team.is_first else nothing)
+        team.together(partial(_seal, place, source, sorted(files.keys() - brought), documents) if team.is_first else nothing)
     finally:
         if team.is_first:
             place.clear()
     return True
 
 
-def _seal(place: _Directory | _Url, source: Path, absent: list[str]) -> None:
+def _seal(place: _Directory | _Url, source: Path, absent: list[str], documents: Documents) -> None:
     if absent:
         raise OSError(f"{absent[0]} of {source} is on no machine")
+    if files := documents():
+        with pack(files) as packed:
+            place.put_beside(packed)
     place.seal(source)
 
 
@@ -138,6 +145,10 @@ class _Directory:
         if (reason := manifest.differing(self._aside, files)) is not None:
             raise OSError(f"the copy of {source} in {self.final.parent} is bad: {reason}")
 
+    def put_beside(self, packed: Path) -> None:
+        with atomic_path(self.final.parent / BUNDLE) as aside:
+            shutil.copyfile(packed, aside)
+
     def seal(self, source: Path) -> None:
         copy_files(source, self._aside, [manifest.NAME])
         sync_directory(self._aside)
@@ -152,8 +163,8 @@ class _Url:
     that goes first and comes last."""
 
     def __init__(self, target: str, name: str) -> None:
-        self._filesystem, root = _filesystem(target)
-        self._target, self._final = target, f"{root.rstrip('/')}/{name}"
+        self._filesystem, root = filesystem(target, _WHAT)
+        self._target, self._root, self._final = target, root, f"{root}/{name}"
 
     def holds(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
         """Whether the copy has been sealed; each file was compared before that."""
@@ -161,7 +172,7 @@ class _Url:
         return bool(self._filesystem.exists(seal) and self._filesystem.cat_file(seal) == manifest.read_document(source / manifest.NAME))
 
     def begin(self) -> None:
-        self._filesystem.makedirs(self._final, exist_ok=True)
+        make_directory(self._filesystem, self._final)
         if self._filesystem.exists(f"{self._final}/{manifest.NAME}"):
             self._filesystem.rm_file(f"{self._final}/{manifest.NAME}")
 
@@ -172,6 +183,9 @@ class _Url:
                 arrived = manifest.hash_of(handle)
             if arrived != entry.blake3:
                 raise OSError(f"{self._target}: the copy of {name} differs from {source / name}")
+
+    def put_beside(self, packed: Path) -> None:
+        self._filesystem.put_file(str(packed), f"{self._root}/{BUNDLE}")
 
     def seal(self, source: Path) -> None:
         self._filesystem.put_file(str(source / manifest.NAME), f"{self._final}/{manifest.NAME}")
@@ -189,15 +203,3 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             writer.flush()
             os.fsync(writer.fileno())
             os.posix_fadvise(writer.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _filesystem(target: str) -> tuple[Any, str]:
-    try:
-        import fsspec
-    except ImportError:
-        raise UserError("checkpoints.copy_to with a URL needs fsspec: pip install 'lmworks[data]'") from None
-    try:
-        filesystem, root = fsspec.core.url_to_fs(reveal(target))
-    except (ValueError, ImportError) as error:
-        raise UserError(f"checkpoints.copy_to: cannot use {target} ({error})") from None
-    return filesystem, str(root)

@@ -15,6 +15,8 @@ from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, token
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Where the copy lies: s3://bucket/folder, or a directory.")]
+
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
     "tokenizer": "Tokenizer: byte-pair merges and special tokens",
@@ -47,6 +49,8 @@ def register(app: typer.Typer) -> None:
     checkpoint_commands.register(app)
     app.command("report")(report)
     app.command("replay")(replay)
+    app.command("copy")(copy)
+    app.command("restore")(restore)
 
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
@@ -133,3 +137,17 @@ def report(
     from lmworks.recipe.load import load_cluster
 
     print(write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]]))
+
+
+def copy(run: RunArgument, url: UrlArgument) -> None:
+    """Copy a run to object storage or another directory: corpus, shards, newest checkpoints; what is there already is not sent again."""
+    from lmworks.run.copies import copy
+
+    copy(Path(run), url, console().print)
+
+
+def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to make.")]) -> None:
+    """Make a run directory of a copy, by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` goes on with it."""
+    from lmworks.run.copies import restore
+
+    restore(url, Path(run), console().print)

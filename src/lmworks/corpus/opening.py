@@ -7,7 +7,6 @@ import gzip
 import io
 import lzma
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
+from lmworks.storage import fsspec
 
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
@@ -32,15 +32,6 @@ class Bomb(OSError):
     """A file that expands without end."""
 
 
-def fsspec() -> Any:
-    """The package that opens URLs."""
-    try:
-        import fsspec as module
-    except ImportError:
-        raise UserError("reading a URL needs fsspec: pip install 'lmworks[data]'") from None
-    return module
-
-
 def can_seek(path: str) -> bool:
     """Whether reading may begin in the middle. Web servers need not allow it."""
     return not path.startswith(("http://", "https://"))
@@ -55,7 +46,7 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
     with ExitStack() as stack:
         if "://" in path:
             # what fsspec opens reads lines of any length
-            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec().open(reveal(path), "rb")), _CHUNK))
+            raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec("reading a URL").open(reveal(path), "rb")), _CHUNK))
         else:
             raw = stack.enter_context(open(path, "rb"))
         if seek and not can_seek(path):
@@ -114,13 +105,6 @@ class _Watched(io.RawIOBase):
         buffer[: len(data)] = data
         self._expansion.add(len(data))
         return len(data)
-
-
-def lost_errors() -> tuple[type[Exception], ...]:
-    """What a connection that is lost raises, with the network packages that are in use."""
-    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
-    found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
-    return (ConnectionError, TimeoutError, FileNotFoundError, PermissionError, *found)
 
 
 def bounded_lines(stream: Any, limit: int) -> Iterator[tuple[bytes, bool]]:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, Expansion, decompress, lost_errors, open_binary
+from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, Expansion, decompress, open_binary
 from lmworks.errors import UserError
+from lmworks.storage import lost_errors
 
 OPEN, NEXT, READ = b"open", b"next", b"read"
 GIVEN, BOMB, DAMAGED, LOST, REFUSED = b"+", b"bomb ", b"damaged ", b"lost ", b"refused "

@@ -196,7 +196,13 @@ class Checkpoints(Node):
     local: str | None = Field(
         None, description="directory on each machine's own disk to save into first; copied from there to the run, in the background"
     )
-    copy_to: str | None = Field(None, description="directory or fsspec URL to copy finished checkpoints to, in the background")
+    copy_to: str | None = Field(
+        None, description="directory or fsspec URL to copy finished checkpoints to, in the background; `lmworks restore` brings them back"
+    )
+
+    def of(self, folder: str) -> Checkpoints:
+        """These with the copies of a run's checkpoint folder in one of the same name, so that those of two stages stay apart."""
+        return self if self.copy_to is None else self.model_copy(update={"copy_to": f"{self.copy_to.rstrip('/')}/{folder}"})
 
 
 class Metrics(Node):

@@ -13,7 +13,6 @@ from zlib import crc32
 
 import numpy as np
 
-from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_bytes
 from lmworks.recipe.data import Cache
@@ -21,6 +20,7 @@ from lmworks.shards.cache import BlockCache, block_key
 from lmworks.shards.checked import BLOCK, ENDING, damaged, read_whole
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.manifest import Shard
+from lmworks.storage import filesystem
 
 _AT_ONCE = 32  # requests under way, which hide each other's latency
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries to read what could not be read
@@ -55,11 +55,7 @@ class Url:
     """Anything that fsspec opens, such as s3://bucket/run/shards."""
 
     def __init__(self, url: str) -> None:
-        try:
-            import fsspec
-        except ImportError:
-            raise UserError(f"shards.cache.remote: reading {url} needs fsspec: pip install 'lmworks[data]'") from None
-        self._files, self._path = fsspec.core.url_to_fs(reveal(url))
+        self._files, self._path = filesystem(url, "shards.cache.remote")
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=stop)

@@ -11,6 +11,7 @@ import torch
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import Team, new_team
+from lmworks.checkpoint.travelling import documents_of
 from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
@@ -189,12 +190,12 @@ def pretrain(
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
     rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
-    data = batches.manifest.digests()
+    data, folder = batches.manifest.digests(), run_dir / "checkpoints"
     with (
         Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
         Checkpoints(
-            run_dir / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=tokens,
-            recipe=as_tree(recipe),
+            folder, recipe.checkpoints.of("checkpoints"), identity(recipe), report=ledger.write, total_tokens=tokens,
+            recipe=as_tree(recipe), documents=lambda: documents_of(run_dir, folder),
         ) as checkpoints,
     ):
         far = Far(batches, recipe, tokenizer)

@@ -8,6 +8,7 @@ from pathlib import Path
 from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
+from lmworks.checkpoint.travelling import documents_of
 from lmworks.corpus.contamination import Gate
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
@@ -102,8 +103,8 @@ def tune(
     with (
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
-            folder / "checkpoints", recipe.checkpoints, identity(recipe), report=ledger.write, total_tokens=course.tokens,
-            recipe=as_tree(recipe),
+            folder / "checkpoints", recipe.checkpoints.of("tune/checkpoints"), identity(recipe), report=ledger.write,
+            recipe=as_tree(recipe), total_tokens=course.tokens, documents=lambda: documents_of(run_dir, folder / "checkpoints"),
         ) as checkpoints,
     ):
         stability = recipe.stability

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import Bomb, lost_errors
+from lmworks.corpus.opening import Bomb
 from lmworks.errors import UserError
 from lmworks.masking import mask
+from lmworks.storage import lost_errors
 
 
 @lru_cache(maxsize=1)

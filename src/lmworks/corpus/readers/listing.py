@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.items import Unavailable
-from lmworks.corpus.opening import COMPRESSED, fsspec
-from lmworks.credentials import hide, reveal
+from lmworks.corpus.opening import COMPRESSED
+from lmworks.credentials import hide
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
+from lmworks.storage import explained, filesystem, lost_errors
 
 LEADS_OUT = "a link that leads out of its source"
 _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
@@ -127,8 +128,8 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
+    system, inner = filesystem(path, "path")
     try:
-        system, inner = fsspec().core.url_to_fs(reveal(path))
         if any(mark in inner for mark in "*?["):
             found = system.glob(inner, detail=True)
         elif system.isdir(inner):
@@ -137,8 +138,11 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
             found = {inner: system.info(inner)}
     except FileNotFoundError:
         return []
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"cannot read {path}: {error}") from None
+    except (OSError, *lost_errors()):
+        with explained(path, "path"):
+            raise
     return [
         File(hide(system.unstrip_protocol(name)), int(info.get("size") or 0), str(_version(info)))
         for name, info in found.items()

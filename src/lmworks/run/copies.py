@@ -1,0 +1,249 @@
+"""Copies of runs in object storage or another directory, and runs made from them again.
+
+A copy is laid out as the run is. Whatever is in it counts once what names its files with their hashes lies there, which comes last: a
+checkpoint's manifest, and `copied.json` in the folder of a stage. The run's own small files lie in `run.gz` beside its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lmworks.checkpoint import listing, manifest
+from lmworks.checkpoint.manifest import Entry
+from lmworks.checkpoint.mirror import copy_checkpoint
+from lmworks.checkpoint.travelling import BUNDLE, documents_of, unpack
+from lmworks.errors import UserError
+from lmworks.files import explain_os_errors, sync_directory
+from lmworks.progress import bar
+from lmworks.run.stages import STAGES, STAMP, Stage
+from lmworks.run.stale import remembered
+from lmworks.run.walk import require_run
+from lmworks.storage import explained, filesystem, make_directory, require_writable
+from lmworks.train.load import folder
+from lmworks.watch import skips
+from lmworks.watch.ledger import read_ledger
+from lmworks.watch.lock import RunLock
+
+SEAL = "copied.json"
+_DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`
+_TRAINED = (("base", "pretrain"), ("tuned", "tune"))
+_NAME = re.compile(r"(?!.*(?:^|/)\.)[^\0\n]{1,1000}")
+_THREADS = 8
+
+Tell = Callable[[str], None]
+
+
+class _Far:
+    """A directory, local or behind a URL."""
+
+    def __init__(self, url: str, what: str) -> None:
+        self.url = url.rstrip("/")
+        self._system, self._root = filesystem(self.url, what)
+
+    def read(self, name: str) -> bytes | None:
+        """A small file; None if there is none."""
+        path = f"{self._root}/{name}"
+        try:
+            if self._system.size(path) > manifest.MOST_DOCUMENT:
+                raise UserError(f"{self.url}/{name} is too large for what it should be")
+            data: bytes = self._system.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return data
+
+    def steps(self, name: str) -> list[str]:
+        """Names of the checkpoints in a folder, newest first."""
+        try:
+            found = [Path(path.rstrip("/")) for path in self._system.ls(f"{self._root}/{name}", detail=False)]
+        except FileNotFoundError:
+            return []
+        return [path.name for path in sorted((path for path in found if listing.is_name(path.name)), key=listing.step_of, reverse=True)]
+
+    def fetch(self, name: str, path: Path) -> None:
+        """A file, on the disk when this returns."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._system.get_file(f"{self._root}/{name}", str(path))
+        with open(path, "rb") as handle:
+            os.fsync(handle.fileno())
+
+    def put(self, path: Path, name: str, entry: Entry) -> None:
+        """Make a file the same as `path`, unless it is; what arrived is read and compared."""
+        if not self._same(name, entry):
+            make_directory(self._system, os.path.dirname(f"{self._root}/{name}"))
+            self._system.put_file(str(path), f"{self._root}/{name}")
+            if not self._same(name, entry):
+                raise OSError(f"the copy of {path} in {self.url} differs from it")
+
+    def _same(self, name: str, entry: Entry) -> bool:
+        try:
+            if self._system.size(f"{self._root}/{name}") != entry.bytes:
+                return False
+            with self._system.open(f"{self._root}/{name}", "rb") as handle:
+                return manifest.hash_of(handle) == entry.blake3
+        except FileNotFoundError:
+            return False
+
+    def write(self, name: str, data: bytes) -> None:
+        self._system.pipe_file(f"{self._root}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        if self._system.exists(f"{self._root}/{name}"):
+            self._system.rm_file(f"{self._root}/{name}")
+
+
+def copy(run_dir: Path, url: str, tell: Tell) -> None:
+    """Copy a run that rests: corpus and shards where they are done, and its newest good checkpoints with the run's small files.
+
+    What is there already and the same is not sent again, so that a copy that was cut off goes on.
+    """
+    require_run(run_dir)
+    require_writable(url, "copy")
+    far = _Far(url, "copy")
+    with RunLock(run_dir), explained(url, "copy"):
+        for stage in _DATA:
+            if (remembered(run_dir / stage.folder) or {}).get("done"):
+                tell(f"{stage.name}: {_copy_stage(run_dir, far, stage)}")
+        for which, name in _TRAINED:
+            place = folder(run_dir, which)
+            newest, _ = listing.newest_good(place)
+            if newest is not None:
+                to = f"{far.url}/{place.relative_to(run_dir)}"
+                copied = copy_checkpoint(newest, to, documents=partial(documents_of, run_dir, place))
+                tell(f"{name}: {newest.name} {'copied' if copied else 'was there'}")
+
+
+def _copy_stage(run_dir: Path, far: _Far, stage: Stage) -> str:
+    paths = {STAMP: run_dir / stage.folder / STAMP}
+    for name in (remembered(run_dir / stage.folder) or {}).get("outputs", {}):
+        paths[name] = run_dir / stage.folder / name
+    files = {name: Entry(path.stat().st_size, manifest.hash_file(path)) for name, path in paths.items()}
+    seal = _sealed(files)
+    if far.read(f"{stage.folder}/{SEAL}") == seal:
+        return "was there"
+    far.remove(f"{stage.folder}/{SEAL}")
+    with bar(f"copying {stage.name}", sum(entry.bytes for entry in files.values())) as progress:
+
+        def put(name: str) -> None:
+            far.put(paths[name], f"{stage.folder}/{name}", files[name])
+            progress.advance(files[name].bytes)
+
+        manifest.parallel(put, sorted(files), _THREADS)
+    far.write(f"{stage.folder}/{SEAL}", seal)
+    return "copied"
+
+
+def _sealed(files: Mapping[str, Entry]) -> bytes:
+    return json.dumps({name: asdict(files[name]) for name in sorted(files)}, indent=1).encode() + b"\n"
+
+
+def restore(url: str, run_dir: Path, tell: Tell) -> None:
+    """Make a run directory of a copy: the newest good checkpoints, the run's small files, and corpus and shards where they were copied.
+
+    The next `lmworks run` makes what is not there and trains on. `UserError` if `run_dir` holds anything, or nothing in the copy is good.
+    """
+    if run_dir.is_symlink() or (run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))):
+        raise UserError(f"{run_dir} is not empty; a run is restored into a folder of its own")
+    far, aside = _Far(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
+    with explain_os_errors(run_dir), explained(url, "restore"):
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            found = [_restore_checkpoint(far, aside, which, name, tell) for which, name in _TRAINED]
+            if not any(found):
+                raise UserError(f"there is no whole checkpoint of a run in {far.url}, so nothing is restored")
+            for stage in _DATA:
+                _restore_stage(far, aside, stage, tell)
+            if run_dir.is_dir():
+                run_dir.rmdir()
+            os.replace(aside, run_dir)
+            sync_directory(run_dir.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _restore_checkpoint(far: _Far, to: Path, which: Any, stage: str, tell: Tell) -> bool:
+    """The newest one that is good and was not taken back, with the files of the run; False if there is none."""
+    place = folder(to, which)
+    name = str(place.relative_to(to))
+    steps = far.steps(name)
+    if not steps:
+        return False
+    packed = to / BUNDLE
+    try:
+        far.fetch(f"{name}/{BUNDLE}", packed)
+    except FileNotFoundError:
+        raise UserError(f"{far.url}/{name} has no {BUNDLE}, so it is no copy of a run") from None
+    files = to / "files"
+    unpack(packed, files)
+    packed.unlink()
+    # those with the tuned model's checkpoints are newer than those with the base model's
+    shutil.copytree(files, to, dirs_exist_ok=True)
+    shutil.rmtree(files)
+    history = skips.rollbacks(read_ledger(to / "ledger.jsonl"), stage)
+    for step in steps:
+        reason = _fetch_checkpoint(far, f"{name}/{step}", place / step, history)
+        if reason is None:
+            tell(f"{stage}: {step}")
+            return True
+        tell(f"{stage}: {step} is not used: {reason}")
+        shutil.rmtree(place / step, ignore_errors=True)
+    return False
+
+
+def _fetch_checkpoint(far: _Far, name: str, to: Path, history: list[skips.Rollback]) -> str | None:
+    """Why the checkpoint is not to be used; None if it is in `to`, and good."""
+    try:
+        far.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME)
+        files = manifest.entries(to)
+        far.fetch(f"{name}/{listing.META}", to / listing.META)
+        if (reason := manifest.differing(to, {listing.META: files[listing.META]})) is not None:
+            return reason
+        if skips.undone(listing.step_of(to), len(listing.read_meta(to)["meta"].get("rollbacks", [])), history):
+            return "a rollback took it back"
+        _fetch_all(far, name, to, {one: entry for one, entry in files.items() if one != listing.META})
+    except FileNotFoundError as error:
+        return f"it is not whole ({Path(str(error.filename or error)).name} is missing)"
+    except (ValueError, KeyError) as error:
+        return str(error)
+    reason = manifest.problem(to)
+    sync_directory(to)
+    return reason
+
+
+def _restore_stage(far: _Far, to: Path, stage: Stage, tell: Tell) -> None:
+    data = far.read(f"{stage.folder}/{SEAL}")
+    if data is None:
+        tell(f"{stage.name}: not in the copy; the next run makes it again")
+        return
+    try:
+        files = {name: Entry(int(entry["bytes"]), str(entry["blake3"])) for name, entry in json.loads(data).items()}
+        if _sealed(files) != data or any(not _NAME.fullmatch(name) or name.startswith("/") for name in files):
+            raise ValueError(f"{SEAL} is not as it was written")
+        _fetch_all(far, stage.folder, to / stage.folder, files)
+        reason = manifest.differing(to / stage.folder, files)
+    except FileNotFoundError as error:
+        reason = f"{Path(str(error.filename or error)).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error)
+    if reason is None:
+        tell(f"{stage.name}: {len(files)} files")
+        return
+    tell(f"{stage.name}: the copy is damaged ({reason}); the next run makes it again")
+    shutil.rmtree(to / stage.folder, ignore_errors=True)
+
+
+def _fetch_all(far: _Far, name: str, to: Path, files: Mapping[str, Entry]) -> None:
+    with bar(f"fetching {name}", sum(entry.bytes for entry in files.values())) as progress:
+
+        def fetch(one: str) -> None:
+            far.fetch(f"{name}/{one}", to / one)
+            progress.advance(files[one].bytes)
+
+        manifest.parallel(fetch, sorted(files), _THREADS)
