@@ -55,6 +55,8 @@ def recipe(tmp_path) -> Any:
         (["train.precision=fp16"], "train.precision", "set bf16 or fp32"),
         (["train.compile=true"], "train.compile", "set train.compile=false"),
         (["stability.recheck_every=10 steps"], "stability.recheck_every", "leave recheck_every out"),
+        (["stability.detect_anomaly=true"], "stability.detect_anomaly", "leave detect_anomaly out"),
+        (["tune.ewc.weight=1"], "tune.ewc", "leave ewc out"),
         (["metrics.detail_every=10 steps"], "metrics.detail_every", "leave detail_every out"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

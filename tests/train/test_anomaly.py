@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import _register, app
 from lmworks.errors import UserError
-from lmworks.model import Transformer
+from lmworks.model import Transformer, documents
 from lmworks.model.init import initialize
 from lmworks.model.layers import Linear
 from lmworks.recipe.model import Model
@@ -77,6 +77,25 @@ def test_an_operator_of_the_backward_pass_is_named() -> None:
     found.get_submodule("layers.1.ffn.gate").register_forward_hook(lambda module, inputs, output: ZeroDivision.apply(output))
     said = first(found)
     assert said is not None and said.startswith("div of layers.1.ffn.gate, backward pass: its result is ")
+
+
+@pytest.mark.parametrize("by", [1.0, 1e38])
+def test_attention_that_stays_compiled_is_one_operator(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """FlexAttention needs a GPU; here what stands in its place is compiled, forward and backward, and sees all keys."""
+    compiled = torch.compile(lambda query, key, value: (query @ key.mT).softmax(-1) @ value * by * by, backend="aot_eager")
+    calls: list[int] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, blocks: object) -> Tensor:
+        calls.append(len(query))
+        return compiled(query, key, value)
+
+    monkeypatch.setattr(documents, "_KEPT", 0)
+    monkeypatch.setattr(documents, "has_flex", lambda device: True)
+    monkeypatch.setattr(documents, "attend_flex", attend)
+    found = first(model())
+    assert calls
+    assert found == (None if by == 1 else "flex_attention of layers.0.attention, forward pass: its result is infinite")
+    assert documents.attend_flex is attend
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
+from lmworks.export.card import write_card
 from lmworks.interrupt import Interrupted
 from lmworks.recipe.training import EarlyStopping as Options
+from lmworks.train.load import load_model
 from lmworks.train.stopping import EarlyStopping
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
@@ -63,6 +65,10 @@ def test_a_run_stops_early_and_goes_on_to_the_next_stage(tiny_copy: Tiny) -> Non
     assert listing.step_of(listing.directories(tiny_copy.run_dir / "checkpoints")[-1]) == LAST
     assert [line["step"] for line in curve(tiny_copy.run_dir)] == list(range(1, LAST + 1))
     assert not [stage for stage, what in tiny_copy.walk(*both, last="tune") if what == "begin"]
+    recipe, card = tiny_copy.resolve(*both).recipe, tiny_copy.run_dir.parent / "card"
+    write_card(recipe, load_model(tiny_copy.run_dir), tiny_copy.run_dir, card, gguf=False)
+    said = f"Early stopping ended `pretrain` after {events[0]['tokens']:,} tokens. Early stopping ended `tune` after 2,048 tokens."
+    assert said in (card / "README.md").read_text()
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "whole")
     undisturbed.walk("train.validate_every=4 steps", last="pretrain", allow=["train.early_stopping"])
     assert [line["step"] for line in curve(undisturbed.run_dir)] == list(range(1, STEPS + 1)), "without it the run goes on"

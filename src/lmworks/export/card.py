@@ -13,14 +13,15 @@ from lmworks.recipe.huggingface import class_for
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import count
+from lmworks.watch.ledger import read_ledger
 
 
 def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
     """README.md beside the weights, from the recipe and the reports of the run as far as they exist."""
     corpus = _optional(run_dir / "corpus" / "report.json")
     results = _optional(run_dir / "evaluate" / "results.json")
-    parts = [_front_matter(corpus), f"# {recipe.name}", _what(recipe, model), _sources(corpus), _scores(results), _use(recipe, gguf)]
-    parts.append(_limits(recipe))
+    parts = [_front_matter(corpus), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus), _scores(results)]
+    parts += [_use(recipe, gguf), _limits(recipe)]
     write_text(directory / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
 
@@ -62,6 +63,17 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     begun = f"on from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from nothing"
     text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
     return text + "\n\n" + _markdown(("", ""), rows)
+
+
+def _ended_early(run_dir: Path) -> str:
+    """Which stages ended before their budgets were used up, and with how much."""
+    lines, events = [], read_ledger(run_dir / "ledger.jsonl")
+    for stage in ("pretrain", "tune"):
+        last = [event for event in events if event["event"] in ("early_stop", "finish") and event["stage"] == stage]
+        ended = next((event for event in last if event["event"] == "early_stop" and event["step"] == last[-1]["step"]), None)
+        if ended is not None:
+            lines.append(f"Early stopping ended `{stage}` after {ended['tokens']:,} tokens.")
+    return " ".join(lines)
 
 
 def _attention(config: Model) -> str:

@@ -184,8 +184,9 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
     return local, largest
 
 
-def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, averaged: bool) -> dict[str, float]:
-    """What outlives a micro-batch, with FSDP2 and our optimizers; `element` bytes for a number of the compute copy."""
+def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, kept: int) -> dict[str, float]:
+    """What outlives a micro-batch, with FSDP2 and our optimizers; `element` bytes for a number of the compute copy, and `kept` for what is
+    kept beside each weight: its average, what it was and how much it mattered (ewc)."""
     weights = master = gradients = states = 0.0
     ranks = layout.dp_shard * layout.cp
     for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
@@ -193,7 +194,7 @@ def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, average
         weights += group.count * element / share3
         master += group.count * 4 / share1 if element < 4 else 0
         gradients += group.count * 4 / share2
-        states += (group.muon * 4 + group.adam * 8 + (group.count * 4 if averaged else 0)) / share1
+        states += (group.muon * 4 + group.adam * 8 + group.count * kept) / share1
     if layout.zero == 3 and ranks > 1:
         weights += 2 * (largest.shared.count + largest.experts.count) * element + 4 * (largest.shared.count + largest.experts.count)
     return {"weights": weights, "fp32 master": master, "gradients": gradients, "optimizer state": states}
@@ -257,7 +258,7 @@ def _stage_memory(
     local, largest = _local(model, layout, stage, muon)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
-        kept = _by_us(local, largest, layout, element, optimizer.ema > 0)
+        kept = _by_us(local, largest, layout, element, 4 * (optimizer.ema > 0) + 8 * any(phase.ewc for phase in recipe.train.phases))
     else:
         kept, elsewhere = _by_deepspeed(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
 

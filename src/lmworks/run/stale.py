@@ -153,7 +153,7 @@ def require_own(run_dir: Path, stage: Stage) -> None:
             "choose another run_dir, or replace the link by a copy"
         )
     if folder.exists() and not (folder / STAMP).is_file():
-        own = (f".{STAMP}.", "step-", ".step-") if stage.name == "pretrain" else (f".{STAMP}.",)  # checkpoints may come from a copy
+        own = (f".{STAMP}.", "step-", ".step-", "ewc-") if stage.name == "pretrain" else (f".{STAMP}.",)  # checkpoints may come from a copy
         stranger = next((path for path in _entries(folder) if not path.name.startswith(own)), None)
         if stranger is not None:
             raise UserError(

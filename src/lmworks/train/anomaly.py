@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lmworks.model import documents
 from lmworks.optim.placement import local
 from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
@@ -48,6 +50,8 @@ class FirstNonFinite(TorchDispatchMode):
             hooks = (module.register_forward_pre_hook(self._enter(name)), module.register_forward_hook(self._leave, always_call=True))
             for hook in hooks:
                 self._stack.callback(hook.remove)
+        self._stack.callback(setattr, documents, "attend_flex", documents.attend_flex)
+        documents.attend_flex = self._fused(documents.attend_flex)
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         return self
@@ -85,12 +89,28 @@ class FirstNonFinite(TorchDispatchMode):
         before = _faults(given) if func._schema.is_mutable else None  # what it overwrites cannot be looked at afterwards
         result = func(*args, **kwargs)
         made = _floats(result)
-        nan, infinite = _faults(made[:1] if _ATTENTION in name else made)
+        self._judge(name, given, made[:1] if _ATTENTION in name else made, before)
+        return result
+
+    def _fused(self, attend: Any) -> Any:
+        """FlexAttention as one operator, compiled as ever: its eager form makes all scores."""
+
+        def attend_flex(*args: Any) -> Any:
+            with torch.compiler.set_stance("default"), _disable_current_modes():
+                result = attend(*args)
+                if self.found is None:
+                    self._judge("flex_attention", _floats(args[:3]), _floats(result))
+            return result
+
+        return attend_flex
+
+    def _judge(self, name: str, given: list[Tensor], made: list[Tensor], before: tuple[bool, bool] | None = None) -> None:
+        """Blame an operator, if it is to blame; `before` is what was wrong with the tensors given, where they are not as they were."""
+        nan, infinite = _faults(made)
         if nan or infinite:
             had_nan, had_infinite = before or _faults(given)
             if (nan and not had_nan) or (infinite and not (had_infinite or had_nan or name in _FILLS)):
                 self._describe(name, "NaN" if nan and not had_nan else "infinite")
-        return result
 
     def _describe(self, name: str, what: str) -> None:
         # With no node of the backward pass at work, this is the forward, a recomputed one included.
@@ -118,7 +138,8 @@ def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch:
 def _floats(values: Any) -> list[Tensor]:
     """The floating-point tensors among arguments or results, as this rank holds them."""
     found: Iterable[Any] = tree_leaves(values)
-    return [local(one) for one in found if isinstance(one, Tensor) and one.is_floating_point() and one.itemsize > 1 and one.numel()]
+    real = [one for one in found if isinstance(one, Tensor) and not isinstance(one, FakeTensor)]  # the others are of a compiler at work
+    return [local(one) for one in real if one.is_floating_point() and one.itemsize > 1 and one.numel()]
 
 
 def _faults(tensors: list[Tensor]) -> tuple[bool, bool]:

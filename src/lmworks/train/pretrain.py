@@ -101,7 +101,8 @@ def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
         rope = phase.rope.apply(rope) if phase.rope else rope
         rate = rate if phase.balance_rate is None else phase.balance_rate
         first = timeline.first_step(index)
-        every = phase.save_every and steps_between(phase.save_every, timeline.first_step(index + 1) - first, timeline.phases[index].tokens)
+        steps, tokens = timeline.first_step(index + 1) - first, timeline.phases[index].tokens
+        every = None if phase.save_every is None else steps_between(phase.save_every, steps, tokens)
         found.append(Stage(index, phase.name, first, int(phase.sequence_length), rope, rate, weight, phase.ewc, every))
     return found
 

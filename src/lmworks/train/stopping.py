@@ -36,7 +36,7 @@ class EarlyStopping:
         if self.options is None:
             return
         name = self.options.metric or selection_metric(values)
-        if name not in values:
+        if name is None or name not in values:
             known = ", ".join(sorted(one for one in values if one.startswith("validation/"))) or "nothing: no text is held out"
             raise UserError(f"early_stopping.metric: {name or 'a validation loss'} is not measured by this run, which measures {known}")
         value = values[name]

@@ -376,7 +376,7 @@ class Trainer:
                 micro_batch=self._micro_batch(batch), rate=self._rate, penalty=self._penalty,
                 clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
             )  # fmt: skip
-        return result, watched and watched.found
+        return result, None if watched is None else watched.found
 
     def _micro_batch(self, batch: Batch) -> int:
         """Sequences at a time: of all lengths as many tokens."""
