@@ -20,7 +20,7 @@ from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed, Place
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.recomputation import POLICIES
-from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters, slides
+from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 from lmworks.recipe.stages import rank_layers
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
         return float(model.layers * (model.mla.kv_rank + model.mla.rope_dim) * length * element)
     kept = 0
     for layer in range(model.layers):
-        kept += min(length, model.sliding_window) if model.sliding_window and slides(model, layer) else length
+        kept += min(length, model.sliding_window) if model.sliding_window and model.slides(layer) else length
     return 2.0 * model.kv_heads * model.head_dim * kept * element
 
 

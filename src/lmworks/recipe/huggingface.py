@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError
 from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
-from lmworks.recipe.shapes import has_positions, slides
 
 _TYPES = {
     "Glm4MoeForCausalLM": "glm4_moe",
@@ -121,12 +120,12 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
         for key in ("head_dim", "use_qk_norm", "partial_rotary_factor"):
             config.pop(key, None)
     if architecture == "SmolLM3ForCausalLM":
-        positions = [int(has_positions(model, layer)) for layer in range(model.layers)]
+        positions = [int(model.has_positions(layer)) for layer in range(model.layers)]
         config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every}
     if architecture in _SLIDING:
         config |= {
             "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
-            "layer_types": [_SLIDES if slides(model, layer) else _SEES_ALL for layer in range(model.layers)],
+            "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.layers)],
         }  # fmt: skip
     return config
 
