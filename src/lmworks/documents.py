@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 COLUMNS = ("id", "text", "source", "domain", "language", "origin", "facts")
-"""All strings. `id` is SOURCE/PART/NUMBER, `origin` the file and row that was read, `facts` a JSON object of what else is known."""
+"""All strings. `id` is SOURCE/PART/NUMBER, with .VARIANT behind it if a step made it of that document, `origin` the file and row that was
+read, `facts` a JSON object of what else is known."""
 
 
 def corpus_files(corpus_dir: Path, split: str) -> dict[str, list[Path]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_one_address_is_one_document(tmp_path: Path) -> None:
     sources = [{**source, "keep": ["url"]} for source in write(tmp_path, {"web": [*rows, {"text": text(4), "url": ""}]})]
     assert reasons(run(tmp_path, sources)[0]) == {}
     assert reasons(run(tmp_path, sources, dedup={"url": True})[0]) == {"web duplicate_url": 1}
+
+
+@pytest.mark.parametrize("threshold", [0.6, 0.8])
+def test_the_table_says_how_many_words_a_copy_may_change(tmp_path: Path, threshold: float) -> None:
+    """A copy with a word changed a little less often than it says is dropped, with one a little more often it stays."""
+    (line, *_) = run(tmp_path, write(tmp_path, {"web": [text(0)]}), dedup={"minhash": {"threshold": threshold}})[0].advice
+    every = int(re.search(r"one word in (\d+) ", line)[1])  # type: ignore[index]
+
+    def copy(step: int) -> str:
+        return " ".join("changed" if place % step == step // 2 else word for place, word in enumerate(words(5, 3000)))
+
+    for step, stays in ((every - 4, 2), (every + 4, 1)):
+        sources = write(tmp_path, {"web": [copy(10**9), copy(step)]})
+        assert len(run(tmp_path, sources, dedup={"minhash": {"threshold": threshold}})[1]) == stays, step
+    web = run(tmp_path, [{**source, "domain": "web"} for source in write(tmp_path, {"web": [text(0)]})])[0].advice
+    assert len(web) == 3 and "dedup.substring" in web[2]
 
 
 def test_the_cut_into_parts_makes_no_difference(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lmworks.corpus import steps
-from lmworks.corpus.document import Batch, Document, Drop, Outcome
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, Variants
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 from lmworks.recipe.load import load_recipe
@@ -108,6 +108,20 @@ def test_texts_come_back_rewritten_and_keep_where_they_are_from(endpoint: Endpoi
     assert {body["messages"][0]["content"] for body in endpoint.asked} == {PROMPT.replace("{text}", text) for text in TEXTS}
     assert endpoint.asked[0]["temperature"] == 0.7 and endpoint.asked[0]["model"] == "small"
     assert 1 < endpoint.most_at_once <= 4
+
+
+def test_variants_are_added_and_each_is_asked_for_once(endpoint: Endpoint, tmp_path: Path) -> None:
+    first = run(tmp_path, node(endpoint.url, variants=3), TEXTS[:4])
+    assert all(isinstance(outcome, Variants) for outcome in first) and len(endpoint.asked) == 12
+    for text, outcome in zip(TEXTS, first, strict=False):
+        assert isinstance(outcome, Variants) and outcome.document.text == text
+        assert [one.text for one in outcome.made if isinstance(one, Document)] == [text.upper()] * 3
+    assert run(tmp_path, node(endpoint.url, variants=3), TEXTS[:4]) == first and len(endpoint.asked) == 12
+    (partly,) = run(tmp_path, node(endpoint.url, variants=1), ["LONG story"])
+    assert isinstance(partly, Variants) and partly.document.text == "LONG story"
+    assert [one.reason for one in partly.made if isinstance(one, Drop)] == ["rewrite_cut"]
+    with pytest.raises(ValueError, match="raise temperature"):
+        node(endpoint.url, variants=2, temperature=0)
 
 
 def test_nothing_is_asked_twice(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 20
 _BEGINNING = 100
-_DECISION = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of")
+_DECISION = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of", "variant_of")
 
 
 def analysis_tables(found: Mapping[str, Any]) -> Iterator[Table]:
@@ -92,6 +92,7 @@ def document(drawn: Drawn, characters: int) -> Group:
     about = [f"{decision['bytes']:,} bytes", decision["language"]]
     about += [f"{name} {significant(value, 3)}" for name, value in decision.items() if name not in _DECISION and value is not None]
     about += [f"copy of {decision['copy_of']}"] if decision["copy_of"] else []
+    about += [f"variant of {decision['variant_of']}"] if decision["variant_of"] else []
     head = Text.assemble((decision["id"], "bold"), f"  {drawn.output or fate}\n", (f"{decision['origin']}  {', '.join(about)}", "dim"))
     text = drawn.text[:characters] + (" ..." if len(drawn.text) > characters else "")
     return Group(head, Text(text.rstrip(), overflow="fold"), Text())

@@ -8,15 +8,18 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from lmworks.corpus.units import Units, units
+from lmworks.errors import UserError
 
 Fact = str | int | float | bool
+MOST_VARIANTS = 255  # of one document
 
 
 @dataclass(slots=True)
 class Document:
     """A text with its identity, where it came from, and what readers and steps have learnt about it. Never changed in place.
 
-    `id` is SOURCE/PART/NUMBER and `origin` the file (or member) and row. `facts` are by name: what a reader gives (`url`, `path`,
+    `id` is SOURCE/PART/NUMBER, with .VARIANT behind it if it was made of another, and `origin` the file (or member) and row. `facts` are
+    by name: what a reader gives (`url`, `path`,
     `repository`, `date`) and what steps measure (`language_score`, `quality`).
     """
 
@@ -52,7 +55,35 @@ class Drop:
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
-Outcome = Document | Drop
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """The document stays, and these are added to it: other texts of the same document, or why one could not be made.
+
+    Each becomes a document of its own, with the id of its original, a dot and a number, and the facts `variant_of` and `variant_by` (the
+    step). It goes where its original is dropped or held out, and is not compared with it (`dedup.variants`).
+    """
+
+    document: Document
+    made: Sequence[Document | Drop]
+
+
+Outcome = Document | Drop | Variants
+"""What a step makes of one document."""
+
+
+def split_id(identity: str) -> tuple[str, int, int, int]:
+    """(source, part, number, variant) of a document id, variant 0 for what was read; `UserError` if it is none."""
+    source, _, rest = identity.partition("/")
+    part, _, place = rest.partition("/")
+    number, dot, variant = place.partition(".")
+    if not source or not part.isdecimal() or not number.isdecimal() or bool(dot) != variant.isdecimal():
+        raise UserError(f"{identity!r} is no document id; one is SOURCE/PART/NUMBER, such as web/0/17 (the column id of the corpus)")
+    return source, int(part), int(number), int(variant or 0)
+
+
+def variant_id(original: str, variant: int) -> str:
+    """The id of a variant of the document `original`."""
+    return f"{original}.{variant}" if variant else original
 
 
 class Batch:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
+from lmworks.corpus.dedup.advice import advice
 from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
 from lmworks.corpus.engine.duplicates import Duplicates, duplicates
 from lmworks.corpus.engine.gate import EVALUATION, PROTECTED
@@ -56,7 +57,7 @@ def prepare(
         executor = import_module(f"lmworks.corpus.engine.{recipe.corpus.executor.kind}")
         executor.execute(job, STAGES)
         report = assemble(job, missing)
-        report.unread = dict(unread)
+        report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
         write_samples(job)
         leave_out_empty(job, report)
         _require_clean(recipe, report)

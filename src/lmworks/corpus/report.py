@@ -21,8 +21,8 @@ _MOST_TOLD, _PASSAGE = 8, 80
 class SourceReport:
     """One source: what was read of how many parts, what of it was no document, what `max_bytes` left aside, and each step after that.
 
-    Documents and bytes add up: came = quarantined + not drawn + what the steps dropped + validation + train, and for bytes less what
-    the steps have edited.
+    Documents and bytes add up: came + added as variants = quarantined + not drawn + what the steps dropped + validation + train, and for
+    bytes less what the steps have edited.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Report:
     documents holds in memory for each. `protected` says of each evaluation set, and of the held-out documents, how many `items` are looked
     for, how many are too `trivial` to be, how many of them were `found`, and in how many `documents`. `widespread` are its passages in
     more than ten documents, `shared` what the items of an evaluation set have in common and is not looked for; `unread` maps evaluation
-    sets that could not be read, and are not protected, to the reason.
+    sets that could not be read, and are not protected, to the reason. `advice` is about the settings of deduplication.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -102,6 +102,7 @@ class Report:
     shared: list[dict[str, Any]] = field(default_factory=list)
     protected: dict[str, dict[str, int]] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "sources": [source.as_json() for source in self.sources]}
@@ -136,7 +137,8 @@ def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
         before, left = left, Count(left.documents - source.not_drawn.documents, left.bytes - source.not_drawn.bytes)
         yield "max_bytes", before, left, "not drawn"
     for passage in source.steps:
-        yield passage.step, passage.came, passage.left, _most(passage.dropped)
+        added = f"{passage.added.documents:,} variants added; " if passage.added.documents else ""
+        yield passage.step, passage.came, passage.left, added + _most(passage.dropped)
 
 
 def _told(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -198,5 +200,6 @@ def table(report: Report) -> Table:
         shown.add_row(Text(name, "yellow"), Text("not protected", "yellow"), "", "", "", why)
     for against, documents, what in (*_greedy(report), *_told(report)):
         shown.add_row(Text(against, "yellow"), documents, "", "", "", what)
-    shown.caption = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
+    memory = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
+    shown.caption = "\n".join([memory, *report.advice])
     return shown

@@ -47,11 +47,12 @@ def hashed(units: Units, dimensions: int) -> np.ndarray:
     return _unit(found).astype(np.float16)
 
 
-def duplicates(vectors: Stacked, node: Semantic, seed: int) -> np.ndarray:
+def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
     """(N,) for each row the first row kept that is at least `threshold` alike (cosine) in its cluster; itself if there is none.
 
     A row is compared with rows that are kept, so that likeness is not handed on from neighbour to neighbour. With up to `per_cluster`
     rows all are compared with all; beyond that k-means makes clusters of about this size, and a pair that it parts is not found.
+    Rows of one value in `originals` are not compared with each other.
     """
     threshold = node.threshold
     labels = _clusters(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
@@ -64,10 +65,14 @@ def duplicates(vectors: Stacked, node: Semantic, seed: int) -> np.ndarray:
             block = vectors[rows].astype(np.float32)
             if len(kept_rows):
                 alike = block @ kept.T >= threshold
+                if originals is not None:
+                    alike &= originals[rows][:, None] != originals[kept_rows]
                 copy = alike.any(axis=1)
                 first_of[rows[copy]] = kept_rows[alike[copy].argmax(axis=1)]
                 rows, block = rows[~copy], block[~copy]
             alike = np.tril(block @ block.T >= threshold, -1)
+            if originals is not None:
+                alike &= originals[rows][:, None] != originals[rows]
             mine = np.ones(len(rows), dtype=bool)
             for row in np.flatnonzero(alike.any(axis=1)):
                 if (earlier := np.flatnonzero(alike[row] & mine)).size:

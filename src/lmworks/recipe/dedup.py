@@ -50,6 +50,9 @@ class Dedup(Node):
     minhash: Minhash | None = Minhash()
     semantic: Semantic | None = None
     substring: Substring | None = None
+    variants: bool = Field(
+        False, description="also compare variants that a step made of a document with it and with each other; equal texts always go"
+    )
     priority: tuple[str, ...] = Field((), description="sources whose copy is kept, best first; the others follow in their order")
 
 

@@ -25,13 +25,17 @@ class Quality(Node):
 
 
 class Rewrite(Node):
-    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are kept on disk."""
+    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are kept on disk.
+
+    The rewriting replaces the text, or with `variants` the document stays and so many rewritings are added as documents of their own.
+    """
 
     step: Literal["rewrite"] = Field("rewrite", description="which step this is")
     endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
     model: str = Field(description="which of the endpoint's models")
     prompt: str = Field(description="what it is asked; {text} stands for the document")
     sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
+    variants: int = Field(0, ge=0, le=100, description="rewritings that are added to each document; 0: one replaces its text")
     key_from: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
     temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
     max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
@@ -44,6 +48,8 @@ class Rewrite(Node):
     def _asks_about_the_text(self) -> Rewrite:
         if "{text}" not in self.prompt:
             raise ValueError("the prompt of the step rewrite does not say where the document goes: write {text} in it")
+        if self.variants > 1 and not self.temperature:
+            raise ValueError("the step rewrite makes several variants, which are all the same at temperature 0: raise temperature")
         return self
 
 

@@ -56,7 +56,8 @@ def _emptiness(job: Job) -> dict[str, str]:
     found = {}
     for report in _read(job):
         lost = {**report.quarantined, **report.dropped}
-        if sum(one.documents for one in lost.values()) + report.not_drawn.documents < report.came.documents:
+        came = report.came.documents + sum(passage.added.documents for passage in report.steps)
+        if sum(one.documents for one in lost.values()) + report.not_drawn.documents < came:
             continue
         if not lost:
             found[report.name] = "is empty: it has no documents; check its path, include and layout"

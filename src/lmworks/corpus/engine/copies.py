@@ -21,9 +21,9 @@ from lmworks.corpus.semantic import duplicates
 from lmworks.corpus.units import units
 from lmworks.files import atomic_path
 
-REASONS = ("", "duplicate", "duplicate_url", "near_duplicate", "semantic_duplicate")
+REASONS = ("", "duplicate", "duplicate_url", "near_duplicate", "semantic_duplicate", "held_out_original")
 _BYTES_PER_BAND = 256_000_000  # of input
-_NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC = range(5)
+_NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC, HELD = range(6)
 
 
 def same(job: Job, task: str, advance: Advance) -> None:
@@ -32,9 +32,10 @@ def same(job: Job, task: str, advance: Advance) -> None:
     found = {}
     for name, wanted in (("exact", dedup.exact), ("url", dedup.url)):
         pairs = np.zeros((0, 2), np.int64)
-        if wanted:
+        if wanted:  # variants have the address of their original
             keys = [one.urls if name == "url" else one.texts for one in rows.traces]
             pairs = copies(np.concatenate([np.zeros((0, 2), np.uint64), *keys]))
+            pairs = _compared(job, rows, pairs) if name == "url" else pairs
         found[name] = pairs[_allowed(rows, name)[pairs[:, 0]]]
     with atomic_path(_same(job)) as aside, open(aside, "wb") as handle:
         np.savez(handle, **found)  # type: ignore[arg-type]
@@ -62,10 +63,17 @@ def meet(job: Job, task: int, advance: Advance) -> None:
     for band in range(task, job.sketching.bands, len(meetings(job))):
         keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
         keys[gone] = 0  # a copy meets whom its original meets, and would crowd every band
-        found.append(weigh(candidates(keys), sketches, limits_N, job.sketching))
+        found.append(weigh(_compared(job, rows, candidates(keys)), sketches, limits_N, job.sketching))
     sure, doubtful = (each_once(np.concatenate(pairs)) for pairs in zip(*found, strict=True))
     with atomic_path(job.path("meet", task, ".npz")) as aside, open(aside, "wb") as handle:
         np.savez(handle, sure=sure, doubtful=doubtful)
+
+
+def _compared(job: Job, rows: Rows, pairs: np.ndarray) -> np.ndarray:
+    """The pairs without those of one document's variants, unless they are to be compared, too."""
+    if job.recipe.corpus.dedup.variants:
+        return pairs
+    return pairs[rows.originals[pairs[:, 0]] != rows.originals[pairs[:, 1]]]
 
 
 def limits(job: Job, rows: Rows) -> np.ndarray:
@@ -110,7 +118,8 @@ def find(job: Job, rows: Rows) -> Copies:
         clusters.join(near)
         reasons[near[:, 1]] = _NEAR
     if dedup.semantic and count:
-        firsts = duplicates(Stacked([one.vectors for one in rows.traces if len(one)]), dedup.semantic, job.recipe.seed)
+        vectors = Stacked([one.vectors for one in rows.traces if len(one)])
+        firsts = duplicates(vectors, dedup.semantic, job.recipe.seed, None if dedup.variants else rows.originals)
         alike = np.flatnonzero((firsts != np.arange(count)) & _allowed(rows, "semantic"))
         clusters.join(np.stack((firsts[alike], alike), axis=1))
         reasons[alike[reasons[alike] == _NONE]] = _SEMANTIC
@@ -119,7 +128,10 @@ def find(job: Job, rows: Rows) -> Copies:
             clusters.join(found[name])
             reasons[found[name][:, 0]] = reason
     reasons[clusters.firsts == np.arange(count)] = _NONE
-    return Copies(reasons, clusters.firsts, (held + reasons.nbytes + clusters.firsts.nbytes) / max(count, 1))
+    firsts = clusters.firsts.copy()
+    lost = np.flatnonzero((reasons == _NONE) & (reasons[rows.originals] != _NONE))  # a variant goes with its original
+    reasons[lost], firsts[lost] = reasons[rows.originals[lost]], firsts[rows.originals[lost]]
+    return Copies(reasons, firsts, (held + reasons.nbytes + clusters.firsts.nbytes) / max(count, 1))
 
 
 def _allowed(rows: Rows, name: str) -> np.ndarray:

@@ -44,23 +44,28 @@ def merge(counts: Counts, others: Mapping[str, Mapping[str, int]]) -> None:
 
 @dataclass
 class Passage:
-    """Documents through one step: what came, what of it was dropped and why, by how many bytes the others grew (negative: shrank)."""
+    """Documents through one step: what came, what was added as variants, what of both was dropped and why, by how many bytes the others
+    grew (negative: shrank).
+    """
 
     step: str
     came: Count = field(default_factory=Count)
     dropped: Counts = field(default_factory=dict)
     edited: int = 0
+    added: Count = field(default_factory=Count)
 
     @property
     def left(self) -> Count:
         """What came out."""
         gone = [one.documents for one in self.dropped.values()], [one.bytes for one in self.dropped.values()]
-        return Count(self.came.documents - sum(gone[0]), self.came.bytes - sum(gone[1]) + self.edited)
+        came = Count(self.came.documents + self.added.documents, self.came.bytes + self.added.bytes)
+        return Count(came.documents - sum(gone[0]), came.bytes - sum(gone[1]) + self.edited)
 
     def merge(self, other: Mapping[str, Any]) -> None:
         self.came.merge(other["came"])
         merge(self.dropped, other["dropped"])
         self.edited += other["edited"]
+        self.added.merge(other["added"])
 
 
 @dataclass

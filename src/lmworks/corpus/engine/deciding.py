@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from lmworks.corpus.drawing import held_out
 from lmworks.corpus.engine.assembling import require_documents
-from lmworks.corpus.engine.copies import REASONS, find
+from lmworks.corpus.engine.copies import HELD, REASONS, find
 from lmworks.corpus.engine.fates import FATES, Rows, fates_path
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.tables import writing
@@ -21,6 +21,8 @@ def decide(job: Job, task: str, advance: Advance) -> None:
     rows = Rows(job)
     copies = find(job, rows)
     held = _held(job, rows, copies.reasons > 0)
+    told = (copies.reasons == 0) & held[rows.originals] & ~held  # variants of what is held out
+    copies.reasons[told], copies.originals[told] = HELD, rows.originals[told]
     for number, piece in enumerate(rows.pieces):
         span = rows.span(number)
         reasons = copies.reasons[span].tolist()
@@ -36,7 +38,7 @@ def decide(job: Job, task: str, advance: Advance) -> None:
 
 
 def _held(job: Job, rows: Rows, copy: np.ndarray) -> np.ndarray:
-    """(N,) the rows held out, some of each source, none of them a copy."""
+    """(N,) the rows held out, some of each source, none of them a copy or a variant."""
     corpus = job.recipe.corpus
     held = np.zeros(len(rows), dtype=bool)
     for source in job.sources:
@@ -44,7 +46,7 @@ def _held(job: Job, rows: Rows, copy: np.ndarray) -> np.ndarray:
         if not of_source:
             continue
         span = slice(rows.span(of_source[0]).start, rows.span(of_source[-1]).stop)
-        free = np.flatnonzero(~copy[span])
+        free = np.flatnonzero(~copy[span] & (rows.originals[span] == np.arange(span.start, span.stop)))
         kept = np.concatenate([rows.kept[number] for number in of_source])[free]
         chosen = held_out(kept["key"], kept["bytes"], corpus.validation_fraction, int(corpus.validation_bytes))
         held[span.start + free[chosen]] = True

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lmworks.corpus.document import Fact
+from lmworks.corpus.document import Fact, split_id
 from lmworks.corpus.engine.tables import DECISIONS
 
 LEFT = ""
@@ -28,6 +28,7 @@ class Decisions:
         self._places: dict[str, int] = {}
         self._rows: list[list[Any]] = []
         self._measured: dict[str, dict[int, float]] = {}
+        self._sorted = True  # in the order of ids, which variants come out of
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -36,7 +37,18 @@ class Decisions:
         """The next document that was read."""
         if fate == LEFT:
             self._places[identity] = len(self._rows)
-        self._rows.append([identity, origin, size, language, fate, reason, "", ""])
+        self._rows.append([identity, origin, size, language, fate, reason, "", "", ""])
+
+    def add_variant(self, identity: str, original: str, size: int) -> None:
+        """A step has made it of another; what was measured of that counts for it, too."""
+        place = self._places[original]
+        self._places[identity] = len(self._rows)
+        _, origin, _, language, *_ = self._rows[place]
+        self._rows.append([identity, origin, size, language, LEFT, "", "", "", original])
+        for of in self._measured.values():
+            if place in of:
+                of[self._places[identity]] = of[place]
+        self._sorted = False
 
     def drop(self, identity: str, step: str, reason: str, detail: str) -> None:
         """A step drops it."""
@@ -55,10 +67,14 @@ class Decisions:
 
     def write(self, out: pq.ParquetWriter) -> None:
         """Write the rows, of documents that no step will see any more, and forget them."""
-        columns = [pa.array(column, field.type) for column, field in zip(_columns(self._rows), DECISIONS, strict=True)]
+        order = list(range(len(self._rows)))
+        if not self._sorted:
+            order.sort(key=lambda place: split_id(self._rows[place][0]))
+        rows = [self._rows[place] for place in order]
+        columns = [pa.array(column, field.type) for column, field in zip(_columns(rows), DECISIONS, strict=True)]
         for name in self._statistics:
             values = self._measured.get(name, {})
-            columns.append(pa.array([values.get(place) for place in range(len(self._rows))], pa.float64()))
+            columns.append(pa.array([values.get(place) for place in order], pa.float64()))
         out.write_table(pa.table(columns, schema=self.schema))
         self._forget()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lmworks.corpus.dedup.traces import Traces
+from lmworks.corpus.document import variant_id
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.reading import read_inputs
 from lmworks.corpus.engine.tables import row_groups
@@ -129,7 +131,17 @@ class Rows:
         """The id of a document."""
         number = int(np.searchsorted(self.firsts, row, side="right")) - 1
         piece = self.pieces[number]
-        return f"{piece.source.name}/{piece.number}/{self.kept[number]['number'][row - self.firsts[number]]}"
+        kept = self.kept[number][row - self.firsts[number]]
+        return variant_id(f"{piece.source.name}/{piece.number}/{kept['number']}", int(kept["variant"]))
+
+    @cached_property
+    def originals(self) -> np.ndarray:
+        """(N,) the row of which each row is a variant, itself for what is none; variants stand behind their original."""
+        found = np.arange(len(self))
+        for number, kept in enumerate(self.kept):
+            span = self.span(number)
+            found[span] = np.maximum.accumulate(np.where(kept["variant"] == 0, found[span], span.start))
+        return found
 
 
 def decide_inputs(job: Job, task: str) -> Any:

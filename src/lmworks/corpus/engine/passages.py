@@ -41,7 +41,7 @@ def _length(job: Job) -> int:
 
 
 def anchor_inputs(job: Job, piece: Piece) -> Any:
-    return [_length(job), Fates.digest(job, piece, cut=False), read_inputs(job, piece)]
+    return [_length(job), job.recipe.corpus.dedup.variants, Fates.digest(job, piece, cut=False), read_inputs(job, piece)]
 
 
 def common_inputs(job: Job, task: str) -> Any:
@@ -63,8 +63,11 @@ def cut_inputs(job: Job, piece: Piece) -> Any:
 def _learnt(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarray, list[str], Units]]:
     """(rows, texts, units) of the training documents of a part, some at a time."""
     fates = Fates.load(job, piece, cut=False)
-    rows, first = np.flatnonzero(fates.learnt), 0
-    for batch in texts_of(job, piece, fates.learnt):
+    chosen = fates.learnt
+    if not job.recipe.corpus.dedup.variants:  # which repeat their originals
+        chosen = chosen & (np.load(job.path("read", piece, ".keys.npy"))["variant"] == 0)
+    rows, first = np.flatnonzero(chosen), 0
+    for batch in texts_of(job, piece, chosen):
         count = len(batch.texts)
         yield rows[first : first + count], batch.texts, units(batch.texts, "lines")
         advance(piece.bytes * count // max(len(rows), 1), count)

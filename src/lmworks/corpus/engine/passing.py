@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
+from lmworks.corpus.document import MOST_VARIANTS, Batch, Document, Drop, Outcome, Step, Variants, split_id, variant_id
 from lmworks.corpus.engine.counts import Passage, Samples, count
 from lmworks.corpus.engine.decisions import Decisions
 from lmworks.errors import UserError
@@ -17,9 +17,11 @@ class Passing:
     def __init__(self, steps: Sequence[Step], decisions: Decisions, rejected: Samples) -> None:
         self._steps, self._decisions, self._rejected = steps, decisions, rejected
         self.passages = [Passage(step.name) for step in steps]
+        self._numbers: dict[str, int] = {}  # of variants made so far, by the id of the original
 
     def through(self, batch: Batch) -> tuple[Batch, list[int]]:
         """(what is left of the batch, the sizes in bytes of its texts)."""
+        self._numbers = {}
         sizes = [_size(document.text) for document in batch.documents]
         for step, passage in zip(self._steps, self.passages, strict=True):
             if len(batch):
@@ -29,26 +31,74 @@ class Passing:
         return batch, sizes
 
     def _one(self, step: Step, passage: Passage, batch: Batch, before: list[int]) -> tuple[Batch, list[int]]:
-        kept: list[Document] = []
-        sizes: list[int] = []
+        left: list[tuple[Document, int]] = []
+        gone: dict[str, Drop] = {}
         for document, outcome, size in zip(batch.documents, _outcomes(step, batch), before, strict=True):
             passage.came.add(size)
+            made: Sequence[Document | Drop] = ()
+            if isinstance(outcome, Variants):
+                outcome, made = outcome.document, outcome.made
             same = outcome is document or (isinstance(outcome, Document) and outcome.text is document.text)
             after = size if same else 0
             if not same and isinstance(outcome, Document):
                 outcome, after = _sound(outcome)
             self._decisions.measure(document.id, outcome.facts, step.statistics)
+            original = str(document.facts.get("variant_of", ""))
+            if isinstance(outcome, Document) and original in gone:
+                outcome = with_original(gone[original])
             if isinstance(outcome, Drop):
-                count(passage.dropped, outcome.reason, size)
-                self._decisions.drop(document.id, step.name, outcome.reason, outcome.detail)
-                more = {"step": step.name, "detail": outcome.detail}
-                self._rejected.add(document.source, outcome.reason, document.id, document.origin, document.text, **more)
-            else:
-                kept.append(outcome)
-                sizes.append(after)
-                passage.edited += after - size
-        unchanged = len(kept) == len(batch) and all(new is old for new, old in zip(kept, batch.documents, strict=True))
-        return batch if unchanged else Batch(kept), sizes
+                gone[document.id] = outcome
+                self._drop(step, passage, document, outcome, size)
+                continue
+            left.append((outcome, after))
+            passage.edited += after - size
+            for variant, one in variants(self._numbers, step, outcome, made):
+                left += self._add(step, passage, variant, one)
+        if passage.added.documents:
+            left.sort(key=lambda pair: split_id(pair[0].id))
+        unchanged = len(left) == len(batch) and all(new is old for (new, _), old in zip(left, batch.documents, strict=True))
+        return batch if unchanged else Batch([document for document, _ in left]), [size for _, size in left]
+
+    def _drop(self, step: Step, passage: Passage, document: Document, drop: Drop, size: int) -> None:
+        count(passage.dropped, drop.reason, size)
+        self._decisions.drop(document.id, step.name, drop.reason, drop.detail)
+        more = {"step": step.name, "detail": drop.detail}
+        self._rejected.add(document.source, drop.reason, document.id, document.origin, document.text, **more)
+
+    def _add(self, step: Step, passage: Passage, variant: Document, outcome: Document | Drop) -> list[tuple[Document, int]]:
+        """A variant with its size, where it could be made."""
+        sound: Outcome = outcome
+        size = 0
+        if isinstance(outcome, Document):
+            sound, size = _sound(outcome)
+        passage.added.add(size)
+        self._decisions.add_variant(variant.id, str(variant.facts["variant_of"]), size)
+        if isinstance(sound, Document):
+            return [(sound, size)]
+        assert isinstance(sound, Drop)
+        self._drop(step, passage, variant, sound, size)
+        return []
+
+
+def variants(
+    numbers: dict[str, int], step: Step, original: Document, made: Sequence[Document | Drop]
+) -> Iterator[tuple[Document, Document | Drop]]:
+    """(the document that it would be, itself or why it is none) of each variant that a step has made. `numbers` are those given so far."""
+    for one in made if "variant_of" not in original.facts else ():  # variants have none of their own
+        numbers[original.id] = number = numbers.get(original.id, 0) + 1
+        if number > MOST_VARIANTS:
+            raise UserError(f"step {step.name} makes more than {MOST_VARIANTS} variants of {original.id}; have it make fewer")
+        facts = {**(one.facts if isinstance(one, Document) else {}), "variant_of": original.id, "variant_by": step.name}
+        text = one.text if isinstance(one, Document) else ""
+        variant = Document(
+            variant_id(original.id, number), text, original.origin, original.source, original.domain, original.language, facts
+        )
+        yield variant, variant if isinstance(one, Document) else one
+
+
+def with_original(drop: Drop) -> Drop:
+    """The drop of a variant whose original was dropped."""
+    return Drop(drop.reason, "as its original" + (f": {drop.detail}" if drop.detail else ""))
 
 
 def _size(text: str) -> int:

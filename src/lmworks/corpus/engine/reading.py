@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.corpus.dedup.traces import TracesWriter
-from lmworks.corpus.document import Batch, Document
+from lmworks.corpus.document import Batch, Document, split_id
 from lmworks.corpus.drawing import keys, threshold
 from lmworks.corpus.engine.counts import Count, Counts, Samples, count
 from lmworks.corpus.engine.decisions import Decisions
@@ -32,8 +32,8 @@ BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
 _TELL = 256
 _DECIDED = 8192  # documents whose decisions are written together
 DRAWN = np.dtype([("bytes", "<i8"), ("key", "<u8")])
-KEPT = np.dtype([("number", "<i8"), ("bytes", "<i8"), ("key", "<u8")])
-"""Of a document that is left: the last part of its id, its size, and the key that decides who is held out."""
+KEPT = np.dtype([("number", "<i8"), ("variant", "<i4"), ("bytes", "<i8"), ("key", "<u8")])
+"""Of a document that is left: its number in the part and of its variant, its size, and the key that decides who is held out."""
 
 
 def limited(job: Job) -> list[Piece]:
@@ -65,7 +65,8 @@ def _rows(ids: list[str], sizes: list[int], dtype: np.dtype[Any], seed: int, pur
     rows = np.zeros(len(ids), dtype=dtype)
     rows["bytes"], rows["key"] = sizes, keys(ids, seed, purpose)
     if dtype == KEPT:
-        rows["number"] = [int(identity.rpartition("/")[2]) for identity in ids]
+        split = [split_id(identity) for identity in ids]
+        rows["number"], rows["variant"] = [one[2] for one in split], [one[3] for one in split]
     return rows
 
 

@@ -26,9 +26,10 @@ DECISIONS = pa.schema(
         ("reason", pa.string()),
         ("detail", pa.string()),
         ("copy_of", pa.string()),
+        ("variant_of", pa.string()),
     ]
 )
-"""One row per document that was read, in order; then a float64 column for each statistic of the steps.
+"""One row per document that was read, in order, with its variants behind it; then a float64 column for each statistic of the steps.
 
 `bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or stage that dropped it.
 """

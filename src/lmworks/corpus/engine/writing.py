@@ -65,6 +65,7 @@ class _Writing:
         self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()
+        self._leaky: dict[str, str] = {}  # documents that were dropped for the text of which item, whose variants go with them
         self._passages: list[dict[str, str]] = []
         self._touched: dict[str, Touched] = {}
         self._ends: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
@@ -118,10 +119,15 @@ class _Writing:
             before, size = size, len(document.text.encode())
             self._dedup.edited += size - before
         self._decontaminate.came.add(size)
+        if leaked := self._leaky.get(str(document.facts.get("variant_of", ""))):
+            count(self._decontaminate.dropped, "contaminated", size)
+            self._reject(document, "decontaminate", "contaminated", detail=f"as its original: {leaked}")
+            return None
         if matches := self._verdicts.get(row):
             self._tell(document, matches)
             if self._drops:
                 longest = matches[0]
+                self._leaky[document.id] = longest.against
                 count(self._decontaminate.dropped, "contaminated", size)
                 self._reject(document, "decontaminate", "contaminated", detail=longest.against, passage=_passage(document, longest))
                 return None

@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lmworks.corpus.engine.copies import REASONS
+from lmworks.corpus.document import split_id, variant_id
+from lmworks.corpus.engine.copies import HELD, REASONS
 from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.engine.reading import BATCH_CHARACTERS
 from lmworks.corpus.engine.tables import row_groups
-from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed
 from lmworks.corpus.evidence.perplexity import Reference
 from lmworks.corpus.evidence.tally import Side, Tally, Texts
 from lmworks.corpus.units import units
@@ -26,9 +27,9 @@ from lmworks.errors import UserError
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 """Tokens of each text; goes to other processes."""
 
-_COLUMNS = ("bytes", "language", "fate", "reason", "copy_of")
+_COLUMNS = ("bytes", "language", "fate", "reason", "copy_of", "variant_of")
 _PER_OUTPUT = 500_000  # characters of held-out text that the reference model reads of each output
-_NUMBERS, _PARTS = 32, 20  # bits of a packed id; the rest are for the source
+_VARIANTS, _NUMBERS, _PARTS = 8, 28, 18  # bits of a packed id; the rest are for the source
 
 
 def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: CountTokens | None) -> tuple[Tally, str | None]:
@@ -79,7 +80,8 @@ def reference(out: Path) -> Reference:
 
 def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
     fate = rows["fate"]
-    tally.read.add(rows.filter(pc.not_equal(fate, "quarantine")))
+    read = pc.and_(pc.not_equal(fate, "quarantine"), pc.equal(rows["variant_of"], ""))
+    tally.read.add(rows.filter(read))
     tally.train.add(rows.filter(pc.equal(fate, "train")))
     held = rows.filter(pc.equal(fate, "validation"))
     tally.validation.add(pc.sum(held["bytes"]).as_py() or 0, held.num_rows)
@@ -87,7 +89,7 @@ def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
     for step, reason in dict.fromkeys(zip(dropped["fate"].to_pylist(), dropped["reason"].to_pylist(), strict=True)):
         chosen = pc.and_(pc.equal(dropped["fate"], step), pc.equal(dropped["reason"], reason))
         tally.dropped.setdefault((step, reason), Side()).add(dropped.filter(chosen))
-    for reason in REASONS[1:]:
+    for reason in REASONS[1:HELD]:
         same = rows.filter(pc.equal(rows["reason"], reason))
         if same.num_rows:
             tally.duplicates.setdefault(reason, Count()).add(pc.sum(same["bytes"]).as_py(), same.num_rows)
@@ -95,18 +97,20 @@ def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
 
 
 def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
-    """(N,) ids of documents as uint64: source, part and number."""
+    """(N,) ids of documents as uint64: source, part, number and variant."""
     places = {source.name: place for place, source in enumerate(corpus.job.sources)}
     split = [split_id(identity) for identity in ids]
     return np.array(
-        [(places[name] << _PARTS | part) << _NUMBERS | number for name, part, number in split], dtype=np.uint64
+        [((places[name] << _PARTS | part) << _NUMBERS | number) << _VARIANTS | variant for name, part, number, variant in split],
+        dtype=np.uint64,
     )
 
 
 def unpacked(corpus: Prepared, value: int) -> str:
     """The id again."""
+    value, variant = divmod(value, 1 << _VARIANTS)
     name = corpus.job.sources[value >> (_PARTS + _NUMBERS)].name
-    return f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}"
+    return variant_id(f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}", variant)
 
 
 class _Measure:
@@ -176,6 +180,7 @@ def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure)
 
 
 def _decided(corpus: Prepared, piece: Piece) -> Iterator[tuple[str, str, str]]:
-    """(origin, fate, reason) of each document of a part."""
-    for _, rows in corpus.decisions(piece, ("origin", "fate", "reason")):
-        yield from zip(*(column.to_pylist() for column in rows.columns), strict=True)
+    """(origin, fate, reason) of each document that was read of a part."""
+    for _, rows in corpus.decisions(piece, ("origin", "fate", "reason", "variant_of")):
+        rows = rows.filter(pc.equal(rows["variant_of"], ""))
+        yield from zip(*(rows[name].to_pylist() for name in ("origin", "fate", "reason")), strict=True)

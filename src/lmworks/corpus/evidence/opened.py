@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lmworks.corpus.document import split_id
 from lmworks.corpus.engine.fates import cuts_path, staged
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.tables import row_groups
@@ -25,7 +26,7 @@ from lmworks.files import read_json
 from lmworks.recipe.corpus import Source
 
 SPLITS = ("train", "validation")
-ROW = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of")
+ROW = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of", "variant_of")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Prepared:
 
     def piece_of(self, identity: str) -> Piece:
         """The part of a document; UserError for what is no id of this corpus."""
-        source, part, _ = split_id(identity)
+        source, part, _, _ = split_id(identity)
         return self.piece(source, part)
 
 
@@ -153,12 +154,3 @@ def _row(file: pq.ParquetFile, row: int) -> dict[str, str]:
             return found
         row -= count
     raise AssertionError("the row was found in this file")
-
-
-def split_id(identity: str) -> tuple[str, int, int]:
-    """(source, part, number) of a document id; UserError if it is none."""
-    source, _, rest = identity.partition("/")
-    part, _, number = rest.partition("/")
-    if not source or not part.isdecimal() or not number.isdecimal():
-        raise UserError(f"{identity!r} is no document id; one is SOURCE/PART/NUMBER, such as web/0/17 (the column id of the corpus)")
-    return source, int(part), int(number)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmworks.corpus.document import MOST_VARIANTS, split_id, variant_id
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.evidence.opened import Prepared, split_id
+from lmworks.corpus.evidence.opened import Prepared
 from lmworks.corpus.units import mix
 
 RECORD = np.dtype(
@@ -84,7 +85,10 @@ class Records:
 
     def id(self, place: int, labels: Labels) -> str:
         row = self.rows[place]
-        return f"{labels.name('source', row['source'])}/{row['part']}/{row['number']}" if row["source"] else UNREAD
+        if not row["source"]:
+            return UNREAD
+        number, variant = divmod(int(row["number"]), MOST_VARIANTS + 1)
+        return variant_id(f"{labels.name('source', row['source'])}/{row['part']}/{number}", variant)
 
     @classmethod
     def joined(cls, parts: Iterable[Records]) -> Records:
@@ -110,18 +114,23 @@ def _of_piece(corpus: Prepared, piece: Piece, labels: Labels) -> np.ndarray:
         rows = np.zeros(table.num_rows, RECORD)
         fates = zip(table["fate"].to_pylist(), table["reason"].to_pylist(), strict=True)
         rows["origin"] = _hashes(table["origin"].to_pylist())
-        rows["number"] = [split_id(identity)[2] for identity in table["id"].to_pylist()]
+        rows["number"] = _numbers(table["id"].to_pylist())
         rows["bytes"] = table["bytes"].to_numpy()
         rows["fate"] = [labels.number("fate", f"{fate} {reason}".strip()) for fate, reason in fates]
         parts.append(rows)
     rows = np.concatenate([np.zeros(0, RECORD), *parts])
     rows["part"], rows["source"] = piece.number, labels.source(piece.source.name)
     for path, _, table in corpus.kept(piece):
-        numbers = np.array([split_id(identity)[2] for identity in table["id"].to_pylist()], dtype=np.uint64)
+        numbers = np.array(_numbers(table["id"].to_pylist()), dtype=np.uint64)
         places = np.searchsorted(rows["number"], numbers)  # documents are in the order they were read
         rows["text"][places] = np.maximum(_hashes(table["text"].to_pylist()), np.uint64(1))
         rows["output"][places] = labels.number("output", f"{path.parent.parent.name}/{path.parent.name}")
     return rows
+
+
+def _numbers(ids: Sequence[str]) -> list[int]:
+    """The number of each document in its part, and of its variant, as one."""
+    return [number * (MOST_VARIANTS + 1) + variant for _, _, number, variant in map(split_id, ids)]
 
 
 def _hashes(texts: Sequence[str]) -> np.ndarray:

@@ -10,9 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lmworks.corpus.document import split_id
 from lmworks.corpus.drawing import keys
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Prepared, changed
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
@@ -117,6 +118,10 @@ def _of_piece(corpus: Prepared, piece: Piece, ids: list[str]) -> list[Drawn]:
     for path, _, rows in corpus.kept(piece):
         some = rows.filter(pc.is_in(rows["id"], wanted))
         texts |= {one["id"]: (one["text"], f"{path.parent.parent.name}/{path.parent.name}") for one in some.to_pylist()}
+    for identity in ids:
+        if identity not in texts and decisions[identity]["variant_of"]:  # it never stood in the source
+            found = corpus.staged(piece, identity)
+            texts[identity] = found[1] if found else "", None
     numbers = {split_id(identity)[2]: identity for identity in ids if identity not in texts}
     texts |= {identity: (text, None) for identity, text in _from_source(corpus, piece, numbers, decisions)}
     return [Drawn(decisions[identity], *texts[identity]) for identity in ids]

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmworks.corpus.document import Batch, Document, Drop, Fact, Step
+import pyarrow.compute as pc
+
+from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
 from lmworks.corpus.engine.copies import REASONS
 from lmworks.corpus.engine.fates import REPEATED
 from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.passing import variants, with_original
 from lmworks.corpus.engine.reading import BATCH_CHARACTERS, steps_of
 from lmworks.corpus.evidence.differences import differences
-from lmworks.corpus.evidence.opened import SPLITS, Kept, Prepared, changed, split_id
+from lmworks.corpus.evidence.opened import SPLITS, Kept, Prepared, changed
 from lmworks.corpus.evidence.passages import passages
 from lmworks.corpus.evidence.sample import documents
 from lmworks.corpus.items import EXCERPT, Item
@@ -57,11 +60,12 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     """
     piece = corpus.piece_of(identity)
     decision = documents(corpus, [identity])[0].decision
-    number = split_id(identity)[2]
+    _, _, number, _ = split_id(identity)
     item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
     if item.origin != decision["origin"]:
         raise changed(piece.source)
-    moments = [Moment("read", _read(decision, item), item.facts)]
+    original = documents(corpus, [decision["variant_of"]])[0].decision if decision["variant_of"] else decision
+    moments = [Moment("read", _read(original, item), item.facts)]
     kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
     final = _final(corpus, piece, identity, kept)
     if decision["fate"] in ("quarantine", "max_bytes"):
@@ -70,7 +74,7 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     elif item.reason is not None:
         agrees, text = False, item.text
     else:
-        document = _document(piece, identity, item)
+        document = _document(piece, decision["variant_of"] or identity, item)
         steps = steps_of(corpus.job, piece)
         way = _Way(decision, final)
         if not way.go(steps, [[document]]):
@@ -103,7 +107,8 @@ def _document(piece: Piece, identity: str, item: Item) -> Document:
 def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Document]]:
     """The documents of a part that went through the steps, up to this one."""
     entered: list[bool] = []
-    for _, rows in corpus.decisions(piece, ("fate",)):
+    for _, rows in corpus.decisions(piece, ("fate", "variant_of")):
+        rows = rows.filter(pc.equal(rows["variant_of"], ""))
         entered += [fate not in ("quarantine", "max_bytes") for fate in rows["fate"].to_pylist()]
     batch: list[Document] = []
     characters = 0
@@ -124,7 +129,9 @@ class _Way:
     """A document among others on its way through the steps."""
 
     def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
-        self._identity, self._decision, self._final = decision["id"], decision, final
+        self._decision, self._final = decision, final
+        self._identity = decision["variant_of"] or decision["id"]  # the variant itself from the step that makes it
+        self._numbers: dict[str, int] = {}
         self.moments: list[Moment] = []
         self.text = ""
         self._dropped: tuple[str, str] | None = None
@@ -141,16 +148,32 @@ class _Way:
 
     def _one(self, step: Step, batch: list[Document]) -> list[Document]:
         left = []
+        gone: dict[str, Drop] = {}
         for document, outcome in zip(batch, step(Batch(batch)), strict=True):
-            if isinstance(outcome, Document) and outcome.text is not document.text and not outcome.text.strip():
-                outcome = Drop("empty_text")
+            made: Sequence[Document | Drop] = ()
+            if isinstance(outcome, Variants):
+                outcome, made = outcome.document, outcome.made
+            outcome = _sound(document, outcome)
+            original = str(document.facts.get("variant_of", ""))
+            if isinstance(outcome, Document) and original in gone:
+                outcome = with_original(gone[original])
+            if isinstance(outcome, Drop):
+                gone[document.id] = outcome
             if document.id == self._identity:
                 self._tell(step, document, outcome)
-            if isinstance(outcome, Document):
-                left.append(outcome)
-        return left
+            if not isinstance(outcome, Document):
+                continue
+            left.append(outcome)
+            for variant, one in variants(self._numbers, step, outcome, made):
+                one = _sound(outcome, one)
+                if variant.id == self._decision["id"]:
+                    self._identity = variant.id
+                    self.moments.pop()  # that its original stayed as it was
+                    self._tell(step, outcome, one, f"variant {variant.id} made of it")
+                left += [one] if isinstance(one, Document) else []
+        return sorted(left, key=lambda document: split_id(document.id))
 
-    def _tell(self, step: Step, before: Document, after: Document | Drop) -> None:
+    def _tell(self, step: Step, before: Document, after: Document | Drop, made: str = "") -> None:
         self._measured |= {name: after.facts[name] for name in step.statistics if name in after.facts}
         new = {name: value for name, value in after.facts.items() if before.facts.get(name) != value}
         self.text = before.text
@@ -162,9 +185,9 @@ class _Way:
         if after.language != before.language:
             new["language"] = after.language
         self.text = after.text
-        outcome = "unchanged"
+        outcome = made or "unchanged"
         if after.text != before.text:
-            outcome = f"changed: {len(before.text.encode()):,} to {len(after.text.encode()):,} bytes"
+            outcome = f"{made or 'changed'}: {len(before.text.encode()):,} to {len(after.text.encode()):,} bytes"
         self.moments.append(Moment(step.name, outcome, new, differences(before.text, after.text) if after.text != before.text else ()))
 
     @property
@@ -177,6 +200,11 @@ class _Way:
         if self._dropped:
             return self._dropped == (fate, reason)
         return fate in (*SPLITS, "dedup", "decontaminate") and self._final in (None, self.text)
+
+
+def _sound(before: Document, outcome: Document | Drop) -> Document | Drop:
+    empty = isinstance(outcome, Document) and outcome.text is not before.text and not outcome.text.strip()
+    return Drop("empty_text") if empty else outcome
 
 
 def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:

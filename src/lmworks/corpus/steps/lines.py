@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step, split_id
 from lmworks.corpus.steps import Context
 from lmworks.recipe.corpus import Source
 from lmworks.recipe.text_steps import Lines
@@ -47,7 +47,7 @@ class _Lines:
     def __init__(self, node: Lines, source: Source) -> None:
         self._node = node
         self._idle = source.domain == "code" or bool(node.sources and source.name not in node.sources)
-        self._part, self._last = "", -1
+        self._part, self._last = ("", -1), [-1]
         self._counters: Counters | None = None
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
@@ -93,10 +93,10 @@ class _Lines:
 
     def _enter(self, identity: str) -> None:
         """Forget what was counted where another part begins, or the same one from its start."""
-        part, _, number = identity.rpartition("/")
-        if part != self._part or int(number) <= self._last or self._counters is None:
-            self._part, self._counters = part, Counters()
-        self._last = int(number)
+        source, part, *place = split_id(identity)
+        if (source, part) != self._part or place <= self._last or self._counters is None:
+            self._part, self._counters = (source, part), Counters()
+        self._last = place
 
 
 def make(node: Lines, context: Context) -> Step:

@@ -16,7 +16,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step, Variants
 from lmworks.corpus.steps import Context
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
@@ -42,9 +42,9 @@ def make(node: Python, context: Context) -> Step:
         except Exception as error:
             where = f"document {document.id} ({document.origin})"
             raise UserError(f"step {node.function} of {path} failed on {where}: {_said(error)}") from error
-        if not isinstance(outcome, (Document, Drop)):
+        if not isinstance(outcome, (Document, Drop, Variants)):
             what = f"returned {type(outcome).__name__} for {document.id}"
-            raise UserError(f"step {node.function} of {path} {what}; it must return a Document or Drop(reason)")
+            raise UserError(f"step {node.function} of {path} {what}; it must return a Document, Drop(reason) or Variants(document, [...])")
         return outcome
 
     return PerDocument(node.name or node.function, checked, **declared)

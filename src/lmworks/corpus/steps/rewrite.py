@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step
+from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step, Variants
 from lmworks.corpus.steps import Context
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
@@ -48,15 +48,24 @@ class _Rewriter:
             raise UserError(f"the step rewrite needs a key for {node.endpoint}: put it into the environment variable {node.key_from}")
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
-        questions = {self._path(document.text): document.text for document in batch.documents}  # equal texts are asked once
+        asked = [document for document in batch.documents if "variant_of" not in document.facts]  # of variants there are none
+        times = range(max(self._node.variants, 1))
+        questions = {self._path(document.text, time): document.text for document in asked for time in times}  # equal ones are asked once
         pool = ThreadPoolExecutor(self._node.concurrency)
         try:
             found = dict(zip(questions, pool.map(self._answer, questions, questions.values()), strict=True))
         finally:
             pool.shutdown(cancel_futures=True)
-        return [self._outcome(document, found[self._path(document.text)]) for document in batch.documents]
+        outcomes: list[Outcome] = []
+        for document in batch.documents:
+            if "variant_of" in document.facts:
+                outcomes.append(document)
+                continue
+            made = [self._outcome(document, found[self._path(document.text, time)]) for time in times]
+            outcomes.append(Variants(document, made) if self._node.variants else made[0])
+        return outcomes
 
-    def _outcome(self, document: Document, answer: dict[str, Any]) -> Outcome:
+    def _outcome(self, document: Document, answer: dict[str, Any]) -> Document | Drop:
         text = answer["text"].strip()
         if answer["finish"] == "refused":
             return Drop("rewrite_refused", answer["text"])
@@ -66,9 +75,10 @@ class _Rewriter:
             return Drop("rewrite_empty", f"finish reason {answer['finish']}")
         return document.with_text(text).with_facts(rewritten_by=self._node.model)
 
-    def _path(self, text: str) -> Path:
+    def _path(self, text: str, time: int) -> Path:
         node = self._node
-        key = hashlib.sha256(canonical([node.model, node.prompt, node.temperature, node.max_tokens, text])).hexdigest()
+        again = [time] if time else []
+        key = hashlib.sha256(canonical([node.model, node.prompt, node.temperature, node.max_tokens, text, *again])).hexdigest()
         return self._answers / key[:2] / f"{key}.json"
 
     def _answer(self, path: Path, text: str) -> dict[str, Any]:
