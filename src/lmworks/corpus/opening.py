@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
+from lmworks.masking import mask
 
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
@@ -118,9 +119,17 @@ class _Watched(io.RawIOBase):
 
 def lost_errors() -> tuple[type[Exception], ...]:
     """What a connection that is lost raises, with the network packages that are in use."""
-    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"))
+    names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"), ("botocore.exceptions", "BotoCoreError"))
     found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
     return (ConnectionError, TimeoutError, FileNotFoundError, PermissionError, *found)
+
+
+def unreachable(path: str, error: Exception) -> UserError:
+    """What to say of a URL that could not be listed. The error's own words are left out where they may repeat the credentials."""
+    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+        mend = "check the user and password in its URL, or the keys in the environment"
+        return UserError(f"cannot read {mask(path)}: access is denied; {mend}")
+    return UserError(f"cannot read {mask(path)}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
 
 def bounded_lines(stream: Any, limit: int) -> Iterator[tuple[bytes, bool]]:

@@ -53,7 +53,9 @@ class Moe(Node):
     experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
     top_k: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
     expert_size: int = Field(gt=0, le=_WIDEST, description="hidden width of one expert")
-    shared_experts: int = Field(1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is shared_experts * expert_size")
+    shared_experts: int = Field(
+        1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is shared_experts * expert_size"
+    )
     dense_layers: int = Field(1, ge=0, le=_MOST_LAYERS, description="the first layers that stay dense")
     gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
     normalize_top_k: bool = Field(True, description="the chosen weights are divided by their sum")
@@ -79,8 +81,12 @@ class Moe(Node):
 class Mla(Node):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come out of one small latent per token."""
 
-    q_rank: int | None = Field(None, gt=0, le=_WIDEST, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none")
-    kv_rank: int = Field(512, gt=0, le=_WIDEST, description="width of the latent that keys and values share; it and the rotated key are what is cached")
+    q_rank: int | None = Field(
+        None, gt=0, le=_WIDEST, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none"
+    )
+    kv_rank: int = Field(
+        512, gt=0, le=_WIDEST, description="width of the latent that keys and values share; it and the rotated key are what is cached"
+    )
     rope_dim: int = Field(64, gt=0, le=_WIDEST, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads")
     nope_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key that have no positions")
     value_dim: int = Field(128, gt=0, le=_WIDEST, description="width of a head's value")
@@ -97,7 +103,9 @@ class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
     preset: str | None = Field(None, description="a file of recipes/models to start from, by name")
-    vocab_size: int | None = Field(None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out")
+    vocab_size: int | None = Field(
+        None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
+    )
     hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
     layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
     heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")
@@ -110,7 +118,9 @@ class Model(Node):
     rope: Rope = Rope()
     nope_every: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
     sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
-    global_every: int = Field(0, ge=0, le=_MOST_LAYERS, description="with a sliding window, every n-th layer still sees everything; 0 is never")
+    global_every: int = Field(
+        0, ge=0, le=_MOST_LAYERS, description="with a sliding window, every n-th layer still sees everything; 0 is never"
+    )
     moe: Moe | None = None
     mtp: Mtp | None = None
     tie_embeddings: bool = Field(False, description="the head is the embedding matrix")

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.items import Unavailable
-from lmworks.corpus.opening import COMPRESSED, fsspec
+from lmworks.corpus.opening import COMPRESSED, fsspec, lost_errors, unreachable
 from lmworks.credentials import hide, reveal
-from lmworks.errors import UserError
 from lmworks.recipe.corpus import Source
 
 LEADS_OUT = "a link that leads out of its source"
@@ -137,8 +136,8 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
             found = {inner: system.info(inner)}
     except FileNotFoundError:
         return []
-    except (ImportError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    except (ImportError, ValueError, OSError, *lost_errors()) as error:
+        raise unreachable(path, error) from None
     return [
         File(hide(system.unstrip_protocol(name)), int(info.get("size") or 0), str(_version(info)))
         for name, info in found.items()
