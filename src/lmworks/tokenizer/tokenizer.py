@@ -59,7 +59,8 @@ class Tokenizer:
             self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
             self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
             self._hidden = frozenset(self.special[name] for name in bpe.hidden)
-            self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name in sorted(self.special, key=len, reverse=True)) + ")")
+            longest_first = sorted(self.special, key=len, reverse=True)
+            self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
             self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
             self._longest_special = max(map(len, self.special))
 
