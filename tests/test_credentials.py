@@ -7,6 +7,7 @@ import json
 import re
 import stat
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -178,6 +179,20 @@ def test_a_run_keeps_them_in_files_of_its_owner_alone(tmp_path: Path, port: int,
     monkeypatch.setattr(credentials, "_known", {})
     job = Job.load(run_dir / "corpus")
     assert credentials.reveal(job.parts["query"][0].files[0].path) == f"http://127.0.0.1:{port}/query.jsonl?token={TOKEN}"
+
+
+@pytest.mark.parametrize("path", ["user.jsonl", "none.jsonl"])
+def test_a_wrong_password_is_one_line_without_it(tmp_path: Path, port: int, path: str) -> None:
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    recipe = tmp_path / "far.yaml"
+    recipe.write_text(RECIPE.format(password="wr0ng-pw", token=TOKEN, port=port).replace("/user.jsonl", f"/{path}"))
+    resolved = load_recipe(recipe, [f"run_dir={tmp_path / 'run'}"])
+    said = r"source user: cannot read http://\*\*\*@127.*: access is denied; check the user and password"
+    with pytest.raises(UserError, match=said) as caught:
+        walk(resolved, last="corpus", tell=lambda _: None, resume_command="")
+    assert not re.search("wr0ng-pw|Basic|\n", str(caught.value))
+    assert "wr0ng-pw" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_text_that_cannot_be_masked_as_it_stands_is_written_anew(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def make():
 @pytest.fixture
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Limited]]:
     (tmp_path / "limited_function.py").write_text(_FUNCTION)
-    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))  # an empty entry is the directory
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))  # none empty: the directory
     made: list[Limited] = []
 
     def make(seconds: float = PATIENCE, memory: int = 1 << 30, name: str = "make") -> Limited:

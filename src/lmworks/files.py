@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -16,7 +18,8 @@ from typing import Any
 from lmworks.errors import UserError
 
 # What the parsers of files raise where something has another form than they expect.
-_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError, EOFError, struct.error, zlib.error)
+_CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_DAMAGE = (*_CONFUSED, EOFError, struct.error, zlib.error, csv.Error, gzip.BadGzipFile)
 
 
 def sync_directory(path: Path) -> None:
@@ -93,7 +96,7 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
 
 @contextmanager
 def explain_damage(path: Path, cure: str = "take it from where it came from again") -> Iterator[None]:
-    """Turn whatever reading a file of any origin raises, because it is not of the form that its name says, into a `UserError` of one line."""
+    """Turn whatever reading a file raises, because it is not of the form that its name says, into a `UserError` of one line."""
     try:
         yield
     except UserError:

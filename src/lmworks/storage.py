@@ -9,6 +9,7 @@ from typing import Any
 
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
+from lmworks.masking import mask
 
 # Where a directory at the top is a bucket, which is a person's to make, and those below it are nothing but the names of objects.
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "r2")
@@ -59,13 +60,14 @@ def lost_errors() -> tuple[type[Exception], ...]:
 @contextmanager
 def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
     """Turn what a storage raises into a `UserError` of one line that begins with `what`; with `definite` only what no waiting will mend."""
+    url = mask(url)
     try:
         yield
     except FileNotFoundError:
         raise UserError(f"{what}: there is no {url}; see that the bucket or folder exists") from None
-    except PermissionError as error:
-        raise UserError(f"{what}: {url} refuses access ({_line(error)}); see which key is used, and what it may do") from None
     except (OSError, *lost_errors()) as error:
+        if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+            raise UserError(f"{what}: {url} refuses access ({_line(error)}); see which key is used, and what it may do") from None
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
             raise UserError(f"{what}: {url} needs a key, and there is none ({_line(error)})") from None
         if definite:
@@ -74,4 +76,4 @@ def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(f"{error or type(error).__name__}".split())
+    return mask(" ".join(f"{error or type(error).__name__}".split())[:300])

@@ -13,9 +13,9 @@ from step_documents import outcomes_of, step_of
 from lmworks import machine
 from lmworks.corpus import parsing
 from lmworks.corpus.document import Document, Drop, Outcome
-from lmworks.limited import Limited
 from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.errors import UserError
+from lmworks.limited import Limited
 from lmworks.recipe.text_steps import Code
 from lmworks.recipe.units import Seconds
 from lmworks.sandbox import Limits, run_python

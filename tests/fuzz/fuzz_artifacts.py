@@ -1,6 +1,6 @@
 """Artifacts: files that lmworks, its peers or anybody wrote, spoilt, and read by what reads them in use.
 
-Each `Artifact` writes good files (`make`), and uses what is in a folder as a command would (`use`). A case spoils one to three of the files.
+Each `Artifact` writes good files (`make`), and uses what is in a folder as a command would (`use`). A case spoils one to three files.
 """
 
 from __future__ import annotations
@@ -24,17 +24,32 @@ from typing import Any
 import fuzz_mutate as mutate
 import numpy as np
 from fuzz_campaign import Case
+
 from lmworks.errors import UserError
 from lmworks.files import write_json
 
 PROSE = "The quick brown fox, naïve and 狐, jumps over the lazy dog. "
-CHAT = [{"role": "system", "content": "a"}, {"role": "user", "content": "b <|user|> c"}, {"role": "assistant", "content": "<think>x</think>d"}]
+CHAT = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": "b <|user|> c"},
+    {"role": "assistant", "content": "<think>x</think>d"},
+]
 TEMPLATES = [
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    "{{ messages | tojson }}", "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "{{ 9 ** (9 ** 9) }}", "{{ 'a' * 10 ** 11 }}",
-    "{{ messages.__class__.__mro__ }}", "{{ ''.__class__ }}", "{{ raise_exception('no\\nno') }}", "{{ strftime_now('%' * 100) }}", "{% include 'x' %}",
-    "{{ ('%' ~ 'c') % 9999999999 }}", "{{ range(99999) | list | length }}", "{{ messages[0].nothing.at.all }}", "{{ '{0.__class__}'.format(messages) }}",
-]  # fmt: skip
+    "{{ messages | tojson }}",
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "{{ 9 ** (9 ** 9) }}",
+    "{{ 'a' * 10 ** 11 }}",
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''.__class__ }}",
+    "{{ raise_exception('no\\nno') }}",
+    "{{ strftime_now('%' * 100) }}",
+    "{% include 'x' %}",
+    "{{ ('%' ~ 'c') % 9999999999 }}",
+    "{{ range(99999) | list | length }}",
+    "{{ messages[0].nothing.at.all }}",
+    "{{ '{0.__class__}'.format(messages) }}",
+]
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -52,7 +67,16 @@ def write_tokenizer(directory: Path) -> None:
 def small(**more: Any) -> Any:
     from lmworks.recipe.model import Model
 
-    shape = {"vocab_size": 300, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_size": 32, "max_length": "48 tokens"}
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "ffn_size": 32,
+        "max_length": "48 tokens",
+    }
     return Model.model_validate({**shape, **more})
 
 
@@ -75,7 +99,14 @@ def make_checkpoint(folder: Path) -> None:
     place.mkdir()
     parts = [Part(name, v.dtype, tuple(v.shape), (0,) * v.dim(), tuple(v.shape), lambda v=v: v) for name, v in values.items()]  # type: ignore[misc]
     written = write_parts(place, 0, parts)
-    meta = {"step": 10, "metric": 2.5, "permanent": False, "identity": {"a": 1}, "meta": {"tokens": 640, "phase": "general"}, "values": {"x": [1, 2]}}
+    meta = {
+        "step": 10,
+        "metric": 2.5,
+        "permanent": False,
+        "identity": {"a": 1},
+        "meta": {"tokens": 640, "phase": "general"},
+        "values": {"x": [1, 2]},
+    }
     seal(place, documents([written], {"meta.json": meta}))
     assert manifest.problem(place) is None
 
@@ -127,12 +158,14 @@ def use_tokens(folder: Path) -> None:
 
 def make_foreign(folder: Path) -> None:
     make_tokens(folder)
-    tokens = np.array([*(PROSE.encode()), 258] * 5, "<u2")
+    size, documents = 61, 5
+    tokens = np.array([*range(size - 1), 258] * documents, "<u2")  # "!" and what follows it, and the closing token
     tokens.tofile(folder / "a.ds")
-    (folder / "a.ds.index").write_bytes(np.array([len(tokens) // 5 * n for n in range(1, 6)], "<u8").tobytes())
-    (folder / "a.ds.metadata").write_text("tokenizer|2\n330\n0", encoding="utf-8")
+    ends = [size * number for number in range(1, documents + 1)]
+    (folder / "a.ds.index").write_bytes(np.array(ends, "<u8").tobytes())
+    (folder / "a.ds.metadata").write_text(f"tokenizer|2\n{size * documents}\n0", encoding="utf-8")
     np.save(folder / "b.npy", tokens)
-    rows = "".join(f"{n * 66},{(n + 1) * 66},id{n},file,{n}\n" for n in range(5))
+    rows = "".join(f"{end - size},{end},id{end},file,{end}\n" for end in ends)
     (folder / "b.csv.gz").write_bytes(gzip.compress(rows.encode(), mtime=0))
     write_tokenizer(folder / "tokenizer")
 
@@ -186,10 +219,17 @@ def make_sources(folder: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "../../outside"
         tar.addfile(link)
     files = {
-        "rows.jsonl": rows, "rows.jsonl.gz": gzip.compress(rows, mtime=0), "rows.jsonl.xz": lzma.compress(rows), "rows.jsonl.bz2": bz2.compress(rows),
-        "a.zip": zipped.getvalue(), "a.tar": tarred.getvalue(), "a.tgz": gzip.compress(tarred.getvalue(), mtime=0), "page.html": page,
-        "book.ipynb": json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}).encode(), "paper.tex": paper,
-    }  # fmt: skip
+        "rows.jsonl": rows,
+        "rows.jsonl.gz": gzip.compress(rows, mtime=0),
+        "rows.jsonl.xz": lzma.compress(rows),
+        "rows.jsonl.bz2": bz2.compress(rows),
+        "a.zip": zipped.getvalue(),
+        "a.tar": tarred.getvalue(),
+        "a.tgz": gzip.compress(tarred.getvalue(), mtime=0),
+        "page.html": page,
+        "book.ipynb": json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}).encode(),
+        "paper.tex": paper,
+    }
     for name, data in files.items():
         (folder / name).write_bytes(data)
 
@@ -227,17 +267,17 @@ def use_records(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    from lmworks.export.huggingface import write_model
-
     import torch
+
+    from lmworks.export.huggingface import write_model
 
     write_model(small_model(), folder, {"eos_token_id": 258, "pad_token_id": 258}, torch.float32)
 
 
 def make_experts(folder: Path) -> None:
-    from lmworks.export.huggingface import write_model
-
     import torch
+
+    from lmworks.export.huggingface import write_model
 
     moe = {"experts": 4, "top_k": 2, "expert_size": 8}
     write_model(small_model(moe=moe, mtp={"layers": 1}), folder, {"eos_token_id": 258, "pad_token_id": 258}, torch.bfloat16)
@@ -250,11 +290,26 @@ def use_model(folder: Path) -> None:
 
 
 def make_manifest(folder: Path) -> None:
-    shard = {"prefix": "train/a-00000", "tokens": 45, "documents": 4, "sha256": {".bin": "0" * 64, ".idx": "1" * 64}, "size": {".bin": 90, ".idx": 99}}
+    shard = {
+        "prefix": "train/a-00000",
+        "tokens": 45,
+        "documents": 4,
+        "sha256": {".bin": "0" * 64, ".idx": "1" * 64},
+        "size": {".bin": 90, ".idx": 99},
+    }
     split = {"tokens": 45, "bytes": 100, "documents": 4, "inputs": "x", "shards": [shard]}
-    write_json(folder / "manifest.json", {
-        "format": 1, "seed": 1, "vocab_size": 298, "dtype": "uint16", "tokenizer_sha256": "2" * 64, "token_bytes_sha256": "3" * 64,
-        "sources": [{"name": "a", "domain": "d", "train": split, "validation": split}]})  # fmt: skip
+    write_json(
+        folder / "manifest.json",
+        {
+            "format": 1,
+            "seed": 1,
+            "vocab_size": 298,
+            "dtype": "uint16",
+            "tokenizer_sha256": "2" * 64,
+            "token_bytes_sha256": "3" * 64,
+            "sources": [{"name": "a", "domain": "d", "train": split, "validation": split}],
+        },
+    )
 
 
 def use_manifest(folder: Path) -> None:
@@ -316,11 +371,19 @@ ARTIFACTS: dict[str, Artifact] = {
     **{
         f"source {name}": Artifact(make_sources, use_source(kind, name), (name,), weight=0.4)
         for kind, name in (
-            ("jsonl", "rows.jsonl"), ("jsonl", "rows.jsonl.gz"), ("jsonl", "rows.jsonl.xz"), ("jsonl", "rows.jsonl.bz2"), ("text", "a.zip"),
-            ("text", "a.tar"), ("markdown", "a.tgz"), ("html", "page.html"), ("notebook", "book.ipynb"), ("latex", "paper.tex"),
+            ("jsonl", "rows.jsonl"),
+            ("jsonl", "rows.jsonl.gz"),
+            ("jsonl", "rows.jsonl.xz"),
+            ("jsonl", "rows.jsonl.bz2"),
+            ("text", "a.zip"),
+            ("text", "a.tar"),
+            ("markdown", "a.tgz"),
+            ("html", "page.html"),
+            ("notebook", "book.ipynb"),
+            ("latex", "paper.tex"),
         )
     },
-}  # fmt: skip
+}
 
 
 class Artifacts:
@@ -330,9 +393,6 @@ class Artifacts:
         import torch
 
         torch.set_num_threads(1)
-        import lmworks.doctor.page
-        import lmworks.export.huggingface
-        import lmworks.serve.opening
         import lmworks.shards.importing  # noqa: F401
 
         self._good: dict[str, dict[str, bytes]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import faulthandler
 import json
 import os
@@ -28,13 +29,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+import psutil
+
 from lmworks import jsonl
 from lmworks.errors import UserError
 
 Case = dict[str, Any]  # what JSON can say; bytes as base64
 BLOCK = 100
-SECONDS = 20  # of processor time for a case, processes with limits of their own not counted
-WAIT = 300  # by the clock, for a case that waits and does not work
+SECONDS = 20.0  # of processor time for a case, processes with limits of their own not counted
+WAIT = 60.0  # by the clock, for a case that does not work but wait
 MEMORY = 3 << 30  # of address space, beyond what the process began with
 _KEPT = 3  # failures of one place whose inputs are kept
 
@@ -100,7 +103,9 @@ class Report:
         places = collections.Counter(failure["place"] for failure in self.failures)
         first = {failure["place"]: failure for failure in reversed(self.failures)}
         lines = [", ".join(f"{count:,} {what}" for what, count in sorted(self.ended.items()))]
-        return "\n".join([*lines, *(f"{count:6} {place}  (case {first[place]['number']}: {first[place]['said']})" for place, count in places.most_common())])
+        for place, count in places.most_common():
+            lines.append(f"{count:6} {place}  (case {first[place]['number']}: {first[place]['said']})")
+        return "\n".join(lines)
 
 
 def outcome(kind: Kind, case: Case, folder: Path) -> tuple[str, str, str]:
@@ -130,7 +135,7 @@ def guard(folder: Path) -> None:
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             if not isinstance(path, (str, bytes)) or not (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
                 return
             names: Iterable[Any] = (path,)
@@ -213,12 +218,14 @@ def watch(kind: Kind, name: str, seed: int, numbers: Sequence[int], out: Path) -
 def _listen(hears: int, child: int, report: Report, left: list[int]) -> tuple[int | None, str]:
     """Read what the process tells until it ends; the case that it was at and why it ended, if it ended in one."""
     at: int | None = None
-    rest, hung = b"", False
+    rest, hung, used = b"", False, -1.0
     while True:
         ready, _, _ = select.select([hears], [], [], WAIT)
+        if not ready and (now := work_of(child)) != used:  # it goes on, however slowly this machine lets it
+            used = now
+            continue
+        hung = not ready
         chunk = os.read(hears, 1 << 16) if ready else b""
-        if not ready:
-            hung = True
         if not chunk:
             break
         *lines, rest = (rest + chunk).split(b"\n")
@@ -235,16 +242,25 @@ def _listen(hears: int, child: int, report: Report, left: list[int]) -> tuple[in
             left.remove(number)
             at = None
     os.close(hears)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # also what it has started
-    except ProcessLookupError:
-        pass
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if at is None:
         return None, ""
     if hung:
-        return at, f"waits for more than {WAIT} s"
-    return at, f"takes more than {SECONDS} s of processor time" if code == -signal.SIGPROF else f"ends the process ({code})"
+        return at, f"waits for more than {WAIT:g} s"
+    return at, f"takes more than {SECONDS:g} s of processor time" if code == -signal.SIGPROF else f"ends the process ({code})"
+
+
+def work_of(child: int) -> float:
+    """What a process and those below it have worked, in seconds; another number at each call while one of them is able to work."""
+    process = psutil.Process(child)
+    family = [process, *process.children(recursive=True)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if any(one.status() == psutil.STATUS_RUNNING for one in family):
+            return time.monotonic()
+    times = [one.cpu_times() for one in family if one.is_running()]
+    return sum(one.user + one.system for one in times)
 
 
 def campaign(name: str, count: int, seed: int, out: Path, jobs: int = 1) -> Report:

@@ -8,15 +8,21 @@ from random import Random
 from typing import Any
 
 NUMBERS: list[Any] = [
-    0, -1, 1, 2, 3, 7, 63, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), 10**18, 10**30, 10**400, 0.0, -0.0, 1e-300, 5e-324, 1e308, -1e308, 0.1, 1.5,
+    0, -1, 1, 2, 3, 7, 63, 1 << 31, 1 << 63, 1 << 64, -(1 << 63), 10**18, 10**30, 10**400, 0.0, -0.0, 1e-300, 5e-324, 1e308, -1e308, 0.1,
+    1.5,
     float("inf"), float("-inf"), float("nan"), True, False,
 ]  # fmt: skip
 TEXTS = [
-    "", " ", "\0", "a\0b", "\x1b[2J\x1b]0;title\x07", "\r\n", "\u2028", "\ufeff", "\ud800", "\udfff x", "é" * 300, "x" * 70_000, "../../../outside",
-    "/dev/zero", "/etc/passwd", "~", "~nobody", "{x}", "%s%n", "[/x]", "[bold]", "<script>", "{{ 7 * 7 }}", "1e400000000", "nan", "inf", "-1",
-    "1e999 tokens", "1e400000000 tokens", "0 tokens", "999999T", "1.5 tokens", "1e-9T", "10%", "1e300%", "0%", "0 s", "9e99 days", "1e400000000 s",
-    "12 steps", "9999999999999999999999 steps", "1Ki", "0B", "\u0663 tokens", "auto", "null", "https://user:pass@host:99999/x", "http://[", "s3://",
-    "file:///etc/passwd", "*" * 50, "a.b.c", "..", ".", "-", "\u202e", "<|user|>", "9" * 5000, "(" * 300, "$(touch outside)", "`id`", "0" * 64,
+    "", " ", "\0", "a\0b", "\x1b[2J\x1b]0;title\x07", "\r\n", "\u2028", "\ufeff", "\ud800", "\udfff x", "é" * 300, "x" * 70_000,
+    "../../../outside",
+    "/dev/zero", "/etc/passwd", "~", "~nobody", "{x}", "%s%n", "[/x]", "[bold]", "<script>", "{{ 7 * 7 }}", "1e400000000", "nan", "inf",
+    "-1",
+    "1e999 tokens", "1e400000000 tokens", "0 tokens", "999999T", "1.5 tokens", "1e-9T", "10%", "1e300%", "0%", "0 s", "9e99 days",
+    "1e400000000 s",
+    "12 steps", "9999999999999999999999 steps", "1Ki", "0B", "\u0663 tokens", "auto", "null", "https://user:pass@host:99999/x",
+    "http://[", "s3://",
+    "file:///etc/passwd", "*" * 50, "a.b.c", "..", ".", "-", "\u202e", "<|user|>", "9" * 5000, "(" * 300, "$(touch outside)", "`id`",
+    "0" * 64,
 ]  # fmt: skip
 
 
@@ -106,7 +112,11 @@ def text(value: str, draw: Random, most: int = 3) -> str:
             case 3:
                 value = value[:start] + draw.choice("[{(:,-\"'#&*!|>%@`\n\t 0") * draw.choice([1, 1, 2, 500]) + value[stop:]
             case 4:
-                value = value[:start] + chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)])) + value[stop:]
+                value = (
+                    value[:start]
+                    + chr(draw.choice([draw.randrange(128), draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)]))
+                    + value[stop:]
+                )
             case _:
                 value = value[:start] + str(draw.choice(NUMBERS)) + value[stop:]
     return value

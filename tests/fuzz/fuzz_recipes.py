@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import fuzz_mutate as mutate
 import typer
 import yaml
-from pydantic import BaseModel
 from fuzz_campaign import Case
+from pydantic import BaseModel
+
 from lmworks.errors import UserError
 from lmworks.recipe.keys import nodes_of
 from lmworks.recipe.load import shipped_folder
@@ -49,10 +50,17 @@ class Recipes:
         self._texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.yaml"))] + [RECIPE.format(texts="texts")]
         self._trees = [yaml.safe_load(text) for text in self._texts] + [
             {"name": "g", "size": "30M", "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]}},
-            {"name": "g", "model": {"hidden_size": 64, "layers": 2}, "train": {"phases": [
-                {"name": "p", "tokens": "1M tokens", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "batch": "512 tokens"}]},
-             "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]}},
-        ]  # fmt: skip
+            {
+                "name": "g",
+                "model": {"hidden_size": 64, "layers": 2},
+                "train": {
+                    "phases": [
+                        {"name": "p", "tokens": "1M tokens", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "batch": "512 tokens"}
+                    ]
+                },
+                "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]},
+            },
+        ]
         self._weights = [1 / (len(json.dumps(tree)) + 500) for tree in self._trees]  # reading takes most of the time
         self._clusters = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((folder / "clusters").glob("*.yaml"))]
         self._names = [path.stem for path in sorted((folder / "clusters").glob("*.yaml"))]
@@ -80,7 +88,10 @@ class Recipes:
         for _ in range(draw.choice([0, 0, 0, 1, 2])):
             words += ["--set", self._override(draw)]
         if draw.random() < 0.15:
-            words += ["--size", draw.choice(["30M", "1B", "999999T", "0M", "0.0001k", "auto", "1e9", "10T", "1", "99999999999999999999B", *mutate.TEXTS])]
+            words += [
+                "--size",
+                draw.choice(["30M", "1B", "999999T", "0M", "0.0001k", "auto", "1e9", "10T", "1", "99999999999999999999B", *mutate.TEXTS]),
+            ]
         if draw.random() < 0.05:
             words += ["--time", draw.choice(["10min", "1e99 h", "0 s", *mutate.TEXTS])]
         if draw.random() < 0.5:
@@ -99,7 +110,11 @@ class Recipes:
 
     def _override(self, draw: Random) -> str:
         if draw.random() < 0.1:
-            return str(draw.choice([*mutate.TEXTS, "=", "a", "a=", "=b", "a..b=1", "a.b.c.d=1", "train.phases.99.name=x", "model=[", "x" * 300 + "=1"]))
+            return str(
+                draw.choice(
+                    [*mutate.TEXTS, "=", "a", "a=", "=b", "a..b=1", "a.b.c.d=1", "train.phases.99.name=x", "model=[", "x" * 300 + "=1"]
+                )
+            )
         keys, annotation = draw.choice(self._keys)
         value = self._value(annotation, draw)
         return f"{keys}={value if isinstance(value, str) else json.dumps(value)}"

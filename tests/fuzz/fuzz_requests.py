@@ -11,23 +11,67 @@ from typing import Any
 
 import fuzz_mutate as mutate
 from fuzz_campaign import Case, Fault
+
 from lmworks.errors import UserError
 
 CONTEXT = 48
 REFUSALS = {400, 401, 403, 404, 405, 408, 413, 415, 429}
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {
-    "a": {"type": "number", "description": "one"}, "b": {"type": "array", "items": {"type": "string"}}}, "required": ["a"]}}}]  # fmt: skip
-CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "number", "description": "one"}, "b": {"type": "array", "items": {"type": "string"}}},
+                "required": ["a"],
+            },
+        },
+    }
+]
+CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CHATS: list[dict[str, Any]] = [
-    {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.05, "seed": 1},
-    {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}], "max_completion_tokens": 3,
-     "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2},
+    {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.05,
+        "seed": 1,
+    },
+    {
+        "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}],
+        "max_completion_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
     {"messages": [{"role": "user", "content": "c"}], "tools": TOOLS, "tool_choice": "auto", "max_tokens": 3, "parallel_tool_calls": True},
-    {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
-                  {"role": "tool", "tool_call_id": "x", "content": "1"}], "tools": TOOLS, "max_tokens": 3, "n": 2, "stop": ["x", "\n"]},
-    {"messages": [{"role": "developer", "content": "e", "name": "f"}], "max_tokens": 2, "chat_template_kwargs": {"enable_thinking": False},
-     "response_format": {"type": "text"}, "metadata": {}, "user": "u", "stop": "z"},
-]  # fmt: skip
+    {
+        "messages": [
+            {"role": "user", "content": "d"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "x", "content": "1"},
+        ],
+        "tools": TOOLS,
+        "max_tokens": 3,
+        "n": 2,
+        "stop": ["x", "\n"],
+    },
+    {
+        "messages": [{"role": "developer", "content": "e", "name": "f"}],
+        "max_tokens": 2,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": {"type": "text"},
+        "metadata": {},
+        "user": "u",
+        "stop": "z",
+    },
+]
 COMPLETIONS: list[dict[str, Any]] = [
     {"model": "tiny", "prompt": "The", "max_tokens": 4, "temperature": 0.0, "logprobs": 2, "echo": True, "stop": ["."]},
     {"prompt": ["a", "b"], "max_tokens": 2, "n": 2, "temperature": 1.5, "seed": 3, "stream": True, "best_of": 2, "suffix": None},
@@ -35,11 +79,32 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": [[1, 2], [3]], "max_tokens": 2, "presence_penalty": 0, "logit_bias": {}, "top_k": -1, "min_p": 0.5},
 ]
 HEADERS: list[dict[str, str]] = [
-    {"content-type": "text/plain"}, {"content-type": "application/json; charset=utf-16"}, {"host": "evil.com"}, {"host": "[::1]evil.com"}, {"host": ""},
-    {"content-length": "-1"}, {"content-length": "99999999999999999999999"}, {"content-length": "\xb2"}, {"authorization": "Bearer \xff"}, {"origin": "http://evil"},
-    {"transfer-encoding": "chunked"}, {"expect": "100-continue"}, {"accept": "\xff"},
-]  # fmt: skip
-PATHS = ["/", "/health", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/models/" + "x" * 3000, "/v1/models/%00", "/v1/models/../..", "/nothing", "/v1/chat"]
+    {"content-type": "text/plain"},
+    {"content-type": "application/json; charset=utf-16"},
+    {"host": "evil.com"},
+    {"host": "[::1]evil.com"},
+    {"host": ""},
+    {"content-length": "-1"},
+    {"content-length": "99999999999999999999999"},
+    {"content-length": "\xb2"},
+    {"authorization": "Bearer \xff"},
+    {"origin": "http://evil"},
+    {"transfer-encoding": "chunked"},
+    {"expect": "100-continue"},
+    {"accept": "\xff"},
+]
+PATHS = [
+    "/",
+    "/health",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/tiny",
+    "/v1/models/" + "x" * 3000,
+    "/v1/models/%00",
+    "/v1/models/../..",
+    "/nothing",
+    "/v1/chat",
+]
 
 
 class Requests:
@@ -47,21 +112,23 @@ class Requests:
 
     def prepare(self) -> None:
         import torch
+        from fuzz_artifacts import write_tokenizer  # noqa: F401
 
         import lmworks.serve.api  # noqa: F401
-        from fuzz_artifacts import write_tokenizer  # noqa: F401
         from lmworks.model import Transformer
         from lmworks.model.init import initialize
         from lmworks.recipe.model import Model
 
         torch.set_num_threads(1)
-        config = Model(vocab_size=300, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=32, max_length=f"{CONTEXT} tokens")
+        config = Model(
+            vocab_size=300, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=32, max_length=f"{CONTEXT} tokens"
+        )
         self._model = initialize(Transformer(config), seed=5).eval()
 
     def begin(self) -> None:
         import httpx
-
         from fuzz_artifacts import write_tokenizer
+
         from lmworks import tokenizer
         from lmworks.serve.api import Api
         from lmworks.serve.engine import Engine
@@ -79,7 +146,12 @@ class Requests:
     def case(self, draw: Random) -> Case:
         headers = {"content-type": "application/json", **(draw.choice(HEADERS) if draw.random() < 0.05 else {})}
         if draw.random() < 0.03:
-            return {"method": draw.choice(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"]), "path": draw.choice(PATHS), "headers": headers, "body": ""}
+            return {
+                "method": draw.choice(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"]),
+                "path": draw.choice(PATHS),
+                "headers": headers,
+                "body": "",
+            }
         path, seeds = draw.choice([("/v1/chat/completions", CHATS), ("/v1/chat/completions", CHATS), ("/v1/completions", COMPLETIONS)])
         body = mutate.spoiled_json(mutate.tree(draw.choice(seeds), draw, 1) if draw.random() < 0.3 else draw.choice(seeds), draw)
         if draw.random() < 0.05:
@@ -104,7 +176,7 @@ class Requests:
             events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
             if events.pop() != "[DONE]" or any("error" in json.loads(event) for event in events):
                 raise Fault(f"a stream that does not end well: {answer.text[-300:]}")
-        elif "json" in answer.headers["content-type"]:
+        elif "json" in answer.headers["content-type"] and case["method"] != "HEAD":
             answer.json()
         return "answered"
 
@@ -113,5 +185,3 @@ class Requests:
             error = json.loads(body)["error"]
             if not error["message"] or len(error["message"]) > 5000:
                 raise Fault(f"a refusal of {len(error['message'])} characters")
-
-

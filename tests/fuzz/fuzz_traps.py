@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from fuzz_campaign import Case
+
 from lmworks.errors import UserError
 
 TRAPS = ("nothing", "refuses", "raises", "two lines", "loops", "waits", "memory", "outside", "exits", "crashes")

@@ -89,11 +89,17 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     `ValueError` for any other document.
     """
+    return parse_meta(manifest.read_document(path / META))
+
+
+def parse_meta(data: bytes) -> dict[str, Any]:
+    """`read_meta` of the bytes of the document."""
     try:
-        document = dict(json.loads(manifest.read_document(path / META)))
+        document = dict(json.loads(data))
         tokens, metric = document["meta"].get("tokens", 0), document["metric"]
         numbers = isinstance(document["step"], int) and isinstance(tokens, int) and isinstance(metric, float | int | None)
-        right = numbers and isinstance(document["permanent"], bool) and math.isfinite(metric or 0)
+        maps = isinstance(document["identity"], dict) and isinstance(document["values"], dict)
+        right = numbers and maps and isinstance(document["permanent"], bool) and math.isfinite(metric or 0)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         right = False
     if not right:

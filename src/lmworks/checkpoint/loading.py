@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.team import Team
 from lmworks.errors import UserError
+from lmworks.files import explain_damage
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.state import State
@@ -37,7 +38,7 @@ def load(
         refuse_damaged(path, team)
     small, files = team.agree(team.together(lambda: _documents(path) if team.is_first else ({}, {})))
     try:
-        document, table = json.loads(small[listing.META]), parse_table(small[TABLE], files)
+        document, table = listing.parse_meta(small[listing.META]), parse_table(small[TABLE], files)
     except ValueError as error:  # alike on all, who have the same bytes
         raise _damaged(path, str(error)) from None
     if identity is not None:
@@ -45,7 +46,8 @@ def load(
     states.refuse_other_tensors(str(path), state, table, document["values"], team)
     parts = local_parts(state)
     team.together(lambda: Reader(path, table, near).fill(parts))
-    states.put_values(state, document["values"])
+    with explain_damage(path / listing.META):
+        states.put_values(state, document["values"])
     return dict(document["meta"])
 
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from lmworks.limited import Ended, Failed, Limited
 from lmworks.errors import UserError
+from lmworks.limited import Ended, Failed, Limited
 
 _SUFFIX = re.compile(r"\.([A-Za-z0-9+]+)(?::\d+)?$")
 _GRAMMARS = {  # suffix: module and the function in it that gives the grammar

@@ -11,6 +11,7 @@ from typing import Any
 MOST = 1e100
 """What is larger is no measurement, and charts calculate with squares."""
 
+_DEEPEST = 64
 _COUNT = {"documents": int, "bytes": float}
 _SCORE = {"score": float, "interval": [float], "n": int, "baseline": float, "verdict": str}
 _MODEL = {
@@ -39,22 +40,23 @@ EVENT = {"event": str, "stage": str, "time": float, "reason": str, "step": int}
 SAMPLE = {"prompt": str, "completion": str, "step": int}
 
 
-def shaped(value: Any, form: Any) -> Any:
-    """`value` without what is not of its form; None if that is all of it. Numbers that no figure can be made of are None everywhere."""
+def shaped(value: Any, form: Any, depth: int = 0) -> Any:
+    """`value` without what is not of its form; None if that is all of it. Whatever the form says, numbers that no figure can be made of
+    are None, and so is what lies too deep."""
+    if form is object and isinstance(value, dict | list):
+        form = {} if isinstance(value, dict) else [object]
+    if depth > _DEEPEST:
+        return None
     if isinstance(form, dict):
         if not isinstance(value, dict):
             return None
-        found = {key: shaped(item, form.get(key, form.get("*", object))) for key, item in value.items()}
-        return {key: item for key, item in found.items() if item is not None or value[key] is None}
+        found = {key: shaped(item, form.get(key, form.get("*", object)), depth + 1) for key, item in value.items()}
+        unread = {key for key, item in value.items() if item is None and key not in form and "*" not in form}
+        return {key: item for key, item in found.items() if item is not None or key in unread}
     if isinstance(form, list):
-        found = [shaped(item, form[0]) for item in value] if isinstance(value, list) else None
-        return found if found is None else [item for item in found if item is not None]
-    if isinstance(value, bool):
-        return value if form is object else None
-    if isinstance(value, int | float):
-        return value if -MOST < value < MOST and isinstance(value, int if form is int else float | int) and form is not str else None
-    if form is object:
-        if isinstance(value, dict):
-            return {key: shaped(item, object) for key, item in value.items()}
-        return [shaped(item, object) for item in value] if isinstance(value, list) else value
-    return value if isinstance(value, form) else None
+        items = (shaped(item, form[0], depth + 1) for item in value) if isinstance(value, list) else ()
+        return [item for item in items if item is not None]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if form is object or (isinstance(value, form) and not isinstance(value, bool)) else None
+    fits = form in (object, float) or isinstance(value, form)
+    return value if fits and -MOST < value < MOST else None

@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_parameter(self) -> float:

@@ -130,7 +130,9 @@ class Layout(Node):
     ep: int = Field(1, gt=0, le=_MOST_RANKS, description="expert ranks; they lie inside dp_shard x cp")
     zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="order of micro-batches in a pipeline")
-    stages_per_rank: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble")
+    stages_per_rank: int = Field(
+        1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble"
+    )
     layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
     @model_validator(mode="before")
@@ -162,7 +164,9 @@ class Cluster(Node):
     nodes: int = Field(1, gt=0, le=1_000_000, description="machines")
     devices_per_node: int = Field(1, gt=0, le=1024, description="accelerators (or the CPU) in one machine")
     device: str = Field("CPU", description="what one device is called")
-    tflops: float = Field(ge=1e-6, le=1e6, description="dense peak per device in the type it multiplies fastest, bf16 or fp32; without sparsity")
+    tflops: float = Field(
+        ge=1e-6, le=1e6, description="dense peak per device in the type it multiplies fastest, bf16 or fp32; without sparsity"
+    )
     bf16: bool = Field(True, description="whether it multiplies bf16 in hardware; `train.precision: auto` is fp32 where not")
     memory_gib: float = Field(gt=0, le=1e6, description="per device")
     network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes")

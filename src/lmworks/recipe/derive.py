@@ -7,6 +7,7 @@ recipe, so that a resolved recipe has no None where a value is derived.
 from __future__ import annotations
 
 import json
+import os
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,9 @@ def vocabulary(tree: dict[str, Any]) -> tuple[int, str]:
     """Size of the vocabulary of a raw tree, and how it is known: counted in an existing tokenizer, or as asked."""
     tokenizer = tree.get("tokenizer") or {}
     if tokenizer.get("path"):
-        path = Path(tokenizer["path"]).expanduser()
-        path = path / "tokenizer.json" if path.is_dir() else path
-        if path.is_file():
+        path = Path(os.path.expanduser(str(tokenizer["path"])))
+        path = path / "tokenizer.json" if os.path.isdir(path) else path
+        if os.path.isfile(path):
             entries, wanted = _count_entries(path), tokenizer.get("vocab_size", 0)
             if not isinstance(wanted, int) or wanted <= entries:
                 return entries, f"entries of {path}"
@@ -140,7 +141,7 @@ def _count_entries(path: Path) -> int:
         content = json.loads(path.read_text(encoding="utf-8"))
         ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", []))]
         return int(max(ids)) + 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None
 
 

@@ -32,7 +32,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"size {str(text)[:100]!r} is not a number of parameters; write for example '125M' or '1.5B'")
     size = int(Fraction(match[1]) * scaled(match[2]))
     if not 0 < size <= LARGEST_SIZE:
-        raise ValueError(f"size {text!r} is no size of a model; the largest that a shape is derived for is {LARGEST_SIZE / 1e12:g}T parameters")
+        raise ValueError(f"size {text!r} is no size of a model; shapes are derived up to {LARGEST_SIZE / 1e12:g}T parameters")
     return size
 
 

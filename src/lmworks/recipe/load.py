@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,12 +91,10 @@ def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:
 
 def find(name: str | Path, kind: Literal["", "models", "clusters"], beside: Path | None = None) -> Path:
     """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones."""
-    given = Path(name).expanduser()
-    if given.is_file():
-        return given
+    given = Path(os.path.expanduser(name))
     candidates = [beside / kind / f"{name}.yaml"] if beside else []
-    for path in [*candidates, shipped_folder() / kind / f"{name}.yaml"]:
-        if path.is_file():
+    for path in [given, *candidates, shipped_folder() / kind / f"{name}.yaml"]:
+        if os.path.isfile(path):  # which says no of a path that can be none
             return path
     what = {"": "recipe", "models": "model preset", "clusters": "cluster"}[kind]
     close = nearest(given.name.removesuffix(".yaml"), shipped(kind))

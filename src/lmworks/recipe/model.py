@@ -54,7 +54,9 @@ class Moe(Node):
     experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
     top_k: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
     expert_size: int = Field(gt=0, le=_WIDEST, description="hidden width of one expert")
-    shared_experts: int = Field(1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is shared_experts * expert_size")
+    shared_experts: int = Field(
+        1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is shared_experts * expert_size"
+    )
     dense_layers: int = Field(1, ge=0, le=_MOST_LAYERS, description="the first layers that stay dense")
     gate: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
     normalize_top_k: bool = Field(True, description="the chosen weights are divided by their sum")
@@ -106,7 +108,9 @@ class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
     preset: str | None = Field(None, description="a file of recipes/models to start from, by name")
-    vocab_size: int | None = Field(None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out")
+    vocab_size: int | None = Field(
+        None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
+    )
     hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
     layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
     heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ def _imported(
     """The sources that `lmworks data import` made, where they lie, but for shards in which `gate` found protected text."""
     before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}
     for name, folder in sorted(recipe.shards.imported.items()):
-        place = Path(folder).expanduser().resolve()
+        place = Path(os.path.expanduser(folder)).resolve()
         other = Manifest.load(place)
         if other.tokenizer_sha256 != manifest.tokenizer_sha256:
             raise UserError(

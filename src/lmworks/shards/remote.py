@@ -66,7 +66,7 @@ class RemoteShards:
     """Opens shards whose tokens come through the cache. Indexes and checksums are copied whole, and checked, when a shard is opened."""
 
     def __init__(self, settings: Cache, shards_dir: Path, storage: Storage | None = None) -> None:
-        self._folder = Path(settings.dir).expanduser()
+        self._folder = Path(os.path.expanduser(settings.dir))
         self.cache = BlockCache(self._folder, int(settings.bytes))
         here = Folder(shards_dir)
         self.storage = storage or (Url(settings.remote) if settings.remote and "://" in settings.remote else None)

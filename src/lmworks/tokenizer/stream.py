@@ -20,7 +20,9 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, perhaps none."""
+        """The text that `token` completes, perhaps none; none of an id behind the vocabulary, which only pads the embedding."""
+        if token >= self._tokenizer.vocab_size:
+            return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token, self._skip))
 
     def finish(self) -> str:

@@ -49,19 +49,20 @@ class Tokenizer:
             raise UserError(f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
         with explain_damage(path):
             bpe = bpe_.read(read_json(path), str(path))
-        missing = [name for name in special_.REQUIRED if name not in bpe.added]
-        if missing:
-            raise UserError(f"{path} lacks the special token {missing[0]}; train a tokenizer with lmworks or add it")
-        self._bpe = bpe
-        self.vocab_size: int = bpe.vocab_size
-        self.special: dict[str, int] = dict(sorted(bpe.added.items(), key=lambda item: item[1]))
-        self.eos_id: int = self.special[special_.END]
-        self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
-        self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
-        self._hidden = frozenset(self.special[name] for name in bpe.hidden)
-        self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name in sorted(self.special, key=len, reverse=True)) + ")")
-        self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
-        self._longest_special = max(map(len, self.special))
+            missing = [name for name in special_.REQUIRED if name not in bpe.added]
+            if missing:
+                raise UserError(f"{path} lacks the special token {missing[0]}; train a tokenizer with lmworks or add it")
+            self._bpe = bpe
+            self.vocab_size: int = bpe.vocab_size
+            self.special: dict[str, int] = dict(sorted(bpe.added.items(), key=lambda item: item[1]))
+            self.eos_id: int = self.special[special_.END]
+            self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
+            self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
+            self._hidden = frozenset(self.special[name] for name in bpe.hidden)
+            longest_first = sorted(self.special, key=len, reverse=True)
+            self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+            self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
+            self._longest_special = max(map(len, self.special))
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`; special tokens in it stay ordinary text unless `allow_special`."""

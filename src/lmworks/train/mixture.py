@@ -14,6 +14,7 @@ from typing import Any
 
 from lmworks import jsonl
 from lmworks.errors import UserError
+from lmworks.files import explain_damage
 from lmworks.parallel.mesh import Ranks
 from lmworks.shards.batch import Batches
 from lmworks.shards.order import Change
@@ -39,7 +40,10 @@ class Changes:
 
 def read_changes(run_dir: Path) -> Changes:
     """All changes of a run's mixture, past and to come."""
-    return _changes(read_ledger(Path(run_dir) / LEDGER))
+    path = Path(run_dir) / LEDGER
+    lines = read_ledger(path)
+    with explain_damage(path):
+        return _changes(lines)
 
 
 def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:

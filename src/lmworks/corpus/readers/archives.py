@@ -11,10 +11,10 @@ from typing import Any
 from lmworks.corpus import unpacking
 from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.layouts import Member
-from lmworks.limited import Ended, Failed, Limited
 from lmworks.corpus.opening import Bomb, Damaged
 from lmworks.corpus.readers.listing import File
 from lmworks.errors import UserError
+from lmworks.limited import Ended, Failed, Limited
 
 _TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 ARCHIVES = (".zip", *_TARS)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from types import TracebackType
 
 from lmworks.corpus.items import Item, broken
-from lmworks.limited import Ended, Failed, Limited
 from lmworks.errors import UserError
+from lmworks.limited import Ended, Failed, Limited
 
 _SECONDS = 20
 _MEMORY = 4 << 30
