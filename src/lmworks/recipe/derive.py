@@ -154,7 +154,7 @@ def fill(recipe: Recipe, base: Path) -> tuple[Recipe, Reasons]:
         return get(tree, keys)
 
     derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
-    derive(("threads",), machine.cores(), "the CPU cores this process may use")
+    derive(("threads",), machine.threads(), "the CPU cores this process may use, or OMP_NUM_THREADS")
 
     _fill_model(tree, derive)
     model = Model.model_validate(tree["model"])

@@ -78,6 +78,12 @@ class Tokens(_Quantity, int):
     example = "'2.5M tokens' or '15T'"
 
     @classmethod
+    def _validate(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool | cls):
+            raise ValueError(f"{value!r} has no unit; write for example '{value} tokens'")
+        return super()._validate(value)
+
+    @classmethod
     def parse(cls, text: str) -> Tokens:
         number, first, second = _split(text, cls.example)
         prefix, unit = (first, second) if second else ("", first) if first in ("token", "tokens") else (first, "tokens")
