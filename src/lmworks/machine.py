@@ -95,6 +95,12 @@ def cores() -> int:
     return answer("cores", ask)
 
 
+def threads() -> int:
+    """CPU threads to compute with: OMP_NUM_THREADS where it is set to fewer than the cores, and `LMWORKS_MACHINE` says nothing of them."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(cores(), int(asked)) if asked.isdecimal() and int(asked) and "cores" not in overrides() else cores()
+
+
 def memory() -> int:
     """Bytes of memory that this process may use: the machine's, or the limit of its container where that is less."""
 

@@ -31,7 +31,7 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
     try:
         system, path = core.url_to_fs(reveal(url))
     except (ValueError, ImportError) as error:
-        raise UserError(f"{what}: cannot use {url} ({error})") from None
+        raise UserError(f"{what}: cannot use {mask(url)} ({_line(error)})") from None
     return system, str(path).rstrip("/")
 
 

@@ -92,6 +92,8 @@ def test_what_is_asked_is_what_is_shown(page: Page, server: Any) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Top-p").fill("0.9")
+    page.get_by_label("Seed").fill("7")
     page.get_by_label("Longest answer").fill("32")
     say(page, "One")
     finished(page)
@@ -99,9 +101,18 @@ def test_what_is_asked_is_what_is_shown(page: Page, server: Any) -> None:
     finished(page, 2)
     first, second = asked
     assert (first["temperature"], first["max_tokens"], first["model"]) == (0, 32, "tiny")
+    assert (first["top_p"], first["seed"]) == (0.9, 7)
     assert [message["role"] for message in second["messages"]] == ["system", "user", "assistant", "user"]
     assert second["messages"][0]["content"] == "Be brief."
-    page.reload()  # settings outlive the page
+    said = page.locator(".turn").all_inner_texts()
+    page.reload()  # settings and the conversation outlive the page
+    assert [text.partition("Copy")[0] for text in page.locator(".turn").all_inner_texts()] == [text.partition("Copy")[0] for text in said]
+    say(page, "Three")
+    finished(page, 3)
+    assert [message["role"] for message in asked[2]["messages"]] == ["system", *("user", "assistant") * 2, "user"]
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    assert page.locator(".turn").count() == 0
     assert page.get_by_label("System prompt").input_value() == "Be brief."
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lmworks.shards.order import Change
 
 
+_PIPED = 140  # columns of a table that folds its texts
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     data = typer.Typer(no_args_is_help=True, help="The data order of a run.")
@@ -51,7 +54,7 @@ def batch(
         documents = "\n".join(f"{span.id} [{span.start}:{span.stop}] {span.origin}" for span in row.documents)
         begin = tokenizer.decode(tokens[: text + 8].tolist())[:text].replace("\n", "\\n")
         table.add_row(f"{row.number}", row.source, str(row.epoch), Text(documents), Text(begin))
-    console().print(table)
+    console(piped=_PIPED).print(table)
 
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:

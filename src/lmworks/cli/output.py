@@ -12,10 +12,10 @@ from lmworks.terminal import Terminal
 _CONTROL = re.compile("[\x7f-\x9f]")  # the others are escaped anyway
 
 
-def console() -> Terminal:
-    """Standard output; in a pipe or a file no line is cut to a width that nothing has."""
+def console(piped: int = 1000) -> Terminal:
+    """Standard output; in a pipe or a file no line is cut to a width that nothing has, unless a table of long texts asks for one."""
     found = Terminal()
-    return found if found.is_terminal else Terminal(width=1000)
+    return found if found.is_terminal else Terminal(width=piped)
 
 
 def print_json(value: Any) -> None:

@@ -36,8 +36,7 @@ def register(app: typer.Typer) -> None:
         else:
             console().print(showing.tree(resolved, changed))
             console().print(showing.phases(resolved))
-            if note:
-                console().print(note, style="yellow")
+            _warn(resolved, note)
 
     @app.command()
     def plan(
@@ -77,8 +76,16 @@ def register(app: typer.Typer) -> None:
                 most = made.tokens_per_second * resolved.recipe.time
                 note += f"; at the speed measured here it is {amount(most)} tokens at most, before the data, evaluation and export"
             short = too_little(resolved.recipe, Path(resolved.recipe.run_dir or ""))
-            for line in filter(None, (note, short)):
-                console().print(line, style="yellow")
+            _warn(resolved, note, short)
+
+
+def _warn(resolved: Resolved, *lines: str | None) -> None:
+    """Print these lines, and what is wrong with the sources as far as it is known here."""
+    from lmworks.corpus.missing import faults
+
+    for line in (*lines, *faults(resolved.recipe)):
+        if line:
+            console().print(line, style="yellow")
 
 
 def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tuple[Resolved, str]:

@@ -26,6 +26,7 @@ from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.progress import bar
 from lmworks.recipe.recipe import Recipe
+from lmworks.train.prompts import prompts as prompts_of
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -69,7 +70,7 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        measured, outcomes, items = _measure(recipe, model, tokenizer, texts, name, doubt)
+        measured, outcomes, items = _measure(recipe, model, tokenizer, corpus_dir, texts, name, doubt)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
@@ -101,7 +102,7 @@ _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, texts: dict[str, list[str]], name: Name, doubt: _Doubt
+    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, texts: dict[str, list[str]], name: Name, doubt: _Doubt
 ) -> tuple[dict[str, Any], Outcomes, list[dict[str, Any]]]:
     context = context_length(recipe, model)
     logprobs = BatchedLogProbs(model, context)
@@ -128,7 +129,7 @@ def _measure(
     _mark(measured)
     if asked:
         speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
-    prompts = recipe.evaluate.questions if name == "tuned" else recipe.evaluate.prompts
+    prompts = recipe.evaluate.questions if name == "tuned" else prompts_of(recipe, corpus_dir)
     measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=name == "tuned")]
     measured["speed"] = speed
     return measured, outcomes, items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,7 +13,13 @@ from lmworks.evaluate.references import OVERALL
 
 def printable(results: dict[str, Any]) -> Group:
     """All that a terminal should show of `results.json`."""
-    return Group(bits_table(results), "", scores_table(results), "", samples_table(results))
+    return Group(bits_table(results), *scores(results), "", samples_table(results))
+
+
+def scores(results: dict[str, Any]) -> list[RenderableType]:
+    """The table of scores behind an empty line; nothing where no benchmark or task was asked for."""
+    asked = any(model["benchmarks"] or model["tasks"] or "benchmarks_unavailable" in model for model in results["models"].values())
+    return ["", scores_table(results)] if asked else []
 
 
 def samples_table(results: dict[str, Any]) -> Table:

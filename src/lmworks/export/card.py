@@ -13,6 +13,7 @@ from lmworks.recipe.huggingface import class_for
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import count
+from lmworks.shards.timeline import PhaseSteps
 from lmworks.watch.ledger import read_ledger
 
 
@@ -52,7 +53,8 @@ def _what(recipe: Recipe, model: Transformer) -> str:
             f"mixture of {config.moe.experts} experts; each token uses {config.moe.top_k} of them and {config.moe.shared_experts} shared; "
             f"dense layers first: {config.moe.dense_layers}"
         )
-    phases = [f"{phase.name} {int(phase.tokens):,} tokens in sequences of {int(phase.sequence_length):,}" for phase in recipe.train.phases]
+    trained = [(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]  # in whole steps, which seldom fill a budget
+    phases = [f"{phase.name} {steps.tokens:,} tokens in sequences of {int(phase.sequence_length):,}" for phase, steps in trained]
     tuned = f" Then tuned on {int(recipe.tune.tokens):,} tokens of conversations, to write the assistant's part." if recipe.tune else ""
     rows = [
         ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} used per token)"), ("kind", kind),

@@ -21,6 +21,7 @@ from lmworks.recipe.training import Phase
 Zero = Literal[0, 1, 2, 3]
 _SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages on each rank; simplest first
 _IDLE = 0.05  # of a step: below it, what other schedules than 1F1B save is less than what they send more
+MARGIN = 0.05  # of a device's memory that a chosen layout leaves free, where one does: for fragmentation, libraries and the allocator
 _SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communication than it saves
 
 
@@ -128,7 +129,7 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
 
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placed:
-    """The layout with the largest micro-batch, up to the recipe's, that fits; with one sequence if none does."""
+    """The layout with the largest micro-batch, up to the recipe's, that fits with a margin; with one sequence if none does."""
     per_rank = phase.batch // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
     best = None
     for micro in range(min(recipe.train.micro_batch or 1, per_rank), 0, -1):
@@ -136,36 +137,44 @@ def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Pla
             best = Placed(
                 layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
             )
-            if best.memory.total <= cluster.memory_gib * GIB:
+            if fits(best, cluster, MARGIN):
                 break
     assert best is not None
     return best
 
 
-def fits(placed: Placed, cluster: Cluster) -> bool:
-    """Whether the fullest rank has room."""
-    return placed.memory.total <= cluster.memory_gib * GIB
+def fits(placed: Placed, cluster: Cluster, margin: float = 0.0) -> bool:
+    """Whether the fullest rank has room, and leaves this share of the memory free."""
+    return placed.memory.total <= (1 - margin) * cluster.memory_gib * GIB
 
 
 def automatic(
     recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()
 ) -> tuple[Placed | None, Placed | None]:
-    """The first legal layout that fits, and the leanest one if none does. It must suit `others`, too, other phases of the run.
+    """The first legal layout that fits and leaves a margin, or that fits at all, and the leanest one if none does.
+
+    It must suit `others`, too, other phases of the run.
 
     Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel. A pipeline
     that would stand idle gets the schedule that leaves it so least.
     """
     leanest: Placed | None = None
+    tight: Placed | None = None  # the first that fits without the margin, for where none has it
     for layout in legal(recipe, cluster, phase, zero):
         if any(problem for other in others for problem in problems(recipe, cluster, layout, other)):
             continue
         placed = place(recipe, cluster, layout, phase)
         worst = max((placed, *(place(recipe, cluster, layout, other) for other in others)), key=lambda one: one.memory.total)
-        if fits(worst, cluster):
+        if fits(worst, cluster, MARGIN):
             chosen = _least_idle(recipe, cluster, placed, (phase, *others))
             return chosen, chosen
+        if tight is None and fits(worst, cluster):
+            tight = placed
         if leanest is None or worst.memory.total < leanest.memory.total:
             leanest = worst
+    if tight is not None:
+        tight = _least_idle(recipe, cluster, tight, (phase, *others))
+        return tight, tight
     return None, leanest
 
 

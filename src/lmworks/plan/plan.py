@@ -9,7 +9,7 @@ from typing import Any
 from lmworks.plan.automatic import decide
 from lmworks.plan.counts import Counts, count
 from lmworks.plan.flops import per_token
-from lmworks.plan.layout import Placed, choose, describe, devices
+from lmworks.plan.layout import MARGIN, Placed, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
 from lmworks.recipe.after import Cluster, Layout, world_size
@@ -18,6 +18,7 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import parameters
 
 _DAY = 86_400
+_LONG = 365 * _DAY
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Plan:
     kv_cache_shrink: float
     kv_cache_by: str
     unwise: tuple[str, ...]
+    recomputation: str
 
     @property
     def tokens(self) -> int:
@@ -106,6 +108,17 @@ class Plan:
     def warnings(self) -> Iterator[str]:
         """What is legal and fits, and still unwise."""
         yield from self.unwise
+        if self.seconds > _LONG:
+            yield (
+                f"it would take {days(self.seconds)}; plan it for more devices (--cluster), a smaller model (--size), or fewer tokens"
+            )
+        for phase in self.phases:
+            held = phase.placed.memory.total / (self.cluster.memory_gib * GIB)
+            if held > 1 - MARGIN:
+                yield (
+                    f"{phase.name}: {held:.0%} of the memory is planned for, which leaves less than {MARGIN:.0%} for what no plan knows "
+                    "(fragmentation, libraries); take a smaller train.micro_batch, or more recomputation (train.activation_checkpointing)"
+                )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
             if self.mfu > 1 - phase.bubble:
@@ -181,6 +194,7 @@ def make_plan(
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         unwise=tuple(warnings(recipe)),
+        recomputation=recipe.train.activation_checkpointing,
     )
 
 

@@ -99,11 +99,12 @@ def _positions(plan: Plan) -> list[Table]:
 
 
 def _layouts(plan: Plan) -> Table:
-    table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "bubble")
+    table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "recomputation", "bubble")
     table.columns[1].justify = "left"
     for phase in plan.phases:
         placed = phase.placed
-        table.add_row(phase.name, describe(placed.layout), f"{placed.micro_batch}", f"{placed.accumulation}", f"{phase.bubble:.0%}")
+        split = f"{placed.micro_batch}", f"{placed.accumulation}"
+        table.add_row(phase.name, describe(placed.layout), *split, plan.recomputation, f"{phase.bubble:.0%}")
     return table
 
 
@@ -142,6 +143,8 @@ def _bill(plan: Plan) -> Table:
         if cluster.dollars_per_hour
         else hours,
     )
+    if cluster.watts:
+        table.add_row("energy", f"{amount(plan.device_hours * cluster.watts / 1000)} kWh at {cluster.watts:g} W per device")
     table.add_row(
         "budget",
         f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal, more is over-trained for cheaper serving)",

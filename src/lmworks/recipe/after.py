@@ -85,8 +85,8 @@ class Evaluate(Node):
     task_items: int = Field(50, gt=0, description="questions per task")
     protect: list[Protected] = Field(default_factory=list, description="evaluation sets of your own, to be kept out of training text")
     references: bool = Field(True, description="print byte unigram, xz and a text compressor beside the bits per byte")
-    prompts: tuple[str, ...] = Field(
-        ("The", "It is", "def main():\n    "), description="beginnings that the base model goes on from, on the way and at the end"
+    prompts: tuple[str, ...] | None = Field(
+        None, description="what the base model continues, on the way and at the end; beginnings of held-out documents when left out"
     )
     questions: tuple[str, ...] = Field(
         ("Hello! How are you today?", "What can you do for me?"), description="what the tuned model is asked, likewise"

@@ -160,7 +160,7 @@ def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe,
         return get(tree, keys)
 
     derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
-    derive(("threads",), machine.cores(), "the CPU cores this process may use")
+    derive(("threads",), machine.threads(), "the CPU cores this process may use, or OMP_NUM_THREADS")
 
     if corpus_only and not (recipe.model.hidden_size and recipe.model.layers):
         return Recipe.model_validate(tree), reasons

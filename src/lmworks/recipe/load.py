@@ -90,12 +90,19 @@ def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:
 
 
 def find(name: str | Path, kind: Literal["", "models", "clusters"], beside: Path | None = None) -> Path:
-    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones."""
+    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones. Of a run directory its recipe."""
     given = Path(os.path.expanduser(name))
     candidates = [beside / kind / f"{name}.yaml"] if beside else []
     for path in [given, *candidates, shipped_folder() / kind / f"{name}.yaml"]:
         if os.path.isfile(path):  # which says no of a path that can be none
             return path
+    if not kind and os.path.isfile(given / "resolved.json"):
+        return given / "resolved.json"  # a run: the recipe as it was resolved
+    if not kind and str(name) in shipped("models"):
+        raise UserError(
+            f"{name} is a model preset, and a recipe has data and phases besides: write model: {{preset: {name}}} into one, or try "
+            f"dense-125m --set model.preset={name}"
+        )
     what = {"": "recipe", "models": "model preset", "clusters": "cluster"}[kind]
     close = nearest(given.name.removesuffix(".yaml"), shipped(kind))
     hint = f"did you mean {close}?" if close else f"lmworks ships: {', '.join(shipped(kind))}"

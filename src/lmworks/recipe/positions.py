@@ -52,14 +52,16 @@ def warnings(recipe: Recipe) -> Iterator[str]:
     if not found or recipe.model.rope.fraction == 0 or recipe.model.nope_every == 1:
         return
     since, set_by = found[0].length, found[0].rope
+    stated = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
     for here in found:
         rope, key = here.rope, f"train.phases.{here.phase}.rope"
-        if rope != set_by:
+        if rope != set_by or here.phase in stated:
             since, set_by = here.length, rope
         elif here.length > _GROWTH * since:
             yield (
                 f"{here.phase}: sequences grow from {since:,} to {here.length:,} tokens and positions stay ({describe(rope)}); "
-                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk or yarn with a factor"
+                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk or yarn with a factor; "
+                f"to keep them write {key}.theta as it is"
             )
             since = here.length
         original = int(rope.original_length or 0) if rope.scaling != "none" else 0

@@ -88,6 +88,8 @@ class Tokens(Quantity, int):
 
     @classmethod
     def _validate(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool | cls):
+            raise ValueError(f"{value!r} has no unit; write for example '{value} tokens'")
         if (tokens := super()._validate(value)) < 1:
             raise ValueError(f"{value!r} is too few; write for example {cls.example}")
         return tokens

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmworks.doctor.gather import gather
-from lmworks.evaluate.tables import bits_table, samples_table, scores_table
+from lmworks.evaluate.tables import bits_table, samples_table, scores
 from lmworks.files import read_json
 from lmworks.run.budget import compared
 from lmworks.run.walk import seconds_by_stage
@@ -35,7 +35,7 @@ def summary(run_dir: Path) -> RenderableType:
     results = run_dir / "evaluate" / "results.json"
     if results.exists():
         document = read_json(results)
-        parts += ["", bits_table(document), "", scores_table(document), "", samples_table(document)]
+        parts += ["", bits_table(document), *scores(document), "", samples_table(document)]
     chat = Text("\nNow talk to it:  ") + Text(f"lmworks chat {run_dir}", style="bold")
     return Group(*parts, chat)
 

@@ -31,6 +31,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.course import Stage, steps_between
 from lmworks.train.far import Far
 from lmworks.train.mixture import LEDGER, Follower, read_changes
+from lmworks.train.prompts import prompts
 from lmworks.train.sampling import Sampler
 from lmworks.train.tokenizer import META, digest, require_same
 from lmworks.train.trainer import Trainer
@@ -207,7 +208,7 @@ def pretrain(
         trainer = Trainer(
             recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
             validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
-            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, recipe.evaluate.prompts),
+            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, prompts(recipe, run_dir / "corpus")),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks), early_stopping=recipe.train.early_stopping,
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,

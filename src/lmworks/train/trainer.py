@@ -194,6 +194,11 @@ class Trainer:
             keep_freed_memory()
         self.model.train()
         if self.step == 0:
+            how, layers = self._how(), "eager" if not is_compiled(self.recipe, self.model.device) else "compiled in the first step"
+            progress.console.print(
+                f"{self.course.steps:,} steps, {self.course.tokens:,} tokens, on {how['ranks']} x {how['device']} in {how['precision']}; "
+                f"layers {layers}", style="dim",
+            )  # fmt: skip
             self.ledger.write("start", stage=self.label, steps=self.course.steps, tokens=self.course.tokens, **self._how(), **self.meta)
         self.sampler.begin(self.saved + 1)
         if self.model.whole is None:

@@ -29,8 +29,8 @@ _EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and c
 
 
 def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
-    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`, `missing`,
-    `unread`.
+    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`,
+    `missing`, `unread`.
 
     The texts of at most `most_parts` parts of each source are looked at, evenly spaced over it. Memory: one batch of texts per process, and
     8 bytes for each duplicate. Raises UserError for a corpus that is not finished.

@@ -1,0 +1,85 @@
+"""`show` and `plan` before a run is paid for: faults of the sources, runs as recipes, presets, and plans that are unwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Lmworks
+
+from lmworks import machine
+from lmworks.plan.layout import MARGIN, automatic, place
+from lmworks.plan.memory import GIB
+from lmworks.recipe.load import load_cluster, load_recipe
+
+RECIPE = """
+name: looked-at
+corpus: {{sources: [{{name: a, kind: jsonl, path: {path}, domain: web, rules: {rules}, licence: MIT}}]}}
+model: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, head_dim: 32, ffn_size: 128}}
+train: {{phases: [{{name: one, tokens: 4096 tokens, mixture: {{a: 1}}, sequence_length: 64 tokens, batch: 256 tokens}}]}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="nosuch"))
+    return path
+
+
+@pytest.mark.parametrize("command", ["show", "plan"])
+def test_files_and_rules_are_looked_at(lmworks: Lmworks, recipe: Path, tmp_path: Path, command: str) -> None:
+    done = lmworks(command, recipe)
+    assert done.code == 0
+    assert "nowhere.jsonl" in done.out.replace("\n", "").split("source a:")[-1] and "unknown rules 'nosuch'" in done.out
+    (tmp_path / "nowhere.jsonl").write_text('{"text": "here"}\n' * 9999)
+    recipe.write_text(RECIPE.format(path=tmp_path / "nowhere.jsonl", rules="none"), encoding="utf-8")
+    assert "source a" not in lmworks(command, recipe).out
+
+
+def test_a_run_is_a_recipe(lmworks: Lmworks, recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    load_recipe(recipe, ["seed=77"]).save(run)
+    found = json.loads(lmworks("show", run, "--json").out)
+    assert "77" in json.dumps(found)
+    assert "looked-at" in lmworks("plan", run).out
+
+
+def test_a_preset_says_how_it_is_used(lmworks: Lmworks) -> None:
+    error = lmworks("plan", "dense-1b").error
+    assert "is a model preset" in error and "dense-125m --set model.preset=dense-1b" in error
+    assert load_recipe("dense-125m", ["model.preset=dense-1b"]).recipe.model.layers != load_recipe("dense-125m").recipe.model.layers
+
+
+def test_years_are_remarked_on(lmworks: Lmworks) -> None:
+    assert "years; plan it for more devices" in " ".join(lmworks("plan", "smollm3-3b", "--cluster", "1xh200").out.split())
+    assert "years" not in lmworks("plan", "dense-125m", "--cluster", "8xh100").out
+
+
+def test_a_chosen_layout_leaves_a_margin() -> None:
+    """Where one does. With a little less memory than the first that fits, the next is taken."""
+    recipe, cluster = load_recipe("glm-15b-a3b").recipe, load_cluster("64xh100")
+    phase = recipe.train.phases[0]
+    chosen, _ = automatic(recipe, cluster, phase, recipe.layout.zero)
+    assert chosen and chosen.memory.total <= (1 - MARGIN) * cluster.memory_gib * GIB
+    least = place(recipe, cluster.model_copy(update={"memory_gib": 1.0}), chosen.layout, phase).memory.total / GIB
+    tight = cluster.model_copy(update={"memory_gib": least * 1.01})  # its smallest micro-batch fits, with 1% to spare
+    other, _ = automatic(recipe, tight, phase, recipe.layout.zero)
+    assert other and other.layout != chosen.layout
+
+
+def test_the_shipped_recipes_do_not_warn_of_themselves(lmworks: Lmworks) -> None:
+    out = lmworks("plan", "glm46-355b-a32b", "--cluster", "8192xh800").out
+    assert "positions stay" not in out and "recomputation" in out
+
+
+def test_omp_num_threads_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(6))
+    monkeypatch.setattr(machine, "_cpu_quotas", list)
+    for asked, threads in (("2", 2), ("99", 6), ("nonsense", 6), ("3,1", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert load_recipe("quickstart").recipe.threads == threads
+    monkeypatch.setenv(machine.VARIABLE, "cores=5,peak=1e11")
+    assert load_recipe("quickstart").recipe.threads == 5  # a word about the machine counts more
