@@ -77,9 +77,9 @@ def run(text: str, folder: Path, stdin: str = "", server: subprocess.Popen[str] 
     if server is not None and words[0] == "lmworks" and not set("|>&;$*") & set(text):
         code, out, err = _served(server, words, folder, stdin)
     else:
-        done = subprocess.run(
-            ["bash", "-c", small(text)], cwd=folder, env=ENVIRONMENT | {"XDG_CONFIG_HOME": str(folder / "settings")}, input=stdin, capture_output=True, encoding="utf-8", check=False
-        )
+        own = ENVIRONMENT | {"XDG_CONFIG_HOME": str(folder / "settings")}  # so that nothing of the user's is changed
+        command = ["bash", "-c", small(text)]
+        done = subprocess.run(command, cwd=folder, env=own, input=stdin, capture_output=True, encoding="utf-8", check=False)
         code, out, err = done.returncode, done.stdout, done.stderr
     assert code == 0, f"{text}\n{out[-2000:]}\n{err[-3000:]}"
     return out
