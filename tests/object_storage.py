@@ -39,7 +39,8 @@ class Server:
 
     def check_keys(self, unchecked: float) -> None:
         """Refuse keys that nobody was given after so many requests."""
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/moto-api/reset-auth", str(unchecked).encode(), method="POST")).close()
+        request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", str(unchecked).encode(), {"Content-Type": "text/plain"})
+        urllib.request.urlopen(request).close()
 
     def close(self) -> None:
         self._server.shutdown()
