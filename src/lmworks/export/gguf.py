@@ -1,7 +1,8 @@
 """GGUF, the one-file format of llama.cpp, written with the `gguf` package alone.
 
 llama.cpp's own converter comes with its source tree only, and knows a tokenizer by the hash of a published one, so it refuses one
-trained here. For these five architectures this module writes what it writes, field by field (`tests/export/test_llama_cpp.py`).
+trained here. For the architectures that families name (`lmworks.recipe.families`) this module writes what it writes, field by field
+(`tests/export/test_llama_cpp.py`).
 """
 
 from __future__ import annotations
@@ -17,25 +18,22 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.names import huggingface_name
+from lmworks.export.names import has_place, huggingface_name
 from lmworks.files import atomic_path, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
+from lmworks.model.rope import frequencies
 from lmworks.progress import bar
-from lmworks.recipe.huggingface import NoClass, class_for, to_config
-from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.families.common import rope_parameters
+from lmworks.recipe.families.family import Gguf, NoClass
+from lmworks.recipe.families.registry import family_of
+from lmworks.recipe.model import Model
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import gguf
 
-_ARCHITECTURES = {
-    "Glm4MoeForCausalLM": "glm4moe", "Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "SmolLM3ForCausalLM": "smollm3",
-    "LlamaForCausalLM": "llama",
-}  # fmt: skip
-# Here llama.cpp rotates neighbouring dimensions (2i, 2i + 1) and not halves (i, i + R/2): the rows of query and key are reordered.
-_NEIGHBOURS = ("llama", "smollm3")
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
 
 
@@ -64,19 +62,19 @@ class _Item:
 
 def architecture_for(model: Model) -> str:
     """llama.cpp's name for this mathematics; `UserError` with the reason if it has none."""
-    if model.mla:
-        raise _refused("it has latent attention (mla), whose weights llama.cpp wants taken apart and transposed, which lmworks does not do")
+    return _known(model).architecture
+
+
+def _known(model: Model) -> Gguf:
     try:
-        architecture = _ARCHITECTURES[class_for(model)]
+        return family_of(model).gguf(model)
     except NoClass as no:
         raise _refused(no.reason) from None
-    if architecture == "qwen2" and model.heads and model.head_dim and model.heads * model.head_dim != model.hidden_size:
-        architecture = "llama"  # the same with biases, and with heads of any width
-    if model.sliding_window:
-        raise _refused("it has a sliding window, which llama.cpp ignores for this architecture")
-    if model.nope_every not in (0, 4):
-        raise _refused(f"it has layers without positions every {model.nope_every} layers (nope_every), and llama.cpp knows only 4")
-    return architecture
+
+
+def _final(model: Transformer) -> Model:
+    """The model with the positions of its last phase."""
+    return model.config.model_copy(update={"rope": model.rope})
 
 
 def _refused(reason: str) -> UserError:
@@ -91,7 +89,7 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
     gguf = _package()
     items = list(_items(model, dtype))
     with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
-        writer = gguf.GGUFWriter(aside, architecture_for(model.config))
+        writer = gguf.GGUFWriter(aside, architecture_for(_final(model)))
         for item in items:
             kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
             writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
@@ -136,22 +134,30 @@ def _package() -> Any:
 
 def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
     gguf = _package()
-    architecture = architecture_for(model.config)
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    config = _final(model)
+    known, family = _known(config), family_of(config)
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known.architecture)
     names = gguf.get_tensor_name_map(number, model.config.layers)
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_embeddings:
             continue  # llama.cpp takes the embedding where there is no output
         if ours.startswith("mtp."):
             continue  # llama.cpp would keep multi-token prediction and not run it
+        if not has_place(ours, family):
+            continue
         # the package's map goes by Hugging Face's names, with stacked experts and the bias as a tensor of its own
-        theirs = huggingface_name(ours).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        theirs = huggingface_name(ours, family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name, f"gguf has no name for {theirs}"
         wide = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
-        match = _QUERY_OR_KEY.match(ours) if architecture in _NEIGHBOURS else None
+        match = _QUERY_OR_KEY.match(ours) if known.neighbors else None
         heads = 0 if match is None else model.config.heads if match[1] == "query" else model.config.kv_heads
         yield _Item(name, tensor, dtype if wide else torch.float32, heads or 0)
+    if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a factor of its own
+        assert config.head_dim
+        plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})
+        factors = frequencies(plain, config.head_dim)[0] / frequencies(model.rope, config.head_dim)[0]
+        yield _Item("rope_freqs.weight", factors, torch.float32, 0)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
@@ -169,9 +175,9 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
     config, gguf = model.config, _package()
     assert config.layers and config.hidden_size and config.ffn_size and config.vocab_size
     assert config.heads and config.kv_heads and config.head_dim
-    stated = to_config(config, model.rope, {})
+    family = family_of(config)
     writer.add_block_count(config.layers)
-    writer.add_context_length(stated["max_position_embeddings"])
+    writer.add_context_length(int(config.max_length or 2048))
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.ffn_size)
     writer.add_head_count(config.heads)
@@ -180,7 +186,7 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    rope = stated["rope_parameters"]
+    rope = rope_parameters(family, config, model.rope)
     writer.add_rope_dimension_count(int(config.head_dim * model.rope.fraction))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
@@ -192,24 +198,8 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if config.moe is not None:
-        _add_experts(writer, config.moe)
-
-
-def _add_experts(writer: gguf.GGUFWriter, moe: Moe) -> None:
-    # llama.cpp stops on groups that are all kept, which are no groups
-    grouped = moe.top_groups < moe.groups
-    writer.add_expert_count(moe.experts)
-    writer.add_expert_used_count(moe.top_k)
-    writer.add_expert_feed_forward_length(moe.expert_size)
-    writer.add_expert_shared_count(moe.shared_experts)
-    writer.add_expert_group_count(moe.groups if grouped else 1)
-    writer.add_expert_group_used_count(moe.top_groups if grouped else 1)
-    writer.add_leading_dense_block_count(moe.dense_layers)
-    writer.add_expert_gating_func(_package().ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_weights_scale(moe.routed_scale)
-    writer.add_expert_weights_norm(moe.normalize_top_k)
-    writer.add_nextn_predict_layers(0)
+    for key, value in _known(_final(model)).metadata.items():
+        getattr(writer, f"add_{key}")(gguf.ExpertGatingFuncType[value] if key == "expert_gating_func" else value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> None:

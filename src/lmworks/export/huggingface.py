@@ -20,6 +20,7 @@ from lmworks.files import atomic_path, explain_damage, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
+from lmworks.recipe.families.registry import family_in
 from lmworks.recipe.huggingface import from_config, to_config
 from lmworks.recipe.model import Model as Config
 
@@ -96,13 +97,15 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
     """
     with ExitStack() as stack:
         handles = {name: handle for handle in _open_all(directory, stack) for name in handle.keys()}  # noqa: SIM118
+        config = read_json(directory / "config.json")
+        family = family_in(config)
         with torch.device("meta"):
-            refuse_foreign(handles, Transformer(model).state_dict(), model)
-        neighbours = bool(read_json(directory / "config.json").get("rope_interleave", True))
+            refuse_foreign(handles, Transformer(model).state_dict(), model, family)
+        neighbours = bool(config.get("rope_interleave", True))
         for name, tensor in state.items():
             ours = "embedding.weight" if name == "head.weight" and model.tie_embeddings else name
             part = local_part(ours, tensor)
-            for theirs, box in sources(part, model) if part is not None else ():
+            for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
                     order = partial(from_neighbours, ours, model=model) if neighbours and rotates(ours, model) else None
                     _read(handles[theirs].get_slice(theirs), theirs, box, order)
@@ -136,7 +139,8 @@ def read_model(directory: Path) -> Transformer:
     state = dict(model.state_dict())
     if model.config.tie_embeddings:
         state.pop("head.weight", None)
-    from_huggingface(_tensors(directory), state, model.config, neighbours=bool(config.get("rope_interleave", True)))
+    neighbours = bool(config.get("rope_interleave", True))
+    from_huggingface(_tensors(directory), state, model.config, family_in(config), neighbours=neighbours)
     return model.eval()
 
 
@@ -219,7 +223,7 @@ def compare(model: Transformer, directory: Path, tokens_BT: Tensor, dtype: torch
 
 def _select_by(router: Router, logits_NE: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     select = router._select
-    return lambda gates_NE, _: select(logits_NE.view_as(gates_NE).sigmoid(), logits_NE.view_as(gates_NE))
+    return lambda gates_NE, _: select(router.gates(logits_NE.view_as(gates_NE)), logits_NE.view_as(gates_NE))
 
 
 def _load_in_transformers(directory: Path) -> Any:

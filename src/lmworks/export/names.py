@@ -1,6 +1,6 @@
-"""Our parameter names and Hugging Face's, declared once and read in both directions.
+"""Our parameter names and Hugging Face's, which a family declares once (`lmworks.recipe.families`), read in both directions.
 
-`{i}` is a layer, `{e}` an expert: our stacked expert weights (E, out, in) are E separate weights (out, in) there. Layers of multi-token
+Our stacked expert weights (E, out, in) are E separate weights (out, in) there. Layers of multi-token
 prediction go on with the numbers of the others there, and each has a copy of the embedding and the head beside it. The rotated dimensions
 of latent attention lie there in neighbours (2i, 2i + 1), and here in halves (i, i + R/2).
 """
@@ -9,42 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from lmworks.checkpoint.parts import Part
 from lmworks.errors import UserError
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.model import Model
 
-_NAMES = (
-    ("embedding.weight", "model.embed_tokens.weight"),
-    ("norm.weight", "model.norm.weight"),
-    ("head.weight", "lm_head.weight"),
-    ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
-    ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
-    *((f"layers.{{i}}.attention.{ours}.{kind}", f"model.layers.{{i}}.self_attn.{theirs}_proj.{kind}")
-      for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")) for kind in ("weight", "bias")),
-    ("layers.{i}.attention.query_norm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
-    ("layers.{i}.attention.key_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
-    *((f"layers.{{i}}.ffn.{part}.weight", f"model.layers.{{i}}.mlp.{part}_proj.weight") for part in ("gate", "up", "down")),
-    *((f"layers.{{i}}.ffn.shared.{part}.weight", f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight")
-      for part in ("gate", "up", "down")),
-    *((f"layers.{{i}}.ffn.experts.{part}", f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj.weight") for part in ("gate", "up", "down")),
-    ("layers.{i}.attention.query_down.weight", "model.layers.{i}.self_attn.q_a_proj.weight"),
-    ("layers.{i}.attention.query_latent_norm.weight", "model.layers.{i}.self_attn.q_a_layernorm.weight"),
-    ("layers.{i}.attention.query_up.weight", "model.layers.{i}.self_attn.q_b_proj.weight"),
-    ("layers.{i}.attention.kv_down.weight", "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight"),
-    ("layers.{i}.attention.kv_latent_norm.weight", "model.layers.{i}.self_attn.kv_a_layernorm.weight"),
-    ("layers.{i}.attention.kv_up.weight", "model.layers.{i}.self_attn.kv_b_proj.weight"),
-    ("mtp.{i}.embedding_norm.weight", "model.layers.{i}.enorm.weight"),
-    ("mtp.{i}.hidden_norm.weight", "model.layers.{i}.hnorm.weight"),
-    ("mtp.{i}.projection.weight", "model.layers.{i}.eh_proj.weight"),
-    ("mtp.{i}.norm.weight", "model.layers.{i}.shared_head.norm.weight"),
-    ("layers.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
-    ("layers.{i}.ffn.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
-)  # fmt: skip
 _COPIES = {"embedding.weight": "model.layers.{i}.embed_tokens.weight", "head.weight": "model.layers.{i}.shared_head.head.weight"}
 _ROTATED = re.compile(r"layers\.\d+\.attention\.(query|query_up|kv_down)\.weight\Z")
 
@@ -53,8 +28,21 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)") + r"\Z")
 
 
-_TO_THEIRS = [(_pattern(ours), theirs) for ours, theirs in _NAMES]
-_TO_OURS = [(_pattern(theirs), ours) for ours, theirs in _NAMES]
+@lru_cache(maxsize=64)
+def _to_theirs(family: Family) -> list[tuple[re.Pattern[str], str]]:
+    return [(_pattern(ours), theirs) for ours, theirs in family.names]
+
+
+@lru_cache(maxsize=64)
+def _to_ours(family: Family) -> list[tuple[re.Pattern[str], str]]:
+    return [(_pattern(theirs), ours) for ours, theirs in family.names]
+
+
+@lru_cache(maxsize=64)
+def _zero(family: Family) -> list[re.Pattern[str]]:
+    return [_pattern(ours) for ours in family.zero]
+
+
 _COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
@@ -69,17 +57,27 @@ def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str
     raise UserError(f"tensor {name} has no counterpart; this is not a model of a class that lmworks converts")
 
 
-def huggingface_name(ours: str) -> str:
+def huggingface_name(ours: str, family: Family) -> str:
     """Their name for one of our tensors; `{e}` stands for the expert in a stacked one."""
-    return _translate(ours, _TO_THEIRS)[0]
+    return _translate(ours, _to_theirs(family))[0]
+
+
+def has_place(ours: str, family: Family) -> bool:
+    """Whether one of our tensors has a place there; one that has none is zero in a model of the family."""
+    return not any(pattern.match(ours) for pattern in _zero(family))
 
 
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
     """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never held twice."""
     assert model.layers
+    family = family_of(model)
     for name, tensor in state.items():
         numbered = _outward(name, model.layers)
-        theirs = huggingface_name(numbered)
+        if not has_place(numbered, family):
+            if tensor.any():
+                raise UserError(f"{name} is not zero, and {family.name} has no place for it; this model cannot be exported as that class")
+            continue
+        theirs = huggingface_name(numbered, family)
         if "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
@@ -90,14 +88,18 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
 
 @torch.no_grad()
 def from_huggingface(
-    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, *, neighbours: bool = True
+    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, family: Family, *, neighbours: bool = True
 ) -> None:
-    """Copy tensors with Hugging Face's names into `state`, the tensors of `model`; raises `UserError` if the two do not match.
+    """Copy tensors with the names of `family` into `state`, the tensors of `model`; raises `UserError` if the two do not match.
 
     `neighbours` says how rotated dimensions of latent attention lie in `tensors`.
     """
     assert model.layers
-    missing = {(name, expert) for name, tensor in state.items() for expert in (range(len(tensor)) if ".experts." in name else (None,))}
+    missing = {
+        (name, expert)
+        for name, tensor in state.items() if has_place(_outward(name, model.layers), family)
+        for expert in (range(len(tensor)) if ".experts." in name else (None,))
+    }  # fmt: skip
     copies: list[tuple[str, str, Tensor]] = []
     for theirs, tensor in tensors:
         if theirs.endswith("rotary_emb.inv_freq"):
@@ -106,7 +108,7 @@ def from_huggingface(
         if original is not None:
             copies.append((theirs, original, tensor))
             continue
-        numbered, expert = _translate(theirs, _TO_OURS)
+        numbered, expert = _translate(theirs, _to_ours(family))
         ours = _inward(numbered, model.layers)
         if ours == "head.weight" and ours not in state:
             continue  # tied, and stored twice
@@ -126,10 +128,13 @@ def from_huggingface(
             raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
 
 
-def sources(part: Part, model: Model) -> Iterator[tuple[str, Part]]:
+def sources(part: Part, model: Model, family: Family) -> Iterator[tuple[str, Part]]:
     """What this rank holds of one of our tensors as parts of tensors of theirs, by their names; of stacked experts one each."""
     assert model.layers
-    theirs = huggingface_name(_outward(part.name, model.layers))
+    numbered = _outward(part.name, model.layers)
+    if not has_place(numbered, family):
+        return
+    theirs = huggingface_name(numbered, family)
     if "{e}" not in theirs:
         yield theirs, part
         return
@@ -142,13 +147,13 @@ def _row(part: Part, at: int) -> Tensor:
     return part.values()[at]
 
 
-def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model) -> None:
+def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
     """Raise `UserError` for a tensor of theirs that is none of `state`, all tensors of `model`."""
     assert model.layers
     for theirs in names:
         if theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern, _ in _COPY_OF):
             continue
-        if _inward(_translate(theirs, _TO_OURS)[0], model.layers) not in state:
+        if _inward(_translate(theirs, _to_ours(family))[0], model.layers) not in state:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 
@@ -165,8 +170,8 @@ def from_neighbours(name: str, tensor: Tensor, model: Model) -> Tensor:
 
 
 def carries_mtp(model: Model) -> bool:
-    """Whether the model's class has a place for multi-token prediction: those with experts; elsewhere it stays behind."""
-    return model.mtp is not None and model.moe is not None
+    """Whether the model's class has a place for multi-token prediction beside experts; elsewhere it stays behind."""
+    return model.mtp is not None and model.moe is not None and family_of(model).mtp
 
 
 def _outward(name: str, layers: int) -> str:

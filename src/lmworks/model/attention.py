@@ -31,18 +31,17 @@ class Attention(nn.Module):
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.output = Linear(self.heads * self.head_dim, config.hidden_size)
-        self.query_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
+        self.query_norm = RMSNorm(normed[0] * self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(normed[1] * self.head_dim, config.norm_eps) if config.qk_norm else None
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
         B, T, _ = x_BTD.shape
-        query = self.query(x_BTD).view(B, T, -1, self.head_dim)
-        key = self.key(x_BTD).view(B, T, -1, self.head_dim)
-        value = self.value(x_BTD).view(B, T, -1, self.head_dim).transpose(1, 2)
+        query, key, value = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)
+            query, key = (norm(x.view(B, T, -1, norm.size)) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+        query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
         if cache is not None:

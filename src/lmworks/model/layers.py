@@ -27,6 +27,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
+        self.size = size
         self.eps = eps
         self.plain = False
 

@@ -17,7 +17,8 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies (R/2,) in radians per token, and the factor on cos and sin (1 except for YaRN).
 
     Scaling: `linear` is position interpolation (Chen et al. 2023, arXiv:2306.15595); `ntk` raises the base so that the
-    slowest frequency stretches by `factor`; `yarn` interpolates slow frequencies only (Peng et al. 2023, arXiv:2309.00071).
+    slowest frequency stretches by `factor`; `yarn` interpolates slow frequencies only (Peng et al. 2023, arXiv:2309.00071), and so does
+    `llama3`, with a ramp over rotations (Llama 3.1, arXiv:2407.21783).
     A raised `theta` alone is ABF (Xiong et al. 2023, arXiv:2309.16039).
     """
     rotated = int(head_dim * rope.fraction)
@@ -31,6 +32,11 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
         assert rope.original_length is not None  # the recipe refuses YaRN without it
         ramp = _yarn_ramp(rope, rotated, int(rope.original_length))
         return base / rope.factor * ramp + base * (1 - ramp), 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    if rope.scaling == "llama3":
+        assert rope.original_length is not None
+        rotations = int(rope.original_length) * base / (2 * math.pi)
+        kept = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return base / rope.factor * (1 - kept) + base * kept, 1.0
     return base, 1.0
 
 

@@ -49,7 +49,7 @@ class Router(nn.Module):
         B, T, D = x_BTD.shape
         # fp32 throughout: a rounded gate picks another expert.
         logits_NE = F.linear(x_BTD.reshape(B * T, D).float(), self.weight.float()) / self.temperature
-        gates_NE = logits_NE.sigmoid() if moe.gate == "sigmoid" else logits_NE.softmax(-1)
+        gates_NE = self.gates(logits_NE)
         if moe.balance.method == "sinkhorn" and self.training:
             balanced_BTE = sinkhorn(logits_NE.detach().view(B, T, -1))
             experts_NK = balanced_BTE.flatten(0, 1).topk(moe.top_k, dim=-1, sorted=False).indices
@@ -61,6 +61,10 @@ class Router(nn.Module):
         chosen_NE = torch.zeros_like(gates_NE).scatter_(1, experts_NK, 1.0).detach()
         aux = self._auxiliary(gates_NE, chosen_NE, B, T) if self.training and torch.is_grad_enabled() else None
         return Routing(experts_NK, weights_NK * moe.routed_scale, chosen_NE.sum(0), aux)
+
+    def gates(self, logits_NE: Tensor) -> Tensor:
+        """What the weights are made of."""
+        return logits_NE.sigmoid() if self.moe.gate == "sigmoid" else logits_NE.softmax(-1)
 
     def _select(self, gates_NE: Tensor, logits_NE: Tensor) -> Tensor:
         moe = self.moe

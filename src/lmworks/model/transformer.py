@@ -52,7 +52,9 @@ class Loss:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); dense or sparse by its place."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); under post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
+    arXiv:2501.00656, section 3.3). Dense or sparse by its place.
+    """
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
@@ -64,18 +66,23 @@ class Block(nn.Module):
         sparse = config.moe is not None and layer >= config.moe.dense_layers
         self.ffn: MoE | SwiGLU
         self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.ffn_size)
+        self.post_norm = config.norm_position == "post"
         self.dropout = config.dropout
 
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | None, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The new x, and for a sparse layer its tokens per expert and auxiliary loss."""
-        x_BTD = x_BTD + self._drop(self.attention(self.attention_norm(x_BTD), rope, mask, cache))
-        normed = self.ffn_norm(x_BTD)
+        read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
+        x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), self.attention_norm)
+        read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
         if isinstance(self.ffn, MoE):
-            out, routing = self.ffn(normed)
-            return x_BTD + self._drop(out), routing.counts, routing.aux
-        return x_BTD + self._drop(self.ffn(normed)), None, None
+            out, routing = self.ffn(read)
+            return self._add(x_BTD, out, self.ffn_norm), routing.counts, routing.aux
+        return self._add(x_BTD, self.ffn(read), self.ffn_norm), None, None
+
+    def _add(self, x_BTD: Tensor, out_BTD: Tensor, norm: RMSNorm) -> Tensor:
+        return x_BTD + self._drop(norm(out_BTD) if self.post_norm else out_BTD)
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

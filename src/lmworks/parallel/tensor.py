@@ -83,7 +83,10 @@ class Stream:
 
 def problems(config: Model, tp: int) -> list[str]:
     """Why the matrices of a model cannot be shared by `tp` ranks; empty if they can."""
-    return [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
+    found = [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
+    if tp > 1 and config.qk_norm_over == "all_heads":
+        found.append("model.qk_norm_over all_heads norms all heads at once, and under tp each rank has only some of them")
+    return found
 
 
 def _sizes(config: Model) -> dict[str, int]:

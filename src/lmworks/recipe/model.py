@@ -19,18 +19,26 @@ class Rope(Node):
 
     theta: float = Field(10_000.0, gt=0, description="base of the frequencies; raising it is ABF (GLM: 10,000, then 1,000,000)")
     fraction: float = Field(1.0, ge=0, le=1, description="share of each head that is rotated; GLM rotates half, 0 is no RoPE at all")
-    scaling: Literal["none", "linear", "ntk", "yarn"] = Field("none", description="linear is position interpolation")
+    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
+        "none", description="linear is position interpolation; llama3 interpolates slow frequencies as Llama 3.1 does"
+    )
     factor: float = Field(1.0, ge=1, description="how many times longer the context becomes under `scaling`")
     original_length: Tokens | None = Field(None, description="context length before `scaling`")
     beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is left alone")
     beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is interpolated in full")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: rotations within original_length below which a frequency is interpolated in full"
+    )
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: rotations within original_length above which a frequency is left alone")
 
     @model_validator(mode="after")
     def _scaling_needs_length(self) -> Rope:
-        if self.scaling in ("ntk", "yarn") and self.original_length is None:
+        if self.scaling in ("ntk", "yarn", "llama3") and self.original_length is None:
             raise ValueError(f"rope.scaling {self.scaling} needs rope.original_length, the context before the extension")
         if self.scaling == "none" and self.factor != 1:
-            raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk or yarn")
+            raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk, yarn or llama3")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"rope.high_freq_factor {self.high_freq_factor:g} must exceed rope.low_freq_factor {self.low_freq_factor:g}")
         return self
 
 
@@ -118,7 +126,15 @@ class Model(Node):
     head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and heads")
     ffn_size: int | None = Field(None, gt=0, le=_WIDEST, description="hidden width of the dense SwiGLU layers")
     attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
-    qk_norm: bool = Field(False, description="RMS norm over head_dim on queries and keys, before RoPE")
+    qk_norm: bool = Field(False, description="RMS norm on queries and keys, before RoPE")
+    qk_norm_over: Literal["head", "all_heads"] = Field(
+        "head", description="what qk_norm takes the mean square of: each head, with one weight for all (Qwen3, GLM), or all heads at once "
+        "(OLMo 2)",
+    )
+    norm_position: Literal["pre", "post"] = Field(
+        "pre", description="where a layer has its two norms: pre, on what attention and feed-forward read; post, on what they add to the "
+        "residual stream (OLMo 2)",
+    )
     mla: Mla | None = None
     rope: Rope = Rope()
     nope_every: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
@@ -143,6 +159,12 @@ class Model(Node):
             raise ValueError(f"model.kv_heads {self.kv_heads} must divide model.heads {self.heads}")
         if self.head_dim and self.mla is None and int(self.head_dim * self.rope.fraction) % 2:
             raise ValueError(f"model.rope.fraction {self.rope.fraction} of head_dim {self.head_dim} must be an even number of dimensions")
+        return self
+
+    @model_validator(mode="after")
+    def _norm_over_heads_is_a_norm(self) -> Model:
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise ValueError(f"model.qk_norm_over {self.qk_norm_over} does nothing without model.qk_norm; set qk_norm or leave it out")
         return self
 
     @model_validator(mode="after")

@@ -60,11 +60,12 @@ def warnings(recipe: Recipe) -> Iterator[str]:
         elif here.length > _GROWTH * since:
             yield (
                 f"{here.phase}: sequences grow from {since:,} to {here.length:,} tokens and positions stay ({describe(rope)}); "
-                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk or yarn with a factor; "
+                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk, yarn or llama3 with a factor; "
                 f"to keep them write {key}.theta as it is"
             )
             since = here.length
-        original = int(rope.original_length or 0) if rope.scaling != "none" else 0
+        # Llama 3.1 itself goes beyond this product: 8 x 8,192 tokens became 131,072
+        original = int(rope.original_length or 0) if rope.scaling not in ("none", "llama3") else 0
         reach = int(original * rope.factor)
         if original and reach < here.length:
             yield (

@@ -102,8 +102,9 @@ def _attention(model: Model, start: str, layer: int) -> Iterator[Parameter]:
             yield Parameter(f"{start}attention.{name}.bias", (rows,), "attention", layer)
     yield Parameter(start + "attention.output.weight", (D, H * d), "attention", layer)
     if model.qk_norm:
-        yield Parameter(start + "attention.query_norm.weight", (d,), "norms", layer)
-        yield Parameter(start + "attention.key_norm.weight", (d,), "norms", layer)
+        whole = model.qk_norm_over == "all_heads"
+        yield Parameter(start + "attention.query_norm.weight", (H * d if whole else d,), "norms", layer)
+        yield Parameter(start + "attention.key_norm.weight", (K * d if whole else d,), "norms", layer)
 
 
 def _latent_attention(model: Model, mla: Mla, start: str, layer: int) -> Iterator[Parameter]:

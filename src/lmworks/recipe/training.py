@@ -56,7 +56,7 @@ class RopeChange(Node):
     """A change of positions at a phase's first step; what is left out stays as it was."""
 
     theta: float | None = Field(None, gt=0, description="new base of the frequencies (ABF)")
-    scaling: Literal["none", "linear", "ntk", "yarn"] | None = Field(None, description="new kind of extension")
+    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = Field(None, description="new kind of extension")
     factor: float | None = Field(None, ge=1, description="new extension factor")
     original_length: Tokens | None = Field(None, description="context before the extension")
 

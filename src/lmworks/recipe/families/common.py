@@ -1,0 +1,185 @@
+"""What several families share: keys of config.json and the names of weights as Llama has them, RoPE's parameters, experts, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
+from lmworks.recipe.model import Model, Moe, Rope
+
+_PARTS = ("gate", "up", "down")
+_SLIDES, _SEES_ALL = "sliding_attention", "full_attention"
+_SCALINGS = ("default", "linear", "yarn", "llama3")
+
+ENDS: Names = (
+    ("embedding.weight", "model.embed_tokens.weight"), ("norm.weight", "model.norm.weight"), ("head.weight", "lm_head.weight"),
+)  # fmt: skip
+PRE_NORMS: Names = (
+    ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+    ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+)
+PROJECTIONS: Names = tuple(
+    (f"layers.{{i}}.attention.{ours}.{kind}", f"model.layers.{{i}}.self_attn.{theirs}_proj.{kind}")
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("output", "o")) for kind in ("weight", "bias")
+)  # fmt: skip
+QK_NORMS: Names = (
+    ("layers.{i}.attention.query_norm.weight", "model.layers.{i}.self_attn.q_norm.weight"),
+    ("layers.{i}.attention.key_norm.weight", "model.layers.{i}.self_attn.k_norm.weight"),
+)
+FFN: Names = tuple((f"layers.{{i}}.ffn.{part}.weight", f"model.layers.{{i}}.mlp.{part}_proj.weight") for part in _PARTS)
+EXPERTS: Names = (
+    *((f"layers.{{i}}.ffn.experts.{part}", f"model.layers.{{i}}.mlp.experts.{{e}}.{part}_proj.weight") for part in _PARTS),
+    ("layers.{i}.ffn.router.weight", "model.layers.{i}.mlp.gate.weight"),
+)
+SHARED_EXPERTS: Names = tuple(
+    (f"layers.{{i}}.ffn.shared.{part}.weight", f"model.layers.{{i}}.mlp.shared_experts.{part}_proj.weight") for part in _PARTS
+)
+SELECTION_BIAS: Names = (("layers.{i}.ffn.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),)
+MTP: Names = (
+    ("mtp.{i}.embedding_norm.weight", "model.layers.{i}.enorm.weight"),
+    ("mtp.{i}.hidden_norm.weight", "model.layers.{i}.hnorm.weight"),
+    ("mtp.{i}.projection.weight", "model.layers.{i}.eh_proj.weight"),
+    ("mtp.{i}.norm.weight", "model.layers.{i}.shared_head.norm.weight"),
+)
+LLAMA: Names = (*ENDS, *PRE_NORMS, *PROJECTIONS, *FFN)
+
+
+def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
+    """config.json, without the ids of tokens."""
+    config: dict[str, Any] = {
+        "architectures": [family.name], "model_type": family.model_type, "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size, "intermediate_size": model.ffn_size, "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
+        "initializer_range": model.init_std, "max_position_embeddings": int(model.max_length or 2048),
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "use_cache": True,
+        "rope_parameters": rope_parameters(family, model, rope),
+    }  # fmt: skip
+    return {key: value for key, value in config.items() if key not in family.omits}
+
+
+def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
+    """RoPE as `transformers` states it."""
+    theta = rope.theta
+    if rope.scaling == "ntk":  # a raised base, and said so
+        rotated = model.mla.rope_dim if model.mla else int((model.head_dim or 0) * rope.fraction)
+        theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
+    parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
+    if family.has("partial RoPE"):
+        parameters["partial_rotary_factor"] = rope.fraction
+    if rope.scaling in ("linear", "yarn", "llama3"):
+        parameters["factor"] = rope.factor
+    if rope.scaling in ("yarn", "llama3"):
+        assert rope.original_length is not None
+        parameters["original_max_position_embeddings"] = int(rope.original_length)
+    if rope.scaling == "yarn":
+        parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        if model.mla is not None:
+            parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # the scale is on the whole score
+    if rope.scaling == "llama3":
+        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    return parameters
+
+
+def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Values of `Model` that config.json of any class states; `UserError` for what we have not, `KeyError` for what is missing."""
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UserError(f"config.json has hidden_act {activation}; lmworks reads silu")
+    if config.get("attention_bias") and not family.has("biases"):
+        raise UserError(f"config.json has attention_bias, which in {family.name} also gives the output a bias; lmworks has none there")
+    heads = config["num_attention_heads"]
+    return {
+        "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "layers": config["num_hidden_layers"], "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads, "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn_size": config["intermediate_size"], "attention_bias": "biases" in family.requires or bool(config.get("attention_bias")),
+        "qk_norm": "QK norm" in family.requires or (family.has("QK norm") and bool(config.get("use_qk_norm"))),
+        "rope": _rope(family, config),
+        "tie_embeddings": bool(config.get("tie_word_embeddings")), "norm_eps": config["rms_norm_eps"],
+        "init_std": config.get("initializer_range", 0.02), "max_length": f"{config['max_position_embeddings']} tokens",
+    }  # fmt: skip
+
+
+def _rope(family: Family, config: dict[str, Any]) -> Rope:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_type": given.get("type", "default"), **given}
+    theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope["rope_type"]
+    if kind not in _SCALINGS:
+        raise UserError(f"config.json has rope_type {kind}; lmworks reads {', '.join(_SCALINGS[:-1])} and {_SCALINGS[-1]}")
+    if family.has("MLA") and kind == "yarn" and (rope.get("mscale"), rope.get("mscale_all_dim")) != (1, 1):
+        raise UserError("config.json has YaRN with mscale or mscale_all_dim other than 1; lmworks scales the whole score, as DeepSeek-V3")
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if family.has("partial RoPE") else 1.0))
+    if fraction != 1 and not family.has("partial RoPE"):
+        raise UserError(f"config.json has partial_rotary_factor {fraction}, which {family.name} has not; lmworks cannot read it")
+    factors = {key: rope[key] for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {}
+    return Rope(
+        theta=theta, fraction=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
+        original_length=f"{rope['original_max_position_embeddings']} tokens" if kind in ("yarn", "llama3") else None,
+        beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0, **factors,
+    )  # fmt: skip
+
+
+def experts_to_config(moe: Moe) -> dict[str, Any]:
+    """Experts as DeepSeek-V3 states them, and GLM after it."""
+    return {
+        "n_routed_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
+        "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers, "norm_topk_prob": moe.normalize_top_k,
+        "routed_scaling_factor": moe.routed_scale, "n_group": moe.groups, "topk_group": moe.top_groups,
+    }  # fmt: skip
+
+
+def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
+    """`moe`, and `mtp` where there is any."""
+    moe = {
+        "experts": config["n_routed_experts"], "top_k": config["num_experts_per_tok"], "expert_size": config["moe_intermediate_size"],
+        "shared_experts": config["n_shared_experts"], "dense_layers": config["first_k_dense_replace"],
+        "normalize_top_k": config["norm_topk_prob"],
+        "routed_scale": config["routed_scaling_factor"], "groups": config.get("n_group", 1), "top_groups": config.get("topk_group", 1),
+    }  # fmt: skip
+    ahead = config.get("num_nextn_predict_layers")
+    return {"moe": moe} | ({"mtp": {"layers": ahead}} if ahead else {})
+
+
+def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
+    """A window, and which layers slide."""
+    return {
+        "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
+        "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.layers or 0)],
+    }  # fmt: skip
+
+
+def window_from_config(config: dict[str, Any], default: Callable[[dict[str, Any]], list[bool]]) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`, as the shortest pattern that repeats; `default` says which layers slide where an older
+    config.json does not list them.
+    """
+    if not config.get("use_sliding_window") or not config.get("sliding_window"):
+        return {}
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types") or [_SLIDES if slid else _SEES_ALL for slid in default(config)]
+    if len(types) != layers or set(types) - {_SLIDES, _SEES_ALL}:
+        raise UserError(f"config.json has layer_types that are not {layers} of {_SLIDES} and {_SEES_ALL}; lmworks cannot read it")
+    if _SLIDES not in types:
+        return {}
+    size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
+    return whole_window(config) | {"layer_types": tuple(types[:size]) if _SEES_ALL in types else ()}
+
+
+def whole_window(config: dict[str, Any]) -> dict[str, Any]:
+    """`sliding_window` of all layers, where there is one."""
+    return {"sliding_window": f"{config['sliding_window']} tokens"} if config.get("sliding_window") else {}
+
+
+def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
+    """Qwen's rule for a config.json without layer_types."""
+    return [layer >= config.get("max_window_layers", 28) for layer in range(config["num_hidden_layers"])]
+
+
+def gguf(model: Model, architecture: str, *, neighbors: bool = False, metadata: dict[str, Any] | None = None) -> Gguf:
+    """An architecture of llama.cpp; `NoClass` for what it leaves out of any."""
+    if model.sliding_window:
+        raise NoClass("it has a sliding window, which llama.cpp ignores for this architecture")
+    if model.rope.scaling == "llama3" and architecture != "llama":
+        raise NoClass(f"it has rope.scaling llama3, which llama.cpp reads for its architecture llama and not for {architecture}")
+    return Gguf(architecture, neighbors, metadata or {})

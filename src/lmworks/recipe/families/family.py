@@ -1,0 +1,152 @@
+"""What a model family declares, and the traits of a model by which its class is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lmworks.errors import UserError
+from lmworks.recipe.model import Model, Rope
+
+
+class NoClass(UserError):
+    """No class expresses the model; `reason` says what of it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no Hugging Face class expresses this model: {reason}; change the model, or set export.huggingface=false")
+        self.reason = reason
+
+
+class Trait(NamedTuple):
+    """Something that a model has or has not, and that a class always has, may have or never has."""
+
+    found: Callable[[Model], bool]
+    present: str
+    absent: str
+
+
+TRAITS: dict[str, Trait] = {
+    "experts": Trait(lambda model: model.moe is not None, "it has experts (moe)", "it is dense (moe)"),
+    "shared experts": Trait(
+        lambda model: model.moe is not None and model.moe.shared_experts > 0,
+        "it has shared experts (moe.shared_experts)", "it has no shared expert (moe.shared_experts)",
+    ),
+    "softmax gates": Trait(
+        lambda model: model.moe is not None and model.moe.gate == "softmax",
+        "its gates are softmax (moe.gate)", "its gates are sigmoid (moe.gate)",
+    ),
+    "selection bias": Trait(
+        lambda model: model.moe is not None and model.moe.balance.method == "bias",
+        "a bias selects its experts (moe.balance.method)", "no bias selects its experts (moe.balance.method)",
+    ),
+    "expert groups": Trait(
+        lambda model: model.moe is not None and model.moe.top_groups < model.moe.groups,
+        "it routes within groups of experts (moe.groups)", "it routes to all experts (moe.groups)",
+    ),
+    "routed scale": Trait(
+        lambda model: model.moe is not None and model.moe.routed_scale != 1,
+        "its routed output is scaled (moe.routed_scale)", "its routed output is not scaled (moe.routed_scale)",
+    ),
+    "MLA": Trait(lambda model: model.mla is not None, "it has latent attention (mla)", "it has no latent attention (mla)"),
+    "QK norm": Trait(
+        lambda model: model.qk_norm and model.qk_norm_over == "head",
+        "queries and keys are normed head by head (qk_norm)", "queries and keys are not normed head by head (qk_norm)",
+    ),
+    "QK norm over all heads": Trait(
+        lambda model: model.qk_norm and model.qk_norm_over == "all_heads",
+        "queries and keys are normed over all heads (qk_norm_over)", "queries and keys are not normed over all heads (qk_norm_over)",
+    ),
+    "post-norm": Trait(
+        lambda model: model.norm_position == "post", "its layers norm what they add (norm_position)",
+        "its layers norm what they read (norm_position)",
+    ),
+    "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
+    "partial RoPE": Trait(
+        lambda model: 0 < model.rope.fraction < 1,
+        "it rotates a part of each head (rope.fraction)", "it rotates whole heads (rope.fraction)",
+    ),
+    "NoPE layers": Trait(
+        lambda model: model.nope_every > 0, "it has layers without positions (nope_every)", "all its layers have positions (nope_every)"
+    ),
+    "sliding window": Trait(lambda model: bool(model.sliding_window), "it has a sliding window", "it has no sliding window"),
+    "layers that see all beside it": Trait(
+        lambda model: "full_attention" in model.layer_types, "only some of its layers slide (layer_types)",
+        "all its layers slide (layer_types)",
+    ),
+    "logit soft-cap": Trait(lambda model: model.logit_softcap > 0, "logit_softcap is on", "logit_softcap is off"),
+    "no RoPE": Trait(lambda model: model.rope.fraction == 0, "it has no RoPE at all (rope.fraction 0)", "it has RoPE"),
+}  # fmt: skip
+
+Names = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How llama.cpp knows a model: the name of the architecture, and what its metadata say beside what they say of any.
+
+    `metadata` are values by the names of GGUFWriter's methods, without `add_`. Under `neighbors` it rotates neighboring dimensions
+    (2i, 2i + 1) and not halves (i, i + R/2), so rows of query and key are reordered.
+    """
+
+    architecture: str
+    neighbors: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of `transformers`.
+
+    name, model_type: as config.json has them
+    about: the models it is for, in a few words
+    names: our tensors and theirs; `{i}` is a layer, `{e}` an expert of a stacked tensor
+    requires, allows: traits that it always has and may have; it has none of the others
+    differs: what else of a model with the right traits is not of this class, or None
+    to_config: what config.json says beside what it says of any model (`common.to_config`), from a model and the rope of the last phase
+    omits: what it does not say of that
+    from_config: values of `Model` out of config.json beside those of any (`common.from_config`); `UserError` for what we have not
+    zero: tensors of ours that have no place there and must be zero
+    mtp: whether there is a place for multi-token prediction beside experts, as in the published models
+    architectures: llama.cpp's names for it; `gguf` says which of them it is for a model, and raises `NoClass` with the reason where none is
+    without_gguf: which models llama.cpp does not know, in a few words
+    """
+
+    name: str
+    model_type: str
+    about: str
+    names: Names
+    gguf: Callable[[Model], Gguf]
+    architectures: tuple[str, ...] = ()
+    requires: frozenset[str] = frozenset()
+    allows: frozenset[str] = frozenset()
+    differs: Callable[[Model], str | None] = lambda _: None
+    to_config: Callable[[Model, Rope], dict[str, Any]] = _nothing
+    omits: tuple[str, ...] = ()
+    from_config: Callable[[dict[str, Any]], dict[str, Any]] = _nothing
+    zero: tuple[str, ...] = ()
+    mtp: bool = False
+    without_gguf: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.requires | self.allows) <= TRAITS.keys() and not self.requires & self.allows
+
+    def has(self, trait: str) -> bool:
+        """Whether a model of this class can have the trait."""
+        return trait in self.requires or trait in self.allows
+
+    def why_not(self, model: Model) -> list[str]:
+        """What of a model is not of this class; empty where the class is exactly the model."""
+        reasons = []
+        for name, trait in TRAITS.items():
+            found = trait.found(model)
+            if found and not self.has(name):
+                reasons.append(trait.present)
+            elif not found and name in self.requires:
+                reasons.append(trait.absent)
+        further = None if reasons else self.differs(model)
+        return [further] if further else reasons

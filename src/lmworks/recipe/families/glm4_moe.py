@@ -1,0 +1,40 @@
+"""GLM-4.5 and GLM-4.6: sigmoid gates, shared experts, half of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Gguf
+from lmworks.recipe.model import Model, Rope
+
+
+def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
+    assert model.moe is not None
+    return common.experts_to_config(model.moe) | {
+        "use_qk_norm": model.qk_norm, "num_nextn_predict_layers": model.mtp.layers if model.mtp else 0,
+        "partial_rotary_factor": rope.fraction,
+    }  # fmt: skip
+
+
+def _gguf(model: Model) -> Gguf:
+    moe = model.moe
+    assert moe is not None
+    grouped = moe.top_groups < moe.groups  # llama.cpp stops on groups that are all kept, which are no groups
+    metadata = {
+        "expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.expert_size,
+        "expert_shared_count": moe.shared_experts, "expert_group_count": moe.groups if grouped else 1,
+        "expert_group_used_count": moe.top_groups if grouped else 1, "leading_dense_block_count": moe.dense_layers,
+        "expert_gating_func": "SIGMOID", "expert_weights_scale": moe.routed_scale, "expert_weights_norm": moe.normalize_top_k,
+        "nextn_predict_layers": 0,
+    }  # fmt: skip
+    return common.gguf(model, "glm4moe", metadata=metadata)
+
+
+FAMILY = Family(
+    name="Glm4MoeForCausalLM", model_type="glm4_moe", about="mixture of experts (sigmoid gates, shared experts)",
+    names=(*common.LLAMA, *common.QK_NORMS, *common.EXPERTS, *common.SHARED_EXPERTS, *common.SELECTION_BIAS, *common.MTP), mtp=True,
+    requires=frozenset({"experts", "shared experts"}),
+    allows=frozenset({"QK norm", "biases", "partial RoPE", "selection bias", "expert groups", "routed scale"}),
+    to_config=_to_config, from_config=common.experts_from_config, architectures=("glm4moe",), gguf=_gguf,
+)  # fmt: skip

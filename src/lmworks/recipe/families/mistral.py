@@ -1,0 +1,25 @@
+"""Mistral: a sliding window in all layers. Without one it is Llama, by whose name it is exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Gguf, NoClass
+from lmworks.recipe.model import Model, Rope
+
+
+def _to_config(model: Model, _: Rope) -> dict[str, Any]:
+    assert model.sliding_window
+    return {"sliding_window": int(model.sliding_window)}
+
+
+def _gguf(_: Model) -> Gguf:
+    raise NoClass("it has a sliding window, and llama.cpp runs Mistral as llama, which ignores it")
+
+
+FAMILY = Family(
+    name="MistralForCausalLM", model_type="mistral", about="dense, plain, a sliding window in all layers", names=common.LLAMA,
+    requires=frozenset({"sliding window"}),
+    to_config=_to_config, omits=("attention_bias",), from_config=common.whole_window, gguf=_gguf, without_gguf="all",
+)  # fmt: skip

@@ -1,0 +1,34 @@
+"""OLMo 2: each layer norms what it adds and not what it reads, and queries and keys over all heads at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Names
+from lmworks.recipe.model import Model
+
+_POST_NORMS: Names = (
+    ("layers.{i}.attention_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+    ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_feedforward_layernorm.weight"),
+)
+
+
+def _differs(model: Model) -> str | None:
+    assert model.heads and model.head_dim
+    if model.heads * model.head_dim != model.hidden_size:
+        return f"heads x head_dim is {model.heads * model.head_dim} and not hidden_size {model.hidden_size}"
+    return None
+
+
+def _from_config(_: dict[str, Any]) -> dict[str, Any]:
+    return {"qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}
+
+
+FAMILY = Family(
+    name="Olmo2ForCausalLM", model_type="olmo2", about="dense, post-norm; heads x head_dim is the width",
+    names=(*common.ENDS, *_POST_NORMS, *common.PROJECTIONS, *common.QK_NORMS, *common.FFN),
+    requires=frozenset({"post-norm", "QK norm over all heads"}), differs=_differs, omits=("head_dim",), from_config=_from_config,
+    architectures=("olmo2",), gguf=partial(common.gguf, architecture="olmo2"),
+)  # fmt: skip

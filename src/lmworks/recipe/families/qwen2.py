@@ -1,0 +1,28 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Gguf
+from lmworks.recipe.model import Model
+
+
+def _from_config(config: dict[str, Any]) -> dict[str, Any]:
+    return common.window_from_config(config, common.upper_layers_slide)
+
+
+def _gguf(model: Model) -> Gguf:
+    assert model.heads and model.head_dim
+    if model.heads * model.head_dim != model.hidden_size:
+        return common.gguf(model, "llama", neighbors=True)  # the same with biases, and with heads of any width
+    return common.gguf(model, "qwen2")
+
+
+FAMILY = Family(
+    name="Qwen2ForCausalLM", model_type="qwen2", about="dense with biases", names=common.LLAMA,
+    requires=frozenset({"biases"}), allows=frozenset({"sliding window", "layers that see all beside it"}),
+    to_config=common.window_to_config, from_config=_from_config,
+    architectures=("qwen2", "llama"), gguf=_gguf, without_gguf="sliding window",
+)  # fmt: skip

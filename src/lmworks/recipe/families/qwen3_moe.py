@@ -1,0 +1,57 @@
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): QK norm, softmax gates, no shared expert and no bias that selects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Gguf, NoClass
+from lmworks.recipe.model import Model, Rope
+
+
+def _to_config(model: Model, _: Rope) -> dict[str, Any]:
+    moe, window = model.moe, model.sliding_window
+    assert moe is not None
+    return {
+        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
+        "norm_topk_prob": moe.normalize_top_k, "decoder_sparse_step": 1, "mlp_only_layers": list(range(moe.dense_layers)),
+        "use_sliding_window": bool(window), "sliding_window": int(window) if window else None,
+    }  # fmt: skip
+
+
+def _from_config(config: dict[str, Any]) -> dict[str, Any]:
+    if (step := config.get("decoder_sparse_step", 1)) != 1:
+        raise UserError(f"config.json has decoder_sparse_step {step}; lmworks has experts in every layer after the first dense ones")
+    dense = list(config.get("mlp_only_layers") or ())
+    if sorted(dense) != list(range(len(dense))):
+        raise UserError(f"config.json has mlp_only_layers {dense}; in lmworks only the first layers can be dense beside experts")
+    experts = config.get("num_experts", config.get("num_local_experts"))  # of which the latter is another name of it in transformers
+    if experts is None:
+        raise KeyError("num_experts")
+    moe = {
+        "experts": experts, "top_k": config["num_experts_per_tok"], "expert_size": config["moe_intermediate_size"], "shared_experts": 0,
+        "dense_layers": len(dense), "gate": "softmax", "normalize_top_k": config.get("norm_topk_prob", False), "balance": {"method": "aux"},
+    }  # fmt: skip
+    return {"moe": moe} | (common.whole_window(config) if config.get("use_sliding_window") else {})
+
+
+def _gguf(model: Model) -> Gguf:
+    moe = model.moe
+    assert moe is not None
+    if moe.dense_layers:
+        raise NoClass(f"its first layers are dense (moe.dense_layers {moe.dense_layers}), and llama.cpp's qwen3moe has experts in all")
+    if not moe.normalize_top_k:
+        raise NoClass("the weights of its chosen experts are not normalized (moe.normalize_top_k), and llama.cpp's qwen3moe does that")
+    metadata = {"expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.expert_size}
+    return common.gguf(model, "qwen3moe", metadata=metadata)
+
+
+FAMILY = Family(
+    name="Qwen3MoeForCausalLM", model_type="qwen3_moe",
+    about="mixture of experts (softmax gates), QK norm; `moe.balance.method` aux, sinkhorn or none",
+    names=(*common.LLAMA, *common.QK_NORMS, *common.EXPERTS), zero=("layers.{i}.ffn.router.bias",),
+    requires=frozenset({"experts", "softmax gates", "QK norm"}), allows=frozenset({"sliding window"}),
+    to_config=_to_config, from_config=_from_config,
+    architectures=("qwen3moe",), gguf=_gguf, without_gguf="dense layers, weights of experts that are not normalized, sliding window",
+)  # fmt: skip

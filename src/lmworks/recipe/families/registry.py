@@ -1,0 +1,53 @@
+"""The families, found by looking through this package: a file with a `FAMILY` is one."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe import families
+from lmworks.recipe.families.family import Family, NoClass
+from lmworks.recipe.model import Model
+
+
+def _found() -> dict[str, Family]:
+    modules = (import_module(f"{families.__name__}.{module.name}") for module in pkgutil.iter_modules(families.__path__))
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
+
+
+FAMILIES = _found()
+
+
+def family_of(model: Model) -> Family:
+    """The family whose mathematics is this model's; `NoClass` with the reason if there is none."""
+    reasons = {name: family.why_not(model) for name, family in FAMILIES.items()}
+    nearest = min(FAMILIES, key=lambda name: len(reasons[name]))
+    if reasons[nearest]:
+        raise NoClass(f"{' and '.join(reasons[nearest])}, unlike the nearest class, {nearest}")
+    return FAMILIES[nearest]
+
+
+def family_in(config: dict[str, Any]) -> Family:
+    """The family that a config.json names."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"config.json is of class {name}; lmworks reads {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def table() -> str:
+    """The families as Markdown, for docs/serving.md."""
+    lines = ["| model | in `transformers` | always | possibly | in llama.cpp | not in llama.cpp |", "|---|---|---|---|---|---|"]
+    for family in FAMILIES.values():
+        always, possibly = (", ".join(sorted(traits, key=str.lower)) for traits in (family.requires, family.allows))
+        known = ", ".join(f"`{name}`" for name in family.architectures)
+        lines.append(f"| {family.about} | `{family.name}` | {always} | {possibly} | {known} | {family.without_gguf} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

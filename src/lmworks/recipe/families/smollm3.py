@@ -1,0 +1,45 @@
+"""SmolLM3: every n-th layer has no positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.recipe.families import common
+from lmworks.recipe.families.family import Family, Gguf, NoClass
+from lmworks.recipe.model import Model, Rope
+from lmworks.recipe.shapes import has_positions
+
+
+def _to_config(model: Model, _: Rope) -> dict[str, Any]:
+    positions = [int(has_positions(model, layer)) for layer in range(model.layers or 0)]
+    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every} | common.window_to_config(model)
+
+
+def _from_config(config: dict[str, Any]) -> dict[str, Any]:
+    layers, positions, nope_every = config["num_hidden_layers"], config.get("no_rope_layers"), 0
+    if positions and 0 in positions:
+        nope_every = positions.index(0) + 1
+        if [int((layer + 1) % nope_every != 0) for layer in range(layers)] != list(positions):
+            raise UserError("config.json has no_rope_layers that are not every n-th layer")
+    return {"nope_every": nope_every} | common.window_from_config(config, _layers_without_positions)
+
+
+def _layers_without_positions(config: dict[str, Any]) -> list[bool]:
+    every = config.get("no_rope_layer_interval", 4)
+    positions = config.get("no_rope_layers") or [(layer + 1) % every for layer in range(config["num_hidden_layers"])]
+    return [not rotates for rotates in positions]
+
+
+def _gguf(model: Model) -> Gguf:
+    if model.nope_every != 4:
+        raise NoClass(f"it has layers without positions every {model.nope_every} layers (nope_every), and llama.cpp knows only 4")
+    return common.gguf(model, "smollm3", neighbors=True)
+
+
+FAMILY = Family(
+    name="SmolLM3ForCausalLM", model_type="smollm3", about="dense, layers without positions", names=common.LLAMA,
+    requires=frozenset({"NoPE layers"}), allows=frozenset({"sliding window", "layers that see all beside it"}),
+    to_config=_to_config, from_config=_from_config,
+    architectures=("smollm3",), gguf=_gguf, without_gguf="any interval but every 4th, sliding window",
+)  # fmt: skip
