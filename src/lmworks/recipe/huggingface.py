@@ -61,7 +61,7 @@ def class_for(model: Model) -> str:
         return "Glm4MoeForCausalLM"
     if model.rope.fraction != 1:
         raise NoClass(f"it is dense and rotates {model.rope.fraction:g} of each head (rope.fraction)")
-    if model.nope_every:
+    if model.nope_every or (model.sliding_window and not model.qk_norm and not model.attention_bias):
         if model.qk_norm or model.attention_bias:
             raise NoClass("it has layers without positions (nope_every) together with qk_norm or attention_bias")
         return "SmolLM3ForCausalLM"
@@ -69,9 +69,7 @@ def class_for(model: Model) -> str:
         raise NoClass("it is dense with both qk_norm and attention_bias")
     if model.qk_norm:
         return "Qwen3ForCausalLM"
-    if model.attention_bias or model.sliding_window:
-        if not model.attention_bias:
-            raise NoClass("it is dense with a sliding window but neither qk_norm nor attention_bias")
+    if model.attention_bias:
         return "Qwen2ForCausalLM"
     return "LlamaForCausalLM"
 
@@ -121,7 +119,7 @@ def to_config(model: Model, rope: Rope, tokens: dict[str, Any]) -> dict[str, Any
             config.pop(key, None)
     if architecture == "SmolLM3ForCausalLM":
         positions = [int(model.has_positions(layer)) for layer in range(model.layers)]
-        config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every}
+        config |= {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every or model.layers + 1}
     if architecture in _SLIDING:
         config |= {
             "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
