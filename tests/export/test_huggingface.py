@@ -44,6 +44,7 @@ CASES = {
     "llama_yarn": Model(**_COMMON, rope=_YARN),
     "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_length="16 tokens")),
     "smollm3": Model(**_COMMON, nope_every=4, tie_embeddings=True),
+    "smollm3_window": Model(**_COMMON, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")),
     "deepseek_dense": Model(**_LATENT),
     "deepseek_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_rank": None})}), rope=Rope(theta=500.0)),
     "deepseek_moe": Model(**_LATENT, moe=_MOE),
@@ -166,6 +167,8 @@ def _random_config(kind: str, draw: random.Random) -> Any:
         values |= {"use_sliding_window": True, "sliding_window": draw.randint(2, 12), "max_window_layers": draw.randint(0, layers)}
         if draw.random() < 0.6:
             values["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+    if kind == "Llama":
+        values["hidden_size"] = 8 * heads * draw.randint(1, 3)  # its config takes nothing else
     if kind == "SmolLM3":
         values["no_rope_layer_interval"] = draw.randint(2, 4)
     if kind in ("Glm4Moe", "DeepseekV3"):

@@ -8,11 +8,10 @@ from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, NoClass
 from lmworks.recipe.model import Model, Rope
-from lmworks.recipe.shapes import has_positions
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    positions = [int(has_positions(model, layer)) for layer in range(model.layers or 0)]
+    positions = [int(model.has_positions(layer)) for layer in range(model.layers or 0)]
     return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every} | common.window_to_config(model)
 
 
