@@ -7,8 +7,8 @@ quickstart:
     apt-get download libreoffice-help-{de,ru,ja,zh-cn}
 
 Printed are, per language and source, the share of sound documents that `clean` and `rules` keep with the domain that a user would give,
-and the rules that drop the others; recall and precision of `pii` on planted items among items that look alike; how many of 200 functions and
-200 formulas that differ in operators or symbols only near-duplicate detection drops (none is right); and the memory of a plain and a
+and the rules that drop the others; recall and precision of `pii` on planted items among items that look alike; how many of 200 functions
+and 200 formulas that differ in operators or symbols only near-duplicate detection drops (none is right); and the memory of a plain and a
 compressed source.
 """
 
@@ -19,7 +19,6 @@ import gzip
 import json
 import random
 import re
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -102,7 +101,7 @@ def _help(path: Path) -> Iterator[str]:
 
 def kept(language: str, domain: str, found: Texts) -> Counter[str]:
     """How many documents are kept (under "") and dropped by each rule."""
-    source = Source(name="one", kind="text", path="x", licence="x", domain=domain, language=language)  # type: ignore[arg-type]
+    source = Source(name="one", kind="text", path="x", licence="x", domain=domain, language=language)
     context = steps.Context(source, 1, Path())
     clean, rules = steps.make(Clean(), context), steps.make(Rules(), context)
     documents = [Document(f"one/0/{number}", text, "x.py", "one", domain, language) for number, text in enumerate(found)]
@@ -137,7 +136,7 @@ def items(rng: random.Random) -> list[tuple[str, str]]:
     for _ in range(10):
         d = _digits(rng, 12)
         made += [
-            ("email", f"{rng.choice(['anna', 'wei.li', 'j_smith+x'])}{d[:3]}@{rng.choice(['gmail.com', 'firma.de', 'qq.com', 'a.photography'])}"),
+            ("email", f"{rng.choice(['anna', 'wei.li', 'j_smith'])}{d[:3]}@{rng.choice(['gmail.com', 'firma.de', 'qq.com', 'a.photography'])}"),
             ("phone", f"+8613{_digits(rng, 9)}"), ("phone", f"+44 20 7{d[:3]} {d[3:7]}"), ("phone", f"(212) {d[:3]}-{d[3:7]}"),
             ("phone", f"138{_digits(rng, 8)}"), ("phone", f"+49 30 {d[:3]}{d[3:7]}"),
             ("card", _luhn("4", 16, rng)), ("card", _luhn("2221", 16, rng)), ("card", _luhn("62", 19, rng)), ("card", _luhn("37", 15, rng)),
@@ -171,7 +170,7 @@ def decoys(rng: random.Random) -> list[str]:
 def personal_data() -> None:
     rng, kinds = random.Random(3), Pii().kinds
     print("\npersonal data: found of planted, by kind, in English and in running Chinese; and masked of what only looks alike")
-    planted, wrong = items(rng), 0
+    planted = items(rng)
     for name, frames in (("English", ENGLISH), ("Chinese", CHINESE)):
         found: Counter[str] = Counter()
         missed = []
@@ -185,9 +184,9 @@ def personal_data() -> None:
         asked = Counter(kind for kind, _ in planted)
         shares = ", ".join(f"{kind} {found[kind]}/{count}" for kind, count in asked.items())
         false = [one for one in decoys(rng) if one not in mask(rng.choice(frames).format(one), kinds)[0]]
-        wrong += len(false)
         precision = found.total() / (found.total() + len(false))
-        print(f"  {name}: recall {found.total()}/{len(planted)} ({shares}); precision {precision:.1%}; missed {missed[:4]}; masked {false[:4]}")
+        print(f"  {name}: recall {found.total()}/{len(planted)} ({shares}); precision {precision:.1%}")
+        print(f"    missed {missed[:4]}; masked {false[:4]}")
 
 
 # Symbols --------------------------------------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def symbols() -> None:
     for name, domain, found in (("functions", "code", functions), ("formulas", "math", formulas)):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "a.jsonl")
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sorted(found)))
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sorted(found)), encoding="utf-8")
             source = {"name": "one", "kind": "jsonl", "path": str(path), "licence": "x", "domain": domain}
             corpus = {"sources": [source], "steps": [], "validation_fraction": 0, "decontaminate": None}
             report = prepare(Recipe.model_validate({"name": "s", "corpus": corpus}), Path(folder, "out"))
@@ -228,13 +227,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
 def memory(megabytes: list[int]) -> None:
-    print("\npeak memory (MB) of preparing one source in one process")
+    print("peak memory (MB) of preparing one source in one process")
     rng = random.Random(5)
     words = [f"w{rng.randrange(40_000)}" for _ in range(200_000)]
     for size in megabytes:
         with tempfile.TemporaryDirectory() as folder:
             plain, packed = Path(folder, "a.jsonl"), Path(folder, "b.jsonl.gz")
-            with plain.open("w") as out:
+            with plain.open("w", encoding="utf-8") as out:
                 while out.tell() < size * 1_000_000:
                     start = rng.randrange(190_000)
                     out.write(json.dumps({"text": " ".join(words[start : start + 400])}) + "\n")
@@ -250,15 +249,15 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, nargs="*", default=[50, 100])
     options = parser.parse_args()
-    print("kept of sound text")
+    memory(options.megabytes)  # first: a child begins with the peak of its parent
+    print("\nkept of sound text")
     for language, domain, name, found in texts(options.packages):
         counts = kept(language, domain, found)
         lost = ", ".join(f"{reason} {count}" for reason, count in counts.most_common() if reason)
-        print(f"  {language:5} {domain:6} {name}: {counts['']:,} of {len(found):,} ({counts[''] / max(len(found), 1):.1%})  {lost}", flush=True)
+        share = f"{counts['']:,} of {len(found):,} ({counts[''] / max(len(found), 1):.1%})"
+        print(f"  {language:5} {domain:6} {name}: {share}  {lost}", flush=True)
     personal_data()
     symbols()
-    memory(options.megabytes)
-    print(f"this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MB")
 
 
 if __name__ == "__main__":
