@@ -136,11 +136,12 @@ def items(rng: random.Random) -> list[tuple[str, str]]:
     for _ in range(10):
         d = _digits(rng, 12)
         made += [
-            ("email", f"{rng.choice(['anna', 'wei.li', 'j_smith'])}{d[:3]}@{rng.choice(['gmail.com', 'firma.de', 'qq.com', 'a.photography'])}"),
+            ("email", f"{rng.choice(['anna', 'wei.li', 'j_smith'])}{d[:3]}@{rng.choice(['gmail.com', 'qq.com', 'a.photography'])}"),
             ("phone", f"+8613{_digits(rng, 9)}"), ("phone", f"+44 20 7{d[:3]} {d[3:7]}"), ("phone", f"(212) {d[:3]}-{d[3:7]}"),
             ("phone", f"138{_digits(rng, 8)}"), ("phone", f"+49 30 {d[:3]}{d[3:7]}"),
             ("card", _luhn("4", 16, rng)), ("card", _luhn("2221", 16, rng)), ("card", _luhn("62", 19, rng)), ("card", _luhn("37", 15, rng)),
-            ("ip", f"8.{rng.randrange(1, 250)}.{rng.randrange(1, 250)}.{rng.randrange(1, 250)}"), ("ip", f"2a02:{d[:4]}:{d[4:8]}::{d[8:10]}"),
+            ("ip", f"8.{rng.randrange(1, 250)}.{rng.randrange(1, 250)}.{rng.randrange(1, 250)}"),
+            ("ip", f"2a02:{d[:4]}:{d[4:8]}::{d[8:10]}"),
             ("iban", _iban(rng)),
             ("secret", f"AWS_SECRET_ACCESS_KEY={noise(40)}"), ("secret", f"ghp_{noise(36)}"), ("secret", f"AKIA{noise(16).upper()}"),
             ("secret", f"password = \"{noise(14)}\""), ("secret", f"sk-proj-{noise(48)}"),
@@ -160,7 +161,8 @@ def decoys(rng: random.Random) -> list[str]:
     for _ in range(20):
         d = _digits(rng, 16)
         found += [
-            f"version 1.{d[0]}.{d[1]}.{d[2]}", "127.0.0.1", "someone@example.com", "555-0100", f"in {1900 + int(d[:2])}-{2000 + int(d[2:4])}",
+            f"version 1.{d[0]}.{d[1]}.{d[2]}", "127.0.0.1", "someone@example.com", "555-0100",
+            f"in {1900 + int(d[:2])}-{2000 + int(d[2:4])}",
             f"ISBN 978-{d[0]}-{d[1:4]}-{d[4:9]}-{d[9]}", f"about {d[:3]},{d[3:6]},{d[6:9]} people", f"commit {d[:7]}a{d[7:12]}",
             f"2024-0{d[0]}-1{d[1]} 1{d[2]}:2{d[3]}:3{d[4]}", f"order {_digits(rng, 8)}",
         ]  # fmt: skip

@@ -148,8 +148,8 @@ def _public(address: str) -> bool:
 
 
 def phones(text: str) -> Iterator[Span]:
-    """Numbers with a country code, in the North American form, Chinese mobile numbers in Chinese text, or
-    after a word such as `tel`; 555 numbers are fiction and stay."""
+    """Numbers with a country code, in the North American form, or after a word such as `tel`, and Chinese mobile numbers in Chinese text;
+    555 numbers are fiction and stay."""
     if not _DIGITS.search(text):
         return
     spans: list[Span] = []
