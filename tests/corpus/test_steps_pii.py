@@ -252,3 +252,14 @@ def test_hostile_text_of_100_kb() -> None:
 def test_hostile_text_of_10_mb() -> None:
     """A pattern that backtracks over its input would be here until the test times out."""
     _hostile(10_000_000)
+
+
+def test_running_chinese_and_shell_variables_and_dates() -> None:
+    kinds = ("phone", "secret")
+    key = "0HWP1KK83tqXmJoD1zRRmJ3Ob9e6W2c43OWenp3W"
+    assert mask("请在中午之前联系13892884695谢谢。", kinds)[0] == "请在中午之前联系<PHONE>谢谢。"
+    assert mask("contact: 13892884695", kinds)[0] == "contact: 13892884695", "eleven digits in English may be anything"
+    for frame in ("Send it to AWS_SECRET_ACCESS_KEY={}!", "转账到AWS_SECRET_ACCESS_KEY={}即可。"):
+        assert mask(frame.format(key), kinds)[0] == frame.format("<SECRET>")
+    for text in (f"SECRET_KEY={key}(os.environ)", "电话：2024-08-13 18:28:32（工作日）"):
+        assert mask(text, kinds)[0] == text

@@ -54,7 +54,7 @@ def test_a_name_for_the_report_and_a_function_without_declaration(tmp_path: Path
         ("1 / 0", {}, "cannot be imported: ZeroDivisionError"),
         ("def mine(document): return document", {"most": 1}, "unexpected keyword argument 'most'"),
         ("def mine(document, most): return document", {}, "missing a required argument: 'most'"),
-        ("def mine(document): return None", {}, "returned NoneType for web/0/0; it must return a Document or Drop"),
+        ("def mine(document): return None", {}, "returned NoneType for web/0/0; it must return a Document, Drop"),
         (
             "def mine(document): return document.text[1000]",
             {},

@@ -33,11 +33,10 @@ class Passing:
     def _one(self, step: Step, passage: Passage, batch: Batch, before: list[int]) -> tuple[Batch, list[int]]:
         left: list[tuple[Document, int]] = []
         gone: dict[str, Drop] = {}
-        for document, outcome, size in zip(batch.documents, _outcomes(step, batch), before, strict=True):
+        for document, found, size in zip(batch.documents, _outcomes(step, batch), before, strict=True):
             passage.came.add(size)
-            made: Sequence[Document | Drop] = ()
-            if isinstance(outcome, Variants):
-                outcome, made = outcome.document, outcome.made
+            made = found.made if isinstance(found, Variants) else ()
+            outcome = found.document if isinstance(found, Variants) else found
             same = outcome is document or (isinstance(outcome, Document) and outcome.text is document.text)
             after = size if same else 0
             if not same and isinstance(outcome, Document):
@@ -67,15 +66,13 @@ class Passing:
 
     def _add(self, step: Step, passage: Passage, variant: Document, outcome: Document | Drop) -> list[tuple[Document, int]]:
         """A variant with its size, where it could be made."""
-        sound: Outcome = outcome
-        size = 0
+        sound, size = outcome, 0
         if isinstance(outcome, Document):
             sound, size = _sound(outcome)
         passage.added.add(size)
         self._decisions.add_variant(variant.id, str(variant.facts["variant_of"]), size)
         if isinstance(sound, Document):
             return [(sound, size)]
-        assert isinstance(sound, Drop)
         self._drop(step, passage, variant, sound, size)
         return []
 
@@ -105,7 +102,7 @@ def _size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _sound(document: Document) -> tuple[Outcome, int]:
+def _sound(document: Document) -> tuple[Document | Drop, int]:
     """A document whose text a step has changed, and its size; or why it is none any more."""
     try:
         size = _size(document.text)

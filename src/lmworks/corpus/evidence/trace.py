@@ -149,11 +149,9 @@ class _Way:
     def _one(self, step: Step, batch: list[Document]) -> list[Document]:
         left = []
         gone: dict[str, Drop] = {}
-        for document, outcome in zip(batch, step(Batch(batch)), strict=True):
-            made: Sequence[Document | Drop] = ()
-            if isinstance(outcome, Variants):
-                outcome, made = outcome.document, outcome.made
-            outcome = _sound(document, outcome)
+        for document, found in zip(batch, step(Batch(batch)), strict=True):
+            made = found.made if isinstance(found, Variants) else ()
+            outcome = _sound(document, found.document if isinstance(found, Variants) else found)
             original = str(document.facts.get("variant_of", ""))
             if isinstance(outcome, Document) and original in gone:
                 outcome = with_original(gone[original])

@@ -52,6 +52,9 @@ _NORTH_AMERICAN = re.compile(
     re.ASCII,
 )
 _SUBSCRIBER = re.compile(r"\(?[0-9](?:[ ()/.-]{0,2}[0-9]){6,14}(?![\w]|[.,-][0-9])", re.ASCII)
+_DATE = re.compile(r"(?:19|20)[0-9]{2}[-./ ](?:0?[1-9]|1[0-2])[-./ ](?:0?[1-9]|[12][0-9]|3[01])(?![0-9])")
+_CHINESE_MOBILE = re.compile(r"(?<![\w.,/+=#-])1[3-9][0-9]{9}(?![\w]|[.,/-][0-9])", re.ASCII)
+_HAN = re.compile("[\u4e00-\u9fff]")
 _NAME = re.compile(
     r"(?:(?<!\w)(?:tel(?:ephone|efon)?|phone|mobile|cell|fax|call(?: us)?(?: at)?|telefax|тел)|电话|電話|手机|手機|热线|傳真|传真)"
     r"(?: (?:no|number|nr)|号码?|號碼?)?[.:：]{0,2} {0,2}$",
@@ -145,7 +148,8 @@ def _public(address: str) -> bool:
 
 
 def phones(text: str) -> Iterator[Span]:
-    """Numbers with a country code, in the North American form, or after a word such as `tel`; 555 numbers are fiction and stay."""
+    """Numbers with a country code, in the North American form, or after a word such as `tel`, and Chinese mobile numbers in Chinese text;
+    555 numbers are fiction and stay."""
     if not _DIGITS.search(text):
         return
     spans: list[Span] = []
@@ -158,7 +162,10 @@ def phones(text: str) -> Iterator[Span]:
                 spans.append(found.span())
     spans += [found.span() for found in _NORTH_AMERICAN.finditer(text) if found[4] != "555"]
     for found in _SUBSCRIBER.finditer(text):
-        if "555" not in found[0] and _NAME.search(text, max(0, found.start() - 30), found.start()):
+        if "555" not in found[0] and not _DATE.match(found[0]) and _NAME.search(text, max(0, found.start() - 30), found.start()):
+            spans.append(found.span())
+    for found in _CHINESE_MOBILE.finditer(text):
+        if _HAN.search(text, max(0, found.start() - 20), found.end() + 20):  # in Chinese text it needs no word before it
             spans.append(found.span())
     yield from in_order(spans)
 

@@ -25,7 +25,7 @@ _ASSIGNED = re.compile(
     r"|(?:password|passwd|token)[\"']? {0,4}(?:=>|[:=：]) {0,4}[\"']([A-Za-z0-9+/_=.!@$%^&*-]{12,128})[\"']",
     re.IGNORECASE,
 )
-_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)(?:_ID)?[=：:] ?([A-Za-z0-9+/_=.-]{20,128})(?![^\s,;\"'])")  # in a shell
+_VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD)(?:_ID)?[=：:] ?([A-Za-z0-9+/_=.-]{20,128})(?![A-Za-z0-9+/_=.(\[{$@\\%<-])")
 _SIGNS = (
     "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "sk-", "AIza", "hf_", "k_live_", "SG.", "npm_",
     "pypi-AgEI", "eyJ",
