@@ -12,8 +12,9 @@ class UserError(ValueError):
     """
 
     def __init__(self, *what: object) -> None:
-        super().__init__(*(_cut(mask(one)) if isinstance(one, str) else one for one in what))
+        super().__init__(*(_one_line(mask(one)) if isinstance(one, str) else one for one in what))
 
 
-def _cut(text: str) -> str:
+def _one_line(text: str) -> str:
+    text = " ".join(text.splitlines())
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"

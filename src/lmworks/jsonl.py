@@ -91,7 +91,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):
-            record = None
+            raise UserError(f"{path}: line {number} is not JSON; delete that line") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}: line {number} is not a JSON object; delete that line")
         records.append(record)

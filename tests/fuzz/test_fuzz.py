@@ -80,6 +80,8 @@ RECIPES = {
     "a size of nothing": (DIAL, ["size=0M"], "is no size of a model"),
     "a billion heads": (RECIPE, ["model.heads=1000000000"], "input should be less than or equal to 65536"),
     "a billion layers": (RECIPE, ["model.layers=1000000000"], "input should be less than or equal to 10000"),
+    "a key below an item that is a text": (RECIPE, ["tokenizer.special=[a]", "tokenizer.special.0.b=1"], "is a single value; nothing"),
+    "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),
     "an override without end": (RECIPE, ["x" * 70_000], "is not of the form a.b=c"),
     "a preset's name that no file can have": (RECIPE, [f"model.preset={'x' * 300}"], "there is no model preset"),
     "a preset of a user that is not there": (RECIPE, ["model.preset=~nobody-here"], "there is no model preset"),
@@ -126,7 +128,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "ends that are cut off": ("foreign", "a.ds.index", b"\0" * 13, "a.ds is damaged"),
     "a manifest beyond all tokens": ("manifest", "manifest.json", ('"tokens": 45', f'"tokens": {10**30}'), "manifest.json: .*tokens"),
     "a ledger that is a list": ("records", "run/ledger.jsonl", b"[]\n", "line 1 is not a JSON object"),
-    "a ledger of nesting": ("records", "run/ledger.jsonl", b"[" * 100_000 + b"\n", "line 1 is not a JSON object"),
+    "a ledger of nesting": ("records", "run/ledger.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
     "a line of no event": ("records", "run/ledger.jsonl", b'{"time": 1}\n', "line 1 names no event"),
     "a change without a step": ("records", "run/ledger.jsonl", b'{"time": 1, "event": "mixture_asked"}\n', "ledger.jsonl is damaged|^$"),
 }  # fmt: skip

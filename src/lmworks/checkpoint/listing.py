@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def parse_meta(data: bytes) -> dict[str, Any]:
         tokens, metric = document["meta"].get("tokens", 0), document["metric"]
         numbers = isinstance(document["step"], int) and isinstance(tokens, int) and isinstance(metric, float | int | None)
         maps = isinstance(document["identity"], dict) and isinstance(document["values"], dict)
-        right = numbers and maps and isinstance(document["permanent"], bool) and math.isfinite(metric or 0)
+        right = numbers and maps and isinstance(document["permanent"], bool)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         right = False
     if not right:

@@ -62,14 +62,14 @@ def locate(tree: Any, path: str) -> Keys:
 def put(tree: dict[str, Any], keys: Keys, value: Any) -> None:
     """Set the value at `keys`, making maps on the way."""
     node: Any = tree
-    for position, key in enumerate(keys[:-1]):
-        if isinstance(node, dict) and not isinstance(node.get(key), (dict, list)):
-            if node.get(key) is not None:
-                raise UserError(f"{display(tree, keys[: position + 1])} is a single value; nothing can be set below it")
-            node[key] = {}
-        node = node[key]
-    if not isinstance(node, (dict, list)):
-        raise UserError(f"{display(tree, keys[:-1])} is a single value; nothing can be set below it")
+    for position, key in enumerate(keys):
+        if not isinstance(node, dict) and not (isinstance(node, list) and isinstance(key, int)):
+            what = "a list" if isinstance(node, list) else "a single value"
+            raise UserError(f"{display(tree, keys[:position])} is {what}; nothing can be set below it")
+        if position < len(keys) - 1:
+            if isinstance(node, dict) and node.get(key) is None:
+                node[key] = {}
+            node = node[key]
     last: Any = keys[-1]
     node[last] = value
 
