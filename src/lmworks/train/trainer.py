@@ -172,7 +172,7 @@ class Trainer:
     def _how(self) -> dict[str, Any]:
         """What this machine decides and the recipe may leave open, and how many devices train: what the run costs is counted by it."""
         device = self.model.device
-        how = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
+        how: dict[str, Any] = {"device": device.type, "precision": str(self.model.compute_dtype).removeprefix("torch.")}
         how |= {"ranks": self.model.ranks.world, "threads": torch.get_num_threads()}
         return how | {"layers": "compiled" if is_compiled(self.recipe, device) else "eager"}
 
