@@ -65,7 +65,9 @@ def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise UserError(f"{what}: there is no {url}; see that the bucket or folder exists") from None
-    except (OSError, *lost_errors()) as error:
+    except Exception as error:  # the packages' own are known once they are in use
+        if not isinstance(error, (OSError, *lost_errors())):
+            raise
         if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
             raise UserError(f"{what}: {url} refuses access ({_line(error)}); see which key is used, and what it may do") from None
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):

@@ -76,7 +76,7 @@ def unpack(packed: Path, to: Path) -> None:
         raise UserError(f"{BUNDLE} of the copy is damaged ({error})") from None
 
 
-def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
+def _copy(source: IO[bytes] | gzip.GzipFile, target: IO[bytes] | gzip.GzipFile, size: int) -> None:
     while size:
         block = source.read(min(size, 1 << 20))
         if not block:
