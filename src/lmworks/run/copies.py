@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.manifest import Entry
@@ -34,7 +34,7 @@ from lmworks.watch.lock import RunLock
 
 SEAL = "copied.json"
 _DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`
-_TRAINED = (("base", "pretrain"), ("tuned", "tune"))
+_TRAINED: tuple[tuple[Literal["base", "tuned"], str], ...] = (("base", "pretrain"), ("tuned", "tune"))
 _NAME = re.compile(r"(?!.*(?:^|/)\.)[^\0\n]{1,1000}")
 _THREADS = 8
 

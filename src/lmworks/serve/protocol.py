@@ -46,8 +46,8 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
     # both may quote half a surrogate pair from the request
-    message, param = (text and text.encode("utf-8", "replace").decode() for text in (message, param))
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in error.items()}}
 
 
 class StreamOptions(BaseModel):

@@ -14,8 +14,9 @@ from lmworks.corpus.items import Unavailable
 from lmworks.corpus.opening import COMPRESSED
 from lmworks.credentials import hide
 from lmworks.errors import UserError
+from lmworks.masking import mask
 from lmworks.recipe.corpus import Source
-from lmworks.storage import explained, filesystem, lost_errors
+from lmworks.storage import explained, filesystem
 
 LEADS_OUT = "a link that leads out of its source"
 _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
@@ -129,20 +130,18 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, inner = filesystem(path, "path")
-    try:
-        if any(mark in inner for mark in "*?["):
-            found = system.glob(inner, detail=True)
-        elif system.isdir(inner):
-            found = {name: info for name, info in system.find(inner, detail=True).items() if fits(name, suffixes)}
-        else:
-            found = {inner: system.info(inner)}
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    except (OSError, *lost_errors()):
-        with explained(path, "path"):
-            raise
+    with explained(path, "path"):
+        try:
+            if any(mark in inner for mark in "*?["):
+                found = system.glob(inner, detail=True)
+            elif system.isdir(inner):
+                found = {name: info for name, info in system.find(inner, detail=True).items() if fits(name, suffixes)}
+            else:
+                found = {inner: system.info(inner)}
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            raise UserError(f"cannot read {mask(path)}: {error}") from None
     return [
         File(hide(system.unstrip_protocol(name)), int(info.get("size") or 0), str(_version(info)))
         for name, info in found.items()
