@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lmworks.recipe.after import Cluster
 from lmworks.recipe.check import problems
 from lmworks.recipe.document import Document, Keys, parse, parse_file, parse_value
 from lmworks.recipe.fingerprint import as_tree, fingerprint
+from lmworks.recipe.huggingface import from_config
 from lmworks.recipe.keys import refuse_unknown
 from lmworks.recipe.paths import display, get, leaves, locate, nearest, over, put
 from lmworks.recipe.recipe import Recipe
@@ -88,10 +90,13 @@ def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:
 
 
 def find(name: str | Path, kind: Literal["", "models", "clusters"], beside: Path | None = None) -> Path:
-    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones."""
+    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones. A folder of Hugging Face stands for
+    its config.json where a model is meant."""
     given = Path(name).expanduser()
     if given.is_file():
         return given
+    if kind == "models" and (given / "config.json").is_file():
+        return given / "config.json"
     candidates = [beside / kind / f"{name}.yaml"] if beside else []
     for path in [*candidates, shipped_folder() / kind / f"{name}.yaml"]:
         if path.is_file():
@@ -225,9 +230,21 @@ def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document 
     if not isinstance(name, str):
         return None
     preset = parse_file(_from_here(find(name, "models", beside)))
+    if "architectures" in preset.tree:
+        preset = _published(preset)
     refuse_unknown(preset.tree, Recipe.model_fields["model"].annotation, preset.place)
     tree["model"] = over(model, preset.tree)
     return preset
+
+
+def _published(config: Document) -> Document:
+    """A config.json of Hugging Face as a preset."""
+    try:
+        model = from_config(config.tree)
+    except UserError as error:
+        raise UserError(f"{config.path}: {error}") from None
+    tree = json.loads(model.model_dump_json(exclude_unset=True, exclude_none=True))
+    return Document(config.path, tree, {keys[:stop]: 1 for keys, _ in leaves(tree) for stop in range(1, len(keys) + 1)})
 
 
 class _Places:
