@@ -28,6 +28,7 @@ _DENSE: dict[str, Any] = {
     "max_length": "256 tokens",
 }  # fmt: skip
 _MOE = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 1, "dense_layers": 1, "routed_scale": 2.5}
+SOFTMAX = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 0, "gate": "softmax", "balance": {"method": "aux"}}
 MODELS: dict[str, dict[str, Any]] = {
     "glm4moe": {**_DENSE, "qk_norm": True, "attention_bias": True, "rope": {"fraction": 0.5}, "moe": _MOE},
     "glm4moe-groups": {**_DENSE, "rope": {"fraction": 0.5}, "moe": {**_MOE, "groups": 4, "top_groups": 2, "normalize_top_k": False}},
@@ -39,8 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-wide": {**_DENSE, "attention_bias": True},
     "llama": {**_DENSE, "rope": {"theta": 500_000.0}},
     "llama-yarn": {**_DENSE, "rope": {"scaling": "yarn", "factor": 4.0, "original_length": "64 tokens"}},
+    "llama-llama3": {**_DENSE, "rope": {"theta": 500_000.0, "scaling": "llama3", "factor": 4.0, "original_length": "64 tokens"}},
     "llama-linear": {**_DENSE, "rope": {"scaling": "linear", "factor": 2.0}},
     "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_length": "64 tokens"}},
+    "qwen3moe": {**_DENSE, "qk_norm": True, "moe": {**SOFTMAX, "dense_layers": 0}},
+    "olmo2": {**_DENSE, "head_dim": 32, "qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"},
     "smollm3": {**_DENSE, "nope_every": 4, "tie_embeddings": True},
 }  # fmt: skip
 STEPS = 64
@@ -93,6 +97,6 @@ def trained(recipe: Recipe, shards_dir: Path, steps: int) -> Transformer:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("router.bias"):
+            if name.endswith("router.bias") and recipe.model.moe and recipe.model.moe.balance.method == "bias":
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model.eval()

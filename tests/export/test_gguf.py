@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_configs import random_config
+from small_models import SOFTMAX
 
 from lmworks.errors import UserError
 from lmworks.export.gguf import architecture_for, check_gguf, write_gguf
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.recipe.families.family import Family
+from lmworks.recipe.families.registry import FAMILIES
+from lmworks.recipe.huggingface import from_config
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
@@ -86,28 +93,31 @@ def test_metadata(make_run: Callable[..., Any], tmp_path: Path) -> None:
     assert found["tokenizer.ggml.merges"] == [" ".join(pair) for pair in spec["model"]["merges"]]
 
 
-def loaded_by_transformers(path: Path, head_dim: int) -> Any:
+def loaded_by_transformers(path: Path, model: Model) -> Any:
     """What `from_pretrained(gguf_file=...)` does, which wants the accelerate package besides."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    values = load_gguf_checkpoint(str(path))["config"]
-    config = transformers.AutoConfig.for_model(**values | {"head_dim": head_dim})  # of Qwen it does not read attention.key_length
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    # of Qwen it reads neither attention.key_length nor the width of experts, and llama.cpp always normalizes their weights
+    unread: dict[str, Any] = {"head_dim": model.head_dim}
+    if model.moe:
+        unread |= {"moe_intermediate_size": model.moe.expert_size, "norm_topk_prob": True}
+    config = transformers.AutoConfig.for_model(**load_gguf_checkpoint(str(path))["config"] | unread)
+    peer = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=peer)["tensors"]
+    missing, unexpected = peer.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
+    peer.tie_weights()
+    return peer
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "llama-ntk"])  # it reads no GLM, no SmolLM3 and no rope.scaling
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "llama-ntk", "qwen3moe"])  # it reads no GLM, no SmolLM3 and no rope.scaling
 def test_transformers_runs_the_file(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     """A reader that shares no code with us computes our logits from the file alone, RoPE's reordering included. Tolerance: fp32 sums in
     another order cost about 1e-6 of the largest logit; rows in the wrong order cost more than 1e-1."""
     run = make_run(name)
     written(run, tmp_path / "model.gguf")
-    theirs = loaded_by_transformers(tmp_path / "model.gguf", run.recipe.model.head_dim).eval()
+    theirs = loaded_by_transformers(tmp_path / "model.gguf", run.recipe.model).eval()
     tokens = torch.tensor([run.tokenizer.encode("def main(argv):\n    return argv[1:] # the rest\n" * 8)])
     with torch.no_grad():
         expected, found = run.model(tokens), theirs(tokens).logits
@@ -144,6 +154,10 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
         ({"qk_norm": True, "sliding_window": "64 tokens"}, "it has a sliding window, which llama.cpp ignores"),
         ({"nope_every": 2}, r"every 2 layers \(nope_every\), and llama.cpp knows only 4"),
         ({"logit_softcap": 30.0}, "logit_softcap is on"),
+        ({"sliding_window": "64 tokens"}, "llama.cpp runs Mistral as llama, which ignores it"),
+        ({"qk_norm": True, "rope": {"scaling": "llama3", "original_length": "8 tokens"}}, "for its architecture llama and not for qwen3"),
+        ({"qk_norm": True, "moe": SOFTMAX | {"dense_layers": 1}}, "llama.cpp's qwen3moe has experts in all"),
+        ({"qk_norm": True, "moe": SOFTMAX | {"dense_layers": 0, "normalize_top_k": False}}, "not normalized"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:
@@ -170,6 +184,64 @@ def test_multi_token_prediction_stays_behind(make_run: Callable[..., Any], tmp_p
     assert len(reader.tensors) == len(own) == check_gguf(run.model, tmp_path / "model.gguf", torch.float32)
     assert len(own) < len(run.model.state_dict()) and int(reader.get_field("glm4moe.nextn_predict_layers").contents()) == 0
     assert int(reader.get_field("glm4moe.block_count").contents()) == run.model.config.layers
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES.values() if family.architectures], ids=lambda family: family.model_type)
+def test_names_are_those_of_llama_cpps_tables(family: Family, make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Models from random configs of the class: each tensor that llama.cpp lists for the architecture and the model has, and no other."""
+    tokenizer, written = make_run("llama").tokenizer, 0
+    for seed in range(24):
+        values = random_config(family, seed).to_dict() | {"vocab_size": tokenizer.vocab_size}
+        config = from_config(values)
+        try:
+            architecture = architecture_for(config)
+        except UserError:  # most random models have something that llama.cpp does not know
+            continue
+        model = initialize(Transformer(config), seed)
+        write_gguf(model, tokenizer, tmp_path / "model.gguf", torch.float32, "random")
+        reader = gguf.GGUFReader(tmp_path / "model.gguf")
+        assert check_gguf(model, tmp_path / "model.gguf", torch.float32) == len(reader.tensors)
+        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        listed = {gguf.TENSOR_NAMES[kind].replace("{bid}", "*") for kind in gguf.MODEL_TENSORS[number]}
+        found = {re.sub(r"blk\.\d+\.", "blk.*.", tensor.name).rsplit(".", 1)[0] for tensor in reader.tensors}
+        assert found <= listed
+        assert reader.get_field(f"{architecture}.block_count").contents() == config.layers
+        written += 1
+        if written == 3:
+            break
+    assert written
+
+
+def test_llama_3s_scaling_is_a_factor_for_each_frequency(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """As llama.cpp's converter writes it: 1 for the fast, `factor` for the slow, and between them what interpolates."""
+    run = make_run("llama-llama3")
+    reader = written(run, tmp_path / "model.gguf")
+    found, kind = values(reader, "rope_freqs.weight")
+    rope, expected = run.recipe.model.rope, []
+    for pair in range(32):
+        turns = 64 * rope.theta ** (-2 * pair / 64) / (2 * np.pi)  # within the original 64 tokens
+        smooth = (turns - 1.0) / (4.0 - 1.0)
+        expected.append(1.0 if turns > 4 else rope.factor if turns < 1 else 1 / ((1 - smooth) / rope.factor + smooth))
+    assert kind == gguf.GGMLQuantizationType.F32 and found.shape == (32,) and sum(1 < value < 4 for value in expected) > 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # powers in fp32 here, in fp64 above
+    assert reader.get_field("llama.rope.scaling.type") is None
+
+
+def test_qwen3_moe_and_olmo2_as_llama_cpp_names_them(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    run = make_run("qwen3moe")
+    reader = written(run, tmp_path / "model.gguf")
+    found = {key.removeprefix("qwen3moe."): field.contents() for key, field in reader.fields.items() if key.startswith("qwen3moe.")}
+    assert {key: found[key] for key in found if key.startswith("expert")} == {
+        "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 64
+    }  # fmt: skip
+    state = run.model.state_dict()
+    np.testing.assert_array_equal(values(reader, "blk.2.ffn_gate_exps.weight")[0], state["layers.2.ffn.experts.gate"].numpy())
+    np.testing.assert_array_equal(values(reader, "blk.2.ffn_norm.weight")[0], state["layers.2.ffn_norm.weight"].numpy())
+    run = make_run("olmo2")
+    reader, state = written(run, tmp_path / "model.gguf"), run.model.state_dict()
+    for name, ours in (("post_attention_norm", "attention_norm"), ("post_ffw_norm", "ffn_norm"), ("attn_k_norm", "attention.key_norm")):
+        np.testing.assert_array_equal(values(reader, f"blk.1.{name}.weight")[0], state[f"layers.1.{ours}.weight"].numpy())
+    assert state["layers.1.attention.query_norm.weight"].shape == (128,) and state["layers.1.attention.key_norm.weight"].shape == (64,)
 
 
 def test_shipped_recipes_have_an_architecture() -> None:

@@ -23,16 +23,20 @@ CHANGES = {
     "ntk": RopeChange(scaling="ntk", factor=8, original_length="128 tokens"),
     "yarn": RopeChange(scaling="yarn", factor=8, original_length="128 tokens"),
     "yarn-abf": RopeChange(theta=500_000.0, scaling="yarn", factor=32, original_length="128 tokens"),
+    "llama3": RopeChange(scaling="llama3", factor=8, original_length="128 tokens"),
+    "llama3-abf": RopeChange(theta=500_000.0, scaling="llama3", factor=32, original_length="128 tokens"),
 }
-NAMES = {"none": "default", "linear": "linear", "ntk": "dynamic", "yarn": "yarn"}
+NAMES = {"none": "default", "linear": "linear", "ntk": "dynamic", "yarn": "yarn", "llama3": "llama3"}
 
 
 def theirs(rope: Rope) -> LlamaConfig:
     # dynamic NTK of factor 1 at `factor` times the length is NTK of that factor
     factor = 1.0 if rope.scaling == "ntk" else rope.factor
     parameters = {"rope_type": NAMES[rope.scaling], "rope_theta": rope.theta, "partial_rotary_factor": rope.fraction, "factor": factor}
-    if rope.scaling == "yarn":
+    if rope.scaling in ("yarn", "llama3"):
         parameters["original_max_position_embeddings"] = ORIGINAL
+    if rope.scaling == "llama3":
+        parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return LlamaConfig(
         hidden_size=4 * DIM, num_attention_heads=4, head_dim=DIM, max_position_embeddings=ORIGINAL, rope_parameters=parameters
     )
@@ -42,7 +46,8 @@ def theirs(rope: Rope) -> LlamaConfig:
 @pytest.mark.parametrize("name", CHANGES)
 def test_frequencies_equal_transformers(name: str, fraction: float) -> None:
     """Tolerance 1e-5: fp32 powers, taken in another order."""
-    rope = CHANGES[name].apply(START.model_copy(update={"fraction": fraction}))
+    factors = {"low_freq_factor": 0.5, "high_freq_factor": 6.0}  # not the defaults
+    rope = CHANGES[name].apply(START.model_copy(update={"fraction": fraction, **factors}))
     found, scale = frequencies(rope, DIM)
     config = theirs(rope)
     if rope.scaling == "none":
@@ -59,7 +64,7 @@ def test_frequencies_equal_transformers(name: str, fraction: float) -> None:
         assert (found - frequencies(START.model_copy(update={"fraction": fraction}), DIM)[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["none", "abf", "linear", "yarn", "yarn-abf"])
+@pytest.mark.parametrize("name", ["none", "abf", "linear", "yarn", "yarn-abf", "llama3", "llama3-abf"])
 def test_tables_equal_transformers(name: str) -> None:
     """At the first, the last original and far positions. Angles of 900 radians in fp32 are good to 6e-5."""
     rope = CHANGES[name].apply(START)

@@ -35,6 +35,7 @@ CONFIGS = {
     "nope": Model(**_SMALL, nope_every=2, tie_embeddings=True),
     "no_rope": Model(**_SMALL, rope=Rope(fraction=0)),
     "window": Model(**_SMALL, sliding_window="6 tokens", layer_types=("full_attention", "sliding_attention", "sliding_attention")),
+    "post_norm": Model(**_SMALL, norm_position="post", qk_norm=True, qk_norm_over="all_heads", moe=_MOE),
     "softcap": Model(**_SMALL, logit_softcap=5.0, z_loss=1e-2),
 }
 

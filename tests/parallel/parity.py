@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_weight": 0.5, "sequence_aux_weight": 0.3}}},
     "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_weight": 0.0}}},
+    "post_norm": _COMMON | {"attention_bias": False, "rope": {}, "norm_position": "post", "qk_norm_over": "all_heads"},
     "mtp": _COMMON | {"moe": _MOE, "mtp": {"layers": 1, "weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24

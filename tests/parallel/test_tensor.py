@@ -90,9 +90,14 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks: Ra
     assert problems(recipe_of("mla").model, 4) == [], "latent attention has no key heads of its own"
 
 
-def _refused(layout: dict[str, Any], length: int) -> str:
+def test_a_norm_over_all_heads_is_not_shared(ranks: RankPool) -> None:
+    said = "layout: model.qk_norm_over all_heads norms all heads at once, and under tp each rank has only some of them; "
+    assert set(ranks.run(_refused, 2, {"tp": 2}, 24, "post_norm")) == {said + "the nearest that divides all is tp 1"}
+
+
+def _refused(layout: dict[str, Any], length: int, kind: str = "dense") -> str:
     try:
-        train(layout, "dense", length=length)
+        train(layout, kind, length=length)
     except UserError as error:
         return str(error)
     return "accepted"

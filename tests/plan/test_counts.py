@@ -17,6 +17,7 @@ LATENT = {"kv_rank": 10, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}
 VARIANTS = [
     Model.model_validate(SMALL),
     Model.model_validate({**SMALL, "attention_bias": True, "qk_norm": True}),
+    Model.model_validate({**SMALL, "qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}),
     Model.model_validate({**SMALL, "tie_embeddings": True, "nope_every": 2, "head_dim": 16}),
     Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 1}}),
     Model.model_validate({**SMALL, "moe": {"experts": 6, "top_k": 1, "expert_size": 8, "dense_layers": 0, "shared_experts": 2}}),

@@ -57,6 +57,7 @@ def test_positions_that_are_outgrown_are_warned_of(write: Write, rope: str, told
     [
         ("{factor: 4}", "rope.factor 4 does nothing without rope.scaling"),
         ("{scaling: yarn, factor: 4}", "rope.scaling yarn needs rope.original_length"),
+        ("{scaling: llama3, factor: 4}", "rope.scaling llama3 needs rope.original_length"),
     ],
 )
 def test_changes_that_make_no_sense_are_refused(write: Write, rope: str, told: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from lmworks.recipe.after import Cluster
 from lmworks.recipe.check import problems
 from lmworks.recipe.document import Document, Keys, parse, parse_file, parse_value
 from lmworks.recipe.fingerprint import as_tree, fingerprint
+from lmworks.recipe.huggingface import from_config
 from lmworks.recipe.keys import refuse_unknown
 from lmworks.recipe.paths import display, get, leaves, locate, nearest, over, put
 from lmworks.recipe.recipe import Recipe
@@ -90,8 +92,11 @@ def shipped(kind: Literal["", "models", "clusters"] = "") -> list[str]:
 
 
 def find(name: str | Path, kind: Literal["", "models", "clusters"], beside: Path | None = None) -> Path:
-    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones. Of a run directory its recipe."""
+    """A file by path, or by name: `KIND/NAME.yaml` beside the recipe, then among the shipped ones. A run directory stands for its recipe,
+    and a folder of Hugging Face for its config.json where a model is meant."""
     given = Path(os.path.expanduser(name))
+    if kind == "models" and os.path.isfile(given / "config.json"):
+        return given / "config.json"
     candidates = [beside / kind / f"{name}.yaml"] if beside else []
     for path in [given, *candidates, shipped_folder() / kind / f"{name}.yaml"]:
         if os.path.isfile(path):  # which says no of a path that can be none
@@ -233,9 +238,21 @@ def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document 
     if not isinstance(name, str):
         return None
     preset = parse_file(_from_here(find(name, "models", beside)))
+    if "architectures" in preset.tree:
+        preset = _published(preset)
     refuse_unknown(preset.tree, Recipe.model_fields["model"].annotation, preset.place)
     tree["model"] = over(model, preset.tree)
     return preset
+
+
+def _published(config: Document) -> Document:
+    """A config.json of Hugging Face as a preset."""
+    try:
+        model = from_config(config.tree)
+    except UserError as error:
+        raise UserError(f"{config.path}: {error}") from None
+    tree = json.loads(model.model_dump_json(exclude_unset=True, exclude_none=True))
+    return Document(config.path, tree, {keys[:stop]: 1 for keys, _ in leaves(tree) for stop in range(1, len(keys) + 1)})
 
 
 class _Places:

@@ -115,7 +115,7 @@ class Mtp(Node):
 class Model(Node):
     """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
 
-    preset: str | None = Field(None, description="a file of recipes/models to start from, by name")
+    preset: str | None = Field(None, description="a file of recipes/models to start from, by name, or a published config.json by path")
     vocab_size: int | None = Field(
         None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
     )

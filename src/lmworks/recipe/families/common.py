@@ -90,6 +90,8 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has hidden_act {activation}; lmworks reads silu")
     if config.get("attention_bias") and not family.has("biases"):
         raise UserError(f"config.json has attention_bias, which in {family.name} also gives the output a bias; lmworks has none there")
+    if config.get("mlp_bias"):
+        raise UserError("config.json has mlp_bias; in lmworks feed-forward layers have no biases")
     heads = config["num_attention_heads"]
     return {
         "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "layers": config["num_hidden_layers"], "heads": heads,

@@ -14,6 +14,10 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     return {"sliding_window": int(model.sliding_window)}
 
 
+def _from_config(config: dict[str, Any]) -> dict[str, Any]:
+    return common.whole_window({"sliding_window": 4096} | config)  # what the class takes where nothing is said
+
+
 def _gguf(_: Model) -> Gguf:
     raise NoClass("it has a sliding window, and llama.cpp runs Mistral as llama, which ignores it")
 
@@ -21,5 +25,5 @@ def _gguf(_: Model) -> Gguf:
 FAMILY = Family(
     name="MistralForCausalLM", model_type="mistral", about="dense, plain, a sliding window in all layers", names=common.LLAMA,
     requires=frozenset({"sliding window"}),
-    to_config=_to_config, omits=("attention_bias",), from_config=common.whole_window, gguf=_gguf, without_gguf="all",
+    to_config=_to_config, omits=("attention_bias",), from_config=_from_config, gguf=_gguf, without_gguf="all",
 )  # fmt: skip

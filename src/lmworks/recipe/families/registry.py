@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe import families
-from lmworks.recipe.families.family import Family, NoClass
+from lmworks.recipe.families.family import TRAITS, Family, NoClass
 from lmworks.recipe.model import Model
 
 
@@ -22,9 +22,10 @@ FAMILIES = _found()
 
 
 def family_of(model: Model) -> Family:
-    """The family whose mathematics is this model's; `NoClass` with the reason if there is none."""
+    """The family whose mathematics is this model's, of several the plainest; `NoClass` with the reason if there is none."""
     reasons = {name: family.why_not(model) for name, family in FAMILIES.items()}
-    nearest = min(FAMILIES, key=lambda name: len(reasons[name]))
+    traits = {name for name, trait in TRAITS.items() if trait.found(model)}
+    nearest = min(FAMILIES, key=lambda name: (len(reasons[name]), -len(FAMILIES[name].requires & traits), len(FAMILIES[name].allows)))
     if reasons[nearest]:
         raise NoClass(f"{' and '.join(reasons[nearest])}, unlike the nearest class, {nearest}")
     return FAMILIES[nearest]

@@ -12,7 +12,7 @@ from lmworks.recipe.model import Model, Rope
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     positions = [int(model.has_positions(layer)) for layer in range(model.layers or 0)]
-    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every} | common.window_to_config(model)
+    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every or (model.layers or 0) + 1} | common.window_to_config(model)
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -31,14 +31,16 @@ def _layers_without_positions(config: dict[str, Any]) -> list[bool]:
 
 
 def _gguf(model: Model) -> Gguf:
+    known = common.gguf(model, "smollm3", neighbors=True)
     if model.nope_every != 4:
         raise NoClass(f"it has layers without positions every {model.nope_every} layers (nope_every), and llama.cpp knows only 4")
-    return common.gguf(model, "smollm3", neighbors=True)
+    return known
 
 
 FAMILY = Family(
-    name="SmolLM3ForCausalLM", model_type="smollm3", about="dense, layers without positions", names=common.LLAMA,
-    requires=frozenset({"NoPE layers"}), allows=frozenset({"sliding window", "layers that see all beside it"}),
+    name="SmolLM3ForCausalLM", model_type="smollm3", about="dense, layers without positions, or a sliding window in some",
+    names=common.LLAMA,
+    allows=frozenset({"NoPE layers", "sliding window", "layers that see all beside it"}),
     to_config=_to_config, from_config=_from_config,
     architectures=("smollm3",), gguf=_gguf, without_gguf="any interval but every 4th, sliding window",
 )  # fmt: skip

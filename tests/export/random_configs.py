@@ -1,0 +1,76 @@
+"""Random small configs of a class of `transformers`, in which everything that the class may vary does.
+
+What to vary follows from the keys that the class has and from what its family declares, so that a new family of known keys needs nothing
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from lmworks.recipe.families.family import Family
+
+EXPERTS = 8
+
+
+def random_config(family: Family, seed: int) -> Any:
+    """A config of the family's class; the same for the same seed."""
+    import transformers
+
+    draw = random.Random(f"{family.name}/{seed}")
+    kind = getattr(transformers, family.name).config_class
+    keys = {field.name for field in dataclasses.fields(kind)}
+    layers, kv_heads, rotated = draw.choice([2, 3, 5]), draw.choice([1, 2, 3]), 2 * draw.randint(1, 4)
+    heads = kv_heads * draw.choice([1, 2])
+    ropes: list[dict[str, Any]] = [
+        {"rope_type": "default"}, {"rope_type": "linear", "factor": draw.choice([2.0, 4.0])},
+        {"rope_type": "yarn", "factor": draw.choice([2.0, 8.0]), "original_max_position_embeddings": 16},
+        {"rope_type": "llama3", "factor": draw.choice([2.0, 8.0]), "original_max_position_embeddings": 16,
+         "low_freq_factor": draw.choice([0.5, 1.0]), "high_freq_factor": draw.choice([2.0, 4.0])},
+    ]  # fmt: skip
+    rope = draw.choice(ropes) | {"rope_theta": draw.choice([500.0, 1e4, 1e6])}
+    head_dim = 8 * draw.randint(1, 3) if family.has("partial RoPE") else 4 * draw.randint(1, 6)
+    values: dict[str, Any] = {
+        "vocab_size": draw.choice([96, 256]), "hidden_size": 24 * draw.randint(1, 3),
+        "intermediate_size": 8 * draw.randint(2, 9), "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "rms_norm_eps": 10.0 ** -draw.randint(3, 7), "tie_word_embeddings": draw.random() < 0.5,
+        "max_position_embeddings": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0,
+    }  # fmt: skip
+    if "head_dim" not in family.omits:
+        values["head_dim"] = head_dim
+    if "biases" in family.allows:
+        values["attention_bias"] = draw.random() < 0.5
+    if "use_qk_norm" in keys:
+        values["use_qk_norm"] = draw.random() < 0.5
+    if "sliding_window" in keys:
+        slides = draw.random() < 0.7
+        window = {"use_sliding_window": slides, "sliding_window": draw.randint(2, 12) if slides else None,
+                  "max_window_layers": draw.randint(0, layers)}  # fmt: skip
+        values |= {key: value for key, value in window.items() if key in keys}
+        if slides and "layer_types" in keys and draw.random() < 0.6:
+            values["layer_types"] = [draw.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+    if "no_rope_layer_interval" in keys:
+        values["no_rope_layer_interval"] = draw.randint(2, 4)
+    if "num_experts_per_tok" in keys:
+        groups = draw.choice([1, 2, 4])
+        experts = {
+            "n_routed_experts": EXPERTS, "num_experts": EXPERTS, "num_experts_per_tok": draw.randint(1, 2),
+            "moe_intermediate_size": 8 * draw.randint(1, 4), "n_shared_experts": draw.randint(1, 2), "n_group": groups,
+            "topk_group": draw.randint(1, groups), "norm_topk_prob": draw.random() < 0.5, "routed_scaling_factor": draw.choice([1.0, 2.5]),
+            "first_k_dense_replace": draw.randint(0, layers), "mlp_only_layers": list(range(draw.randint(0, layers))),
+        }  # fmt: skip
+        values |= {key: value for key, value in experts.items() if key in keys}
+    if "kv_lora_rank" in keys:
+        values |= {
+            "q_lora_rank": draw.choice([None, 4 * draw.randint(2, 6)]), "kv_lora_rank": 4 * draw.randint(2, 6), "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": draw.randint(4, 12), "v_head_dim": draw.randint(4, 16), "num_key_value_heads": heads,
+            "rope_interleave": draw.random() < 0.7,
+        }  # fmt: skip
+        values.pop("head_dim", None)
+        if rope["rope_type"] == "yarn":
+            rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    if family.has("partial RoPE"):
+        rope["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
+    return kind(**values, rope_parameters=rope, attn_implementation="eager", architectures=[family.name])
