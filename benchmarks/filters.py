@@ -242,7 +242,7 @@ def memory(megabytes: list[int]) -> None:
             packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
             for path in (plain, packed):
                 out_dir = Path(folder, f"out-{path.name}")
-                done = subprocess.run([sys.executable, "-c", READ, path, out_dir], capture_output=True, text=True, check=True)
+                done = subprocess.run([sys.executable, "-c", READ, path, out_dir], capture_output=True, encoding="utf-8", check=True)
                 print(f"  {size} MB of text, {path.name}: {done.stdout.split()[-1]}")
 
 

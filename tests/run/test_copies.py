@@ -101,7 +101,7 @@ def test_a_run_is_restored_from_a_bucket_and_resumes_bit_exactly(server: Server,
     server.busy = lambda method, path: False
 
     said = subprocess.run(
-        command("restore", f"s3://{bucket}/run", str(run.run_dir)), capture_output=True, text=True, check=True, timeout=PATIENCE
+        command("restore", f"s3://{bucket}/run", str(run.run_dir)), capture_output=True, encoding="utf-8", check=True, timeout=PATIENCE
     ).stdout
     assert "pretrain: step-00000006" in said
     assert [path.name for path in listing.directories(run.run_dir / "checkpoints")] == ["step-00000006"]
@@ -293,7 +293,7 @@ def test_one_line_for_a_wrong_key_without_it(server: Server, bucket: str, far: T
                 act()
             assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
         arguments = command("restore", url, str(tmp_path / "new"))
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=PATIENCE, env=dict(os.environ))
+        done = subprocess.run(arguments, capture_output=True, encoding="utf-8", check=False, timeout=PATIENCE, env=dict(os.environ))
         assert done.returncode == 2 and done.stderr.startswith("error: restore: s3://") and "hush" not in done.stdout + done.stderr
     finally:
         server.check_keys(float("inf"))

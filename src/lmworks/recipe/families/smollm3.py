@@ -11,8 +11,9 @@ from lmworks.recipe.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    positions = [int(model.has_positions(layer)) for layer in range(model.layers or 0)]
-    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every or (model.layers or 0) + 1} | common.window_to_config(model)
+    layers = model.layers or 0
+    positions = [int(model.has_positions(layer)) for layer in range(layers)]
+    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every or layers + 1} | common.window_to_config(model)
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
