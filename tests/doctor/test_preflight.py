@@ -374,9 +374,19 @@ def test_ranks_measure_their_collectives_and_take_a_first_step(tiny: Tiny, ranks
         assert figures["general/loss"] == pytest.approx(alone_here["general/loss"], abs=0.05)  # of other rows: twice as many
 
 
-def test_export_of_a_small_model_of_the_same_kind(tiny: Tiny) -> None:
-    found = exporting.round_trip(context_of(tiny, "export.huggingface=true", "export.gguf=true"))
-    assert found.result == "ok" and "Glm4MoeForCausalLM" in found.text and "tensors equal" in found.text
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("Glm4MoeForCausalLM", ()),
+        ("Olmo2ForCausalLM", ("model.moe=null", "model.norm_position=post", "model.qk_norm_over=all_heads")),
+        ("SmolLM3ForCausalLM", ("model.moe=null", "model.qk_norm=false", "model.nope_every=4")),
+        ("Qwen3MoeForCausalLM", ("model.moe={experts: 4, top_k: 2, expert_size: 16, shared_experts: 0, dense_layers: 0, gate: softmax, "
+                                 "balance: {method: aux}}",)),
+    ],
+)  # fmt: skip
+def test_export_of_a_small_model_of_the_same_kind(tiny: Tiny, name: str, overrides: tuple[str, ...]) -> None:
+    found = exporting.round_trip(context_of(tiny, "export.huggingface=true", "export.gguf=true", *overrides))
+    assert found.result == "ok" and name in found.text and "tensors equal" in found.text
 
 
 @pytest.mark.slow

@@ -193,6 +193,22 @@ def test_random_configs_of_transformers_are_read_and_written(family: Family, see
         _same_logits_loss_and_gradients(read, _load(tmp_path / f"{seed}-back"), tokens)
 
 
+def test_a_new_family_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmworks.recipe import families
+    from lmworks.recipe.families import registry
+
+    (tmp_path / "wide_norm.py").write_text(
+        "from dataclasses import replace\n\nfrom lmworks.recipe.families import llama\n\n"
+        "FAMILY = replace(llama.FAMILY, name='WideForCausalLM', model_type='wide', about='both', requires=frozenset({'biases', 'QK norm'}))\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    found = registry._found()
+    assert found.keys() == FAMILIES.keys() | {"WideForCausalLM"}
+    monkeypatch.setattr(registry, "FAMILIES", found)
+    config = to_config(Model(**_COMMON, qk_norm=True, attention_bias=True), Rope(), {})
+    assert config["model_type"] == "wide" and from_config(config).attention_bias and "`WideForCausalLM`" in table()
+
+
 def test_the_table_of_the_docs_is_the_registrys() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     assert table() in page, "run: python -m lmworks.recipe.families.registry, and put it into docs/serving.md"

@@ -46,7 +46,7 @@ def _zero(family: Family) -> list[re.Pattern[str]]:
 _COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
-def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str, int | None]:
+def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str, int | None] | None:
     """The name on the other side, with `{e}` left in it for stacked experts, and the expert that the given name speaks of."""
     for pattern, template in table:
         match = pattern.match(name)
@@ -54,12 +54,20 @@ def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str
             groups = match.groupdict()
             expert = groups.get("e")
             return template.replace("{i}", groups.get("i") or ""), None if expert is None else int(expert)
-    raise UserError(f"tensor {name} has no counterpart; this is not a model of a class that lmworks converts")
+    return None
+
+
+def _our_name(theirs: str, family: Family) -> tuple[str, int | None]:
+    if found := _translate(theirs, _to_ours(family)):
+        return found
+    raise UserError(f"tensor {theirs} has no counterpart; this is not a model of a class that lmworks converts")
 
 
 def huggingface_name(ours: str, family: Family) -> str:
     """Their name for one of our tensors; `{e}` stands for the expert in a stacked one."""
-    return _translate(ours, _to_theirs(family))[0]
+    if found := _translate(ours, _to_theirs(family)):
+        return found[0]
+    raise UserError(f"{family.name} has no tensor for {ours}; the config and the weights are of different models")
 
 
 def has_place(ours: str, family: Family) -> bool:
@@ -108,7 +116,7 @@ def from_huggingface(
         if original is not None:
             copies.append((theirs, original, tensor))
             continue
-        numbered, expert = _translate(theirs, _to_ours(family))
+        numbered, expert = _our_name(theirs, family)
         ours = _inward(numbered, model.layers)
         if ours == "head.weight" and ours not in state:
             continue  # tied, and stored twice
@@ -153,7 +161,7 @@ def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Mod
     for theirs in names:
         if theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern, _ in _COPY_OF):
             continue
-        if _inward(_translate(theirs, _to_ours(family))[0], model.layers) not in state:
+        if _inward(_our_name(theirs, family)[0], model.layers) not in state:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lmworks.doctor.preflight.finding import Context, Finding
-from lmworks.doctor.preflight.small import small_recipe
+from lmworks.doctor.preflight.small import HEADS, small_recipe
 from lmworks.export import gguf
 from lmworks.export.export import DTYPES, check
 from lmworks.export.huggingface import compare, require_parity, write_model
@@ -33,10 +33,13 @@ def round_trip(context: Context) -> Finding:
     if absent:
         return Finding("skip", f"{', '.join(absent)} cannot be imported", "pip install 'lmworks[export]'")
     dtype, directory = DTYPES[options.dtype], context.run_dir / "tokenizer"
-    rows = context.recipe.model.vocab_size
-    assert rows
-    small = small_recipe(context.recipe, rows, _HIDDEN, _HEAD)
-    model = initialize(Transformer(small.model), small.seed).eval()
+    whole = context.recipe.model
+    assert whole.vocab_size and whole.heads and whole.head_dim
+    rows = whole.vocab_size
+    # a class may want heads as wide as the model, and llama.cpp layers without positions where the whole model has them
+    head = _HIDDEN // HEADS if whole.heads * whole.head_dim == whole.hidden_size else _HEAD
+    small = small_recipe(context.recipe, rows, _HIDDEN, head)
+    model = initialize(Transformer(small.model.model_copy(update={"nope_every": whole.nope_every})), small.seed).eval()
     texts = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

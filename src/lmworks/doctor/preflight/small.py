@@ -22,7 +22,7 @@ from lmworks.train.step import train_step
 
 _AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
 _AT_ONCE = 3  # axes in one world: 8 ranks
-ROWS, LENGTH, STEPS = 8, 24, 2
+HEADS, ROWS, LENGTH, STEPS = 4, 8, 24, 2
 LONGER = 192  # tokens of a row in bf16: the more there are, the less the rounding of each matters beside a mistake
 RATE = 0.02
 
@@ -35,10 +35,9 @@ def small_recipe(
     What it computes in is `precision` throughout, Newton-Schulz included, whatever the machine is fastest in.
     """
     model = recipe.model
-    heads = 4
     changes: dict[str, object] = {
-        "vocab_size": vocab_size, "hidden_size": hidden_size, "layers": 4, "heads": heads, "ffn_size": 48,
-        "kv_heads": heads if model.kv_heads == model.heads else 2, "head_dim": head_dim, "init_std": 0.1,
+        "vocab_size": vocab_size, "hidden_size": hidden_size, "layers": 4, "heads": HEADS, "ffn_size": 48,
+        "kv_heads": HEADS if model.kv_heads == model.heads else 2, "head_dim": head_dim, "init_std": 0.1,
         "dropout": 0.0, "attention_dropout": 0.0,
         "nope_every": min(model.nope_every, 2),
         "sliding_window": Tokens(8) if model.sliding_window else None,
@@ -51,7 +50,7 @@ def small_recipe(
     if model.mla is not None:
         sizes = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
         changes["mla"] = model.mla.model_copy(update=sizes | ({"q_rank": 16} if model.mla.q_rank else {}))
-        changes |= {"head_dim": 12, "kv_heads": heads}
+        changes |= {"head_dim": 12, "kv_heads": HEADS}
     if model.mtp is not None:
         changes["mtp"] = model.mtp.model_copy(update={"layers": 1})
     train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch": 1, "deepspeed": None})
