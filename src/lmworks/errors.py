@@ -12,9 +12,10 @@ class UserError(ValueError):
     """
 
     def __init__(self, *what: object) -> None:
-        super().__init__(*(_one_line(mask(one)) if isinstance(one, str) else one for one in what))
+        super().__init__(*(one_line(mask(one)) if isinstance(one, str) else one for one in what))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """`text` in one line of a bounded length, without its middle where it is longer."""
     text = " ".join(text.splitlines())
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"

@@ -291,6 +291,9 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         client.chat.completions.create(model="gpt-9", messages=HELLO)
     assert refused.value.body["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("9" * 6000)
+    assert len(refused.value.body["message"]) < 5000
 
 
 def test_odd_bodies_and_paths(server) -> None:  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
+from lmworks.errors import one_line
 from lmworks.model.generate import GenerateOptions
 from lmworks.recipe.paths import nearest
 from lmworks.serve.engine import Engine, Request
@@ -45,8 +46,8 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     """An error the way OpenAI writes it."""
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-    # both may quote half a surrogate pair from the request
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": one_line(message), "type": kind, "param": param, "code": code}
+    # message and param may quote half a surrogate pair from the request
     return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in error.items()}}
 
 
