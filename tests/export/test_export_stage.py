@@ -120,6 +120,26 @@ def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: 
     assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture", "gguf"),
+    [
+        ("qwen3moe", "Qwen3MoeForCausalLM", "qwen3moe"),
+        ("olmo2", "Olmo2ForCausalLM", "olmo2"),
+        ("llama-llama3", "LlamaForCausalLM", "llama"),
+    ],
+)
+def test_other_families_go_through_the_stage(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, architecture: str, gguf: str
+) -> None:
+    run = make_run(name)
+    report = export(run.recipe, run.directory, tmp_path / "export")
+    assert (report.architecture, report.gguf_architecture) == (architecture, gguf)
+    assert report.huggingface.relative < 1e-5 and report.huggingface.same_choice == 1
+    exported = read_model(tmp_path / "export" / "huggingface").state_dict()
+    for key, tensor in run.model.state_dict().items():
+        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=0)
+
+
 def test_latent_attention_and_multi_token_prediction_go_through_the_stage(make_run: Callable[..., Any], tmp_path: Path) -> None:
     run = make_run("deepseek")
     with pytest.raises(UserError, match=r"latent attention \(mla\).*export\.gguf=false"):
