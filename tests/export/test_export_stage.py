@@ -15,6 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from small_models import MODELS, recipe_for
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
@@ -25,6 +26,7 @@ from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import RopeChange
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
@@ -229,6 +231,16 @@ def test_a_near_tie_of_two_experts_is_no_fault(glm: Any, tmp_path: Path) -> None
     write_huggingface(model, glm.tokenizer, tmp_path / "hf", torch.float32)
     parity = compare(model, tmp_path / "hf", held_out_tokens(glm.recipe, glm.directory / "shards"), torch.float32)
     assert parity.relative < 1e-5
+
+
+def test_positions_of_the_last_phase_are_refused_before_work(tmp_path: Path) -> None:
+    recipe = recipe_for(MODELS["qwen3"], tmp_path)
+    check(recipe)
+    rope = RopeChange(scaling="llama3", factor=4, original_length="128 tokens")
+    phase = recipe.train.phases[0].model_copy(update={"rope": rope})
+    later = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": [*recipe.train.phases, phase]})})
+    with pytest.raises(UserError, match=r"rope\.scaling llama3, which llama\.cpp reads for its architecture llama and not for qwen3"):
+        check(later)
 
 
 def test_models_that_no_format_expresses_are_refused_before_work(glm: Any, tmp_path: Path) -> None:
