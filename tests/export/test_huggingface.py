@@ -21,7 +21,6 @@ from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, family_of, table
 from lmworks.recipe.huggingface import class_for, from_config, to_config
 from lmworks.recipe.model import Balance, Mla, Model, Moe, Rope
-from lmworks.recipe.shapes import slides
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn_size": 96, "max_length": "64 tokens"
@@ -230,10 +229,10 @@ def test_an_older_config_without_layer_types_slides_where_its_class_says() -> No
     config = to_config(CASES["qwen2_window"], Rope(), {}) | {"max_window_layers": 2}
     del config["layer_types"]
     read = from_config(config)
-    assert [slides(read, layer) for layer in range(4)] == [False, False, True, True]
+    assert [read.slides(layer) for layer in range(4)] == [False, False, True, True]
     config = to_config(CASES["smollm3"], Rope(), {}) | {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}
     read = from_config(config)
-    assert [slides(read, layer) for layer in range(4)] == [False, False, False, True]
+    assert [read.slides(layer) for layer in range(4)] == [False, False, False, True]
     with pytest.raises(UserError, match="layer_types that are not 4 of sliding_attention and full_attention"):
         from_config(config | {"layer_types": ["chunked_attention"] * 4})
     with pytest.raises(UserError, match="hidden_act gelu; lmworks reads silu"):

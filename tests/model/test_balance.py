@@ -12,6 +12,7 @@ from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.rematerialize import checkpoint_activations
 from lmworks.recipe.model import Balance, Model, Moe
+from lmworks.recipe.recomputation import Recomputation
 
 
 def skewed(balance: Balance) -> Transformer:
@@ -69,11 +70,11 @@ def test_each_way_of_choosing_moves_as_published() -> None:
     assert torch.equal(model.routers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "50%"])
 def test_recomputation_counts_nothing_twice(mode: str) -> None:
     tokens, labels, cu_seqlens = sample()
     plain, recomputing = build(CONFIGS["aux"]), build(CONFIGS["aux"])
-    checkpoint_activations(recomputing, mode)  # type: ignore[arg-type]
+    checkpoint_activations(recomputing, Recomputation.parse(mode))
     losses = []
     for model in (plain, recomputing):
         loss = model.loss(tokens, labels, cu_seqlens)

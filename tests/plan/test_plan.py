@@ -211,6 +211,9 @@ def test_checkpointing_and_length_move_activations() -> None:
 
     assert activations("none", 2048) > activations("selective", 2048) > activations("full", 2048)
     assert activations("none", 4096) == 2 * activations("none", 2048)
+    one = (activations("none", 2048) - activations("full", 2048)) / 12  # of the 12 layers
+    assert activations("25%", 2048) == pytest.approx(activations("none", 2048) - 3 * one)
+    assert activations("selective 50%", 2048) == pytest.approx((activations("none", 2048) + activations("selective", 2048)) / 2)
 
 
 @settings(max_examples=30)

@@ -204,10 +204,10 @@ def test_a_model_needs_a_shape(write: Write) -> None:
 
 
 def test_existing_tokenizer_is_counted(write: Write, tmp_path: Path) -> None:
-    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 6, "content": "<|end|>"}]}
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 4999, "content": "<|end|>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     resolved = load_recipe(write(), [f"tokenizer.path={tmp_path}"])
-    assert resolved.recipe.model.vocab_size == 7
+    assert resolved.recipe.model.vocab_size == 5000
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "is not a tokenizer.json" in refusal(write(), [f"tokenizer.path={tmp_path}"])
 

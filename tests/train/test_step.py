@@ -140,12 +140,12 @@ def test_gradients_add_up_in_fp32_under_bf16(tiny: Tiny, batch: Batch) -> None:
 def test_activation_checkpointing_changes_nothing(tiny: Tiny, batch: Batch, precision: str, dropout: float) -> None:
     """Recomputed layers give the same bits, draw the same dropout, and count each token once."""
     found = {}
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full", "40%"):
         model, optimizer = make(tiny, f"train.precision={precision}", f"train.activation_checkpointing={mode}", f"model.dropout={dropout}")
         torch.manual_seed(3)
         result = step(model, optimizer, batch, 4)
         found[mode] = (weights(model), gradients(model), result, torch.get_rng_state())
-    for mode in ("selective", "full"):
+    for mode in ("selective", "full", "40%"):
         assert same_bits(found[mode][0], found["none"][0]) == []
         assert same_bits(found[mode][1], found["none"][1]) == []
         assert torch.equal(found[mode][2].counts_LE, found["none"][2].counts_LE)
@@ -171,6 +171,7 @@ def test_activation_checkpointing_keeps_less(tiny: Tiny, batch: Batch, mode: Lit
         return sum(sizes.values())
 
     assert kept(mode) < 0.8 * kept("none")
+    assert kept(mode) < kept(f"{mode} 67%") < kept(f"{mode} 34%") < kept("none")
 
 
 def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(tiny: Tiny, batch: Batch) -> None:

@@ -22,7 +22,7 @@ def diff(before: Path, after: Path) -> dict[str, Any]:
     """
     old, new = Reader(before), Reader(after)
     documents = [listing.read_meta(path) for path in (before, after)]
-    metas, recipes = [document["meta"] for document in documents], [document.get("recipe") for document in documents]
+    metas, recipes = [document["meta"] for document in documents], [document.get("recipe") or {} for document in documents]
     both = [name for name, record in old.table.items() if name in new.table and new.table[name].shape == record.shape]
     rows = []
     with bar("comparing", sum(old.table[name].bytes for name in both)) as progress:

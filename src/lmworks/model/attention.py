@@ -15,7 +15,6 @@ from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate
 from lmworks.recipe.model import Model
-from lmworks.recipe.shapes import has_positions, slides
 
 
 class Attention(nn.Module):
@@ -25,8 +24,8 @@ class Attention(nn.Module):
         super().__init__()
         assert config.hidden_size and config.heads and config.kv_heads and config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.uses_rope = has_positions(config, layer)
-        self.slides = slides(config, layer)
+        self.uses_rope = config.has_positions(layer)
+        self.slides = config.slides(layer)
         self.dropout = config.attention_dropout
         self.query = Linear(config.hidden_size, self.heads * self.head_dim, config.attention_bias)
         self.key = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)

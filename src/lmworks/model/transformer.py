@@ -247,6 +247,12 @@ class Transformer(nn.Module):
         """The layers (`Block`), and then those of multi-token prediction."""
         return [*self.layers, *(layer.block for layer in self.mtp)]
 
+    def numbered_blocks(self) -> list[tuple[int, Any]]:
+        """`every_block` with the numbers of the layers, of which a pipeline stage has only some; those of prediction go on counting."""
+        numbers = [int(name) for name, _ in self.layers.named_children()]
+        numbers += [(self.config.layers or 0) + depth for depth in range(len(self.mtp))]
+        return list(zip(numbers, self.every_block(), strict=True))
+
     def routers(self) -> list[MoE]:
         """The sparse layers' feed-forward parts, in order, those of multi-token prediction last."""
         return [block.ffn for block in self.every_block() if isinstance(block.ffn, MoE)]

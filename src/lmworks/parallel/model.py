@@ -138,9 +138,12 @@ class ParallelModel:
     def _count(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
         """Count the step's choices of all ranks and micro-batches, which the auxiliary loss of each of them needs, by a forward of their
         own. Dropout draws other numbers there than in the step."""
-        found = [model.loss(*self._inputs(piece)).experts.counts * float(real) for piece, real in pieces]
-        nothing = torch.zeros((), device=self.device)
-        counts_LE = self.total(Sums(nothing, nothing, nothing, nothing, torch.stack(found).sum(0))).counts_LE
+        nothing, found = torch.zeros((), device=self.device), None
+        for piece, real in pieces:
+            counts = model.loss(*self._inputs(piece)).experts.counts
+            assert counts is not None
+            found = counts * float(real) if found is None else found + counts * float(real)
+        counts_LE = self.total(Sums(nothing, nothing, nothing, nothing, found)).counts_LE
         assert counts_LE is not None
         set_loads(self.routers(), counts_LE[self.sparse], top_k)
 

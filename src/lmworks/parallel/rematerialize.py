@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lmworks.model import Transformer
+from lmworks.recipe.recomputation import Recomputation
 
 _KEPT = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
 
 
-def checkpoint_activations(model: Transformer, mode: Literal["none", "selective", "full"]) -> None:
-    """Recompute layers in the backward pass: all of it (`full`), or all but the matrix products (`selective`).
+def checkpoint_activations(model: Transformer, recomputation: Recomputation) -> None:
+    """Recompute layers in the backward pass, those that `recomputation` names, and of them all but what its policy keeps.
 
     What the forward returns (expert counts, auxiliary loss) is that of the first pass: recomputation counts nothing twice.
     """
-    if mode == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout + model.config.attention_dropout > 0}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for block in model.every_block():
-        block.forward = _recomputed(block.forward, options)
+    preserve = model.config.dropout + model.config.attention_dropout > 0
+    for layer, block in model.numbered_blocks():
+        policy = recomputation.of(layer)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
+        if policy.keeps == "products":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if policy.keeps != "everything":
+            block.forward = _recomputed(block.forward, options)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

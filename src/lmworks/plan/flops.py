@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from lmworks.plan.counts import count
 from lmworks.recipe.model import Model
-from lmworks.recipe.shapes import slides
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Flops:
 
 def keys_seen(model: Model, layer: int, length: int) -> float:
     """Average number of keys a query of `layer` attends to in a causal sequence of `length`."""
-    window = model.sliding_window if slides(model, layer) else None
+    window = model.sliding_window if model.slides(layer) else None
     if window is None or window >= length:
         return (length + 1) / 2
     return (window * (window + 1) / 2 + (length - window) * window) / length

@@ -14,6 +14,7 @@ from lmworks.recipe import deepspeed
 from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.products import product_problems
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.recomputation import NONE, Recomputation
 from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
 from lmworks.recipe.training import Phase
 
@@ -240,14 +241,20 @@ def too_big(placed: Placed, cluster: Cluster) -> str:
 
 def more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
-    full = recipe.model_copy(update={"train": recipe.train.model_copy(update={"activation_checkpointing": "full"})})
+    def recomputing(text: str) -> Recipe:
+        train = recipe.train.model_copy(update={"activation_checkpointing": Recomputation.parse(text)})
+        return recipe.model_copy(update={"train": train})
+
+    more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is NONE]
+    full = recomputing("full")
     settings: tuple[tuple[Recipe, Zero, str], ...] = (
         (recipe, zero, ""),
         (full, zero, "train.activation_checkpointing=full"),
         (recipe, 3, "layout.zero=3"),
         (full, 3, "train.activation_checkpointing=full and layout.zero=3"),
     )
-    for changed, level, name in settings:
+    shares = tuple((recomputing(text), zero, f"train.activation_checkpointing={text}") for text in more)
+    for changed, level, name in (settings[0], *shares, *settings[1:]):
         chosen, _ = automatic(changed, cluster, phase, level, others)
         if chosen is not None:
             return f"it fits with {name or 'the automatic layout'}: {describe(chosen.layout)}"

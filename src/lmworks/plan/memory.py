@@ -19,7 +19,8 @@ from lmworks.recipe.after import Cluster, Layout, world_size
 from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed, Place
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters, slides
+from lmworks.recipe.recomputation import POLICIES
+from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 from lmworks.recipe.stages import rank_layers
 
 GIB = 2**30
@@ -82,7 +83,7 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
         return float(model.layers * (model.mla.kv_rank + model.mla.rope_dim) * length * element)
     kept = 0
     for layer in range(model.layers):
-        kept += min(length, model.sliding_window) if model.sliding_window and slides(model, layer) else length
+        kept += min(length, model.sliding_window) if model.sliding_window and model.slides(layer) else length
     return 2.0 * model.kv_heads * model.head_dim * kept * element
 
 
@@ -95,9 +96,8 @@ def kv_cache_shrink(model: Model) -> float:
 
 
 def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
-    """Bytes that one token leaves for the backward of one layer on one rank, under each kind of activation checkpointing.
+    """Bytes that one token leaves for the backward of one layer on one rank, under each policy of `lmworks.recipe.recomputation`, by name.
 
-    `full` keeps what enters the layer, `selective` also the results of matrix products (see lmworks.parallel.rematerialize).
     `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
     """
     D, H, K, d = model.hidden_size, model.heads, model.kv_heads, model.head_dim
@@ -124,7 +124,8 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
         shared = moe.shared_experts * moe.expert_size
         everything += element * (moe.top_k * (D + 3 * moe.expert_size) + 3 * shared) / tp + 8 * moe.experts
         products += element * (moe.top_k * (2 * moe.expert_size + D) + 2 * shared + (D if shared else 0)) / tp + 4 * moe.experts
-    return {"none": everything, "selective": min(products, everything), "full": element * D / tp}
+    kept = {"everything": everything, "products": min(products, everything), "input": element * D / tp}
+    return {policy.name: kept[policy.keeps] for policy in POLICIES.values()}
 
 
 @lru_cache(maxsize=16)
@@ -237,7 +238,8 @@ def _by_deepspeed(
 
 def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int) -> Memory:
     """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch` sequences per step."""
-    stages = set(range(layout.pp)) if layout.layers_per_stage else {0, layout.pp - 1, layout.pp // 2}
+    uneven = layout.layers_per_stage or recipe.train.activation_checkpointing.share < 1
+    stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
     return max(
         (_stage_memory(recipe, cluster, layout, length, micro_batch, micro_batches, stage) for stage in stages), key=lambda m: m.total
     )
@@ -261,18 +263,18 @@ def _stage_memory(
 
     tokens = micro_batch * length / layout.cp
     cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
-    mode = recipe.train.activation_checkpointing
+    recomputation = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
     kept_alive = alive(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
         bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
-        stored += bytes_per_token[mode]
+        stored += bytes_per_token[recomputation.of(layer).name]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
             bytes_per_token = layer_activations(model, model.layers + depth, layout, element, cpu_length)
-            stored += bytes_per_token[mode] + element * 6 * model.hidden_size / layout.tp
+            stored += bytes_per_token[recomputation.of(model.layers + depth).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (kept_alive * stored + working)
     if stage == layout.pp - 1:

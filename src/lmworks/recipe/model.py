@@ -184,3 +184,12 @@ class Model(Node):
             if clash:
                 raise ValueError(f"model.{name} does not combine with model.mla: {why}; leave it out")
         return self
+
+    def has_positions(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `nope_every`-th layer."""
+        return self.rope.fraction > 0 and not (self.nope_every and (layer + 1) % self.nope_every == 0)
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) sees only a window; `layer_types` repeat, also over the layers of multi-token prediction."""
+        types = self.layer_types
+        return bool(self.sliding_window) and (not types or types[layer % len(types)] == "sliding_attention")

@@ -14,9 +14,10 @@ from lmworks.recipe.after import Cluster
 from lmworks.recipe.keys import known_paths, nodes_of, tag_of
 from lmworks.recipe.reads import rule
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.recomputation import Recomputation
 from lmworks.recipe.units import Bytes, Duration, Seconds, Tokens
 
-_UNITS = {Tokens: "tokens", Bytes: "bytes", Seconds: "seconds", Duration: "duration"}
+_UNITS = {Tokens: "tokens", Bytes: "bytes", Seconds: "seconds", Duration: "duration", Recomputation: "recomputation"}
 _CLUSTER = "(cluster file)"
 _INTRODUCTION = """\
 # Recipe reference
@@ -33,6 +34,7 @@ their unit:
 | bytes | `16MB`, `4GiB` |
 | seconds | `30 s`, `10 min`, `90 days` |
 | duration | `2000 steps`, `1B tokens`, or `2%` of the phase it stands in |
+| recomputation | `none`, `selective`, `full`, `50%` (of the layers in full), `selective 50%` |
 
 Items of a list are named by their `name`: `--set train.phases.general.tokens=2M`. Keys marked * may change when a run is resumed;
 a change of any other must be allowed by its name (`--allow train.phases.general.tokens`) and is written to the ledger, and those of the
@@ -67,7 +69,7 @@ def _value_text(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (Tokens, Bytes, Seconds, Duration)):
+    if isinstance(value, (Tokens, Bytes, Seconds, Duration, Recomputation)):
         return value.text()
     if isinstance(value, list) and value and isinstance(value[0], BaseModel):
         return ", ".join(tag_of(type(item)) or type(item).__name__ for item in value)

@@ -40,17 +40,6 @@ class Parameter:
         return len(self.shape) > 1 and self.component not in ("embedding", "head")
 
 
-def has_positions(model: Model, layer: int) -> bool:
-    """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `nope_every`-th layer."""
-    return model.rope.fraction > 0 and not (model.nope_every and (layer + 1) % model.nope_every == 0)
-
-
-def slides(model: Model, layer: int) -> bool:
-    """Whether the layer (counted from 0) sees only a window; `layer_types` repeat, also over the layers of multi-token prediction."""
-    types = model.layer_types
-    return bool(model.sliding_window) and (not types or types[layer % len(types)] == "sliding_attention")
-
-
 def is_moe(model: Model, layer: int) -> bool:
     """Whether `layer` routes to experts."""
     return model.moe is not None and layer >= model.moe.dense_layers

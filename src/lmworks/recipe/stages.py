@@ -45,11 +45,8 @@ def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
         yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
     if name == "zero-bubble" and train.compile:
         yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
-    elif name == "zero-bubble" and train.activation_checkpointing == "selective":
-        yield (
-            "schedule zero-bubble goes back through a layer twice, and torch's selective recomputation once; "
-            "set train.activation_checkpointing to full or none, or schedule=1f1b"
-        )
+    else:
+        yield from train.activation_checkpointing.problems(name)
 
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:

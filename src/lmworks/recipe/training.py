@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.base import Node
 from lmworks.recipe.deepspeed import DeepSpeed
 from lmworks.recipe.model import Rope
+from lmworks.recipe.recomputation import NONE, Recomputation
 from lmworks.recipe.units import Duration, Seconds, Tokens
 
 
@@ -143,8 +144,9 @@ class Train(Node):
         "auto",
         description="torch.compile the layers; auto: on GPUs. On CPUs that takes minutes of a short run, and eager code is nearly as fast",
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="what the backward recomputes: nothing, all but matrix products, or whole layers"
+    activation_checkpointing: Recomputation = Field(
+        Recomputation(NONE), description="what the backward recomputes: nothing, all but matrix products (selective), or whole layers "
+        "(full); with a share, such as 50% or selective 50%, in so many of the layers, spread evenly",
     )
     deepspeed: DeepSpeed | None = None
     head_chunk: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")

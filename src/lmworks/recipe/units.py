@@ -40,7 +40,7 @@ def _whole(value: Fraction, text: str) -> int:
     return int(value)
 
 
-class _Quantity:
+class Quantity:
     """Pydantic glue: parse strings, pass own instances through, refuse bare numbers, write `text()` back."""
 
     example = ""
@@ -72,7 +72,7 @@ class _Quantity:
         return {"type": "string", "examples": [cls.example], "title": cls.__name__}
 
 
-class Tokens(_Quantity, int):
+class Tokens(Quantity, int):
     """A number of tokens: `15T`, `4Mi`, `131072 tokens`."""
 
     example = "'2.5M tokens' or '15T'"
@@ -90,7 +90,7 @@ class Tokens(_Quantity, int):
         return f"{int(self)} tokens"
 
 
-class Bytes(_Quantity, int):
+class Bytes(Quantity, int):
     """A number of bytes: `16MB` (decimal), `16MiB` (binary)."""
 
     example = "'16MB' or '4GiB'"
@@ -111,7 +111,7 @@ class Bytes(_Quantity, int):
         return f"{int(self)} bytes"
 
 
-class Seconds(_Quantity, float):
+class Seconds(Quantity, float):
     """A time: `30 s`, `10 min`, `2 h`, `90 days`."""
 
     example = "'30 s', '10 min' or '2 h'"
@@ -128,7 +128,7 @@ class Seconds(_Quantity, float):
         return f"{_exact(self)} s"
 
 
-class Duration(_Quantity):
+class Duration(Quantity):
     """A stretch of training: `2000 steps`, `1B tokens`, or `2%` of the phase it stands in."""
 
     example = "'2000 steps', '1B tokens' or '2%'"

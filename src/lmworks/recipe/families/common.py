@@ -8,7 +8,6 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
 from lmworks.recipe.model import Model, Moe, Rope
-from lmworks.recipe.shapes import slides
 
 _PARTS = ("gate", "up", "down")
 _SLIDES, _SEES_ALL = "sliding_attention", "full_attention"
@@ -149,7 +148,7 @@ def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
     """A window, and which layers slide."""
     return {
         "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
-        "layer_types": [_SLIDES if slides(model, layer) else _SEES_ALL for layer in range(model.layers or 0)],
+        "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.layers or 0)],
     }  # fmt: skip
 
 

@@ -8,12 +8,13 @@ from lmworks.errors import UserError
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, NoClass
 from lmworks.recipe.model import Model, Rope
-from lmworks.recipe.shapes import has_positions
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    positions = [int(has_positions(model, layer)) for layer in range(model.layers or 0)]
-    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every} | common.window_to_config(model)
+    assert model.layers
+    positions = [int(model.has_positions(layer)) for layer in range(model.layers)]
+    every = model.nope_every or model.layers + 1
+    return {"no_rope_layers": positions, "no_rope_layer_interval": every} | common.window_to_config(model)
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
