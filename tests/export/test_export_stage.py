@@ -15,6 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from small_models import MODELS, recipe_for
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
@@ -25,6 +26,7 @@ from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import RopeChange
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
@@ -120,6 +122,26 @@ def test_bf16_halves_the_files_and_keeps_the_selection_bias(glm: Any, tmp_path: 
     assert found["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture", "gguf"),
+    [
+        ("qwen3moe", "Qwen3MoeForCausalLM", "qwen3moe"),
+        ("olmo2", "Olmo2ForCausalLM", "olmo2"),
+        ("llama-llama3", "LlamaForCausalLM", "llama"),
+    ],
+)
+def test_other_families_go_through_the_stage(
+    make_run: Callable[..., Any], tmp_path: Path, name: str, architecture: str, gguf: str
+) -> None:
+    run = make_run(name)
+    report = export(run.recipe, run.directory, tmp_path / "export")
+    assert (report.architecture, report.gguf_architecture) == (architecture, gguf)
+    assert report.huggingface.relative < 1e-5 and report.huggingface.same_choice == 1
+    exported = read_model(tmp_path / "export" / "huggingface").state_dict()
+    for key, tensor in run.model.state_dict().items():
+        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=0)
+
+
 def test_latent_attention_and_multi_token_prediction_go_through_the_stage(make_run: Callable[..., Any], tmp_path: Path) -> None:
     run = make_run("deepseek")
     with pytest.raises(UserError, match=r"latent attention \(mla\).*export\.gguf=false"):
@@ -209,6 +231,16 @@ def test_a_near_tie_of_two_experts_is_no_fault(glm: Any, tmp_path: Path) -> None
     write_huggingface(model, glm.tokenizer, tmp_path / "hf", torch.float32)
     parity = compare(model, tmp_path / "hf", held_out_tokens(glm.recipe, glm.directory / "shards"), torch.float32)
     assert parity.relative < 1e-5
+
+
+def test_positions_of_the_last_phase_are_refused_before_work(tmp_path: Path) -> None:
+    recipe = recipe_for(MODELS["qwen3"], tmp_path)
+    check(recipe)
+    rope = RopeChange(scaling="llama3", factor=4, original_length="128 tokens")
+    phase = recipe.train.phases[0].model_copy(update={"rope": rope})
+    later = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": [*recipe.train.phases, phase]})})
+    with pytest.raises(UserError, match=r"rope\.scaling llama3, which llama\.cpp reads for its architecture llama and not for qwen3"):
+        check(later)
 
 
 def test_models_that_no_format_expresses_are_refused_before_work(glm: Any, tmp_path: Path) -> None:

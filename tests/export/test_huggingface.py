@@ -199,7 +199,8 @@ def test_a_new_family_is_one_new_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
     (tmp_path / "wide_norm.py").write_text(
         "from dataclasses import replace\n\nfrom lmworks.recipe.families import llama\n\n"
-        "FAMILY = replace(llama.FAMILY, name='WideForCausalLM', model_type='wide', about='', requires=frozenset({'biases', 'QK norm'}))\n"
+        "FAMILY = replace(\n"
+        "    llama.FAMILY, name='WideForCausalLM', model_type='wide', about='both', requires=frozenset({'biases', 'QK norm'})\n)\n"
     )
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     found = registry._found()

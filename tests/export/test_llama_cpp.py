@@ -48,7 +48,9 @@ def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path,
         assert difference.max() < 5e-5
 
 
-@pytest.mark.parametrize("name", ["glm4moe", "glm4moe-groups", "qwen3", "qwen2", "llama", "llama-yarn", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["glm4moe", "glm4moe-groups", "qwen3", "qwen3moe", "olmo2", "qwen2", "llama", "llama-yarn", "llama-llama3", "smollm3"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """Tensor by tensor and field by field, from our Hugging Face export. In bf16 our norms and routers keep what they were in fp32."""

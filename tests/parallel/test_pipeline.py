@@ -33,7 +33,7 @@ FAST: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "layers_per_stage": [3, 1]}, "dense"),
     ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, "moe"),
     ({"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2}, "mtp"),
-    ({"pp": 2, "schedule": "zero-bubble"}, "tied"),
+    ({"pp": 2, "schedule": "zero-bubble"}, "tied"), ({"pp": 2}, "post_norm"),
     ({"pp": 2, "dp_shard": 2, "zero": 0}, "tied"),
     ({"pp": 2, "dp_shard": 2, "zero": 1}, "mla"),
     ({"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1}, "mtp"),

@@ -23,6 +23,7 @@ from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
 from lmworks.recipe.huggingface import class_for
+from lmworks.recipe.positions import positions
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.validation import Validation
@@ -112,7 +113,8 @@ def check(recipe: Recipe) -> None:
     if recipe.export.huggingface:
         class_for(recipe.model)
     if recipe.export.gguf:
-        gguf_.architecture_for(recipe.model)
+        phases = positions(recipe)
+        gguf_.architecture_for(recipe.model.model_copy(update={"rope": phases[-1].rope}) if phases else recipe.model)
 
 
 def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:

@@ -11,9 +11,10 @@ from lmworks.recipe.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    layers = model.layers or 0
-    positions = [int(model.has_positions(layer)) for layer in range(layers)]
-    return {"no_rope_layers": positions, "no_rope_layer_interval": model.nope_every or layers + 1} | common.window_to_config(model)
+    assert model.layers
+    positions = [int(model.has_positions(layer)) for layer in range(model.layers)]
+    every = model.nope_every or model.layers + 1
+    return {"no_rope_layers": positions, "no_rope_layer_interval": every} | common.window_to_config(model)
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
