@@ -72,6 +72,13 @@ class Recipes:
         sys.setrecursionlimit(1000)
 
     def case(self, draw: Random) -> Case:
+        sys.setrecursionlimit(20_000)  # to copy what is nested deeper than the tested code may follow
+        try:
+            return self._case(draw)
+        finally:
+            self.begin()
+
+    def _case(self, draw: Random) -> Case:
         if draw.random() < 0.15:
             text = mutate.text(draw.choices(self._texts, [1 / (len(text) + 500) for text in self._texts])[0], draw, 4)
         else:
