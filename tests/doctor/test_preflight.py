@@ -176,6 +176,17 @@ def test_a_disk_without_room_fails(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
     assert found.result == "fail" and "keep_last" in found.advice
 
 
+def test_a_phase_that_saves_more_often_than_the_disk_can_is_told_of(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between `save_every` of all training there is time enough; the second phase's own is what the disk cannot follow."""
+    monkeypatch.setattr(disks, "write_times", lambda folder: [0.01] * 8)
+    plan = context_of(tiny).plan
+    save = plan.disk.checkpoint / ((4 << 20) / 0.01)  # seconds, at a block of 4 MiB in 0.01
+    monkeypatch.setattr(type(plan), "seconds", save * plan.steps / 2.5)  # a save takes the time of 2.5 steps; they are 4 apart
+    assert disks.written(context_of(tiny)).result == "ok"
+    told = disks.written(context_of(tiny, "train.phases.long.save_every=1 steps"))
+    assert told.result == "warn" and "raise train.save_every" in told.advice
+
+
 # Mystery 2: an index that grows with the planned steps
 
 
