@@ -6,14 +6,18 @@ import os
 import signal
 
 import pytest
+import torch
 
 from lmworks.checkpoint import listing
+from lmworks.checkpoint.loading import load
 from lmworks.errors import UserError
 from lmworks.export.card import write_card
 from lmworks.interrupt import Interrupted
+from lmworks.model import Transformer
 from lmworks.recipe.training import EarlyStopping as Options
 from lmworks.train.load import load_model
 from lmworks.train.stopping import EarlyStopping
+from lmworks.train.trainer import Trainer
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -67,8 +71,11 @@ def test_a_run_stops_early_and_goes_on_to_the_next_stage(tiny_copy: Tiny) -> Non
     assert not [stage for stage, what in tiny_copy.walk(*both, last="tune") if what == "begin"]
     recipe, card = tiny_copy.resolve(*both).recipe, tiny_copy.run_dir.parent / "card"
     write_card(recipe, load_model(tiny_copy.run_dir), tiny_copy.run_dir, card, gguf=False)
-    said = f"Early stopping ended `pretrain` after {events[0]['tokens']:,} tokens. Early stopping ended `tune` after 2,048 tokens."
-    assert said in (card / "README.md").read_text()
+    ends = (("pretrain", events[0], f"{events[0]['tokens']:,}"), ("tune", events[2], "2,048"))
+    for stage, event, tokens in ends:
+        used, step = event["used_step"], event["step"]
+        best = "" if used == step else f"; the weights are its best, those of step {used} of {step}"
+        assert f"Early stopping ended `{stage}` after {tokens} tokens{best}." in (card / "README.md").read_text()
     undisturbed = tiny_copy.copy(tiny_copy.run_dir.parent / "whole")
     undisturbed.walk("train.validate_every=4 steps", last="pretrain", allow=["train.early_stopping"])
     assert [line["step"] for line in curve(undisturbed.run_dir)] == list(range(1, STEPS + 1)), "without it the run goes on"
@@ -89,6 +96,35 @@ def test_a_resumed_run_stops_at_the_same_step(tiny_copy: Tiny, monkeypatch: pyte
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
     tiny_copy.pretrain(*EARLY)  # killed before the stage was stamped
     assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
+
+
+def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of the lowest validation, which save_every alone would not have saved, and which is not among the last."""
+    losses = {2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4}
+    honest = Trainer._validation
+
+    def validation(self: Trainer) -> dict[str, float]:
+        monkeypatch.setattr(self, "validate", lambda: {"validation/bits_per_byte": losses.get(self.step, 4.0)})
+        return honest(self)
+
+    early = ("train.early_stopping.patience=2", "train.validate_every=1 steps", "train.save_every=2 steps", "tune.tokens=256 tokens")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_validation", validation)
+        tiny_copy.walk(*early, last="pretrain")
+    place = tiny_copy.run_dir / "checkpoints"
+    assert [listing.step_of(path) for path in listing.directories(place)] == [3, 4, 5]
+    (ended,) = [event for event in read_ledger(tiny_copy.run_dir / "ledger.jsonl") if event["event"] == "early_stop"]
+    assert (ended["step"], ended["used_step"], ended["lowest"]) == (5, 3, 2.0)
+    used = load_model(tiny_copy.run_dir, "base")  # evaluation, export and serving load by this
+    saved = {step: dict(Transformer(used.config).state_dict()) for step in (3, 5)}
+    for step, state in saved.items():
+        load(place / listing.name_of(step), {"model": state})
+    weights = {name: tensor.cpu() for name, tensor in used.state_dict().items()}
+    assert {step: all(torch.equal(weights[name], state[name]) for name in weights) for step, state in saved.items()} == {3: True, 5: False}
+    write_card(tiny_copy.resolve(*early).recipe, used, tiny_copy.run_dir, tiny_copy.run_dir.parent / "card", gguf=False)
+    assert "; the weights are its best, those of step 3 of 5." in (tiny_copy.run_dir.parent / "card" / "README.md").read_text()
+    tiny_copy.walk(*early, last="tune")
+    assert listing.read_meta(listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1])["meta"]["base"] == "step-00000003"
 
 
 def test_a_metric_that_is_not_measured_is_named(tiny_copy: Tiny) -> None:

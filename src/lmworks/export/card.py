@@ -74,7 +74,9 @@ def _ended_early(run_dir: Path) -> str:
         last = [event for event in events if event["event"] in ("early_stop", "finish") and event["stage"] == stage]
         ended = next((event for event in last if event["event"] == "early_stop" and event["step"] == last[-1]["step"]), None)
         if ended is not None:
-            lines.append(f"Early stopping ended `{stage}` after {ended['tokens']:,} tokens.")
+            used, step = ended.get("used_step", ended["step"]), ended["step"]
+            best = "" if used == step else f"; the weights are its best, those of step {used:,} of {step:,}"
+            lines.append(f"Early stopping ended `{stage}` after {ended['tokens']:,} tokens{best}.")
     return " ".join(lines)
 
 

@@ -191,7 +191,7 @@ class Checkpoints(Node):
 
     keep_last: int = Field(2, gt=0, description="newest checkpoints to keep")
     keep_every: Duration | None = Field(None, description="checkpoints at these intervals are never pruned")
-    keep_best: bool = Field(True, description="keep the one with the lowest validation loss")
+    keep_best: bool = Field(True, description="keep the one with the lowest validation loss; what follows an early end is made of it")
     asynchronous: bool = Field(True, description="write in the background while training goes on")
     local: str | None = Field(
         None, description="directory on each machine's own disk to save into first; copied from there to the run, in the background"

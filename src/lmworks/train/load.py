@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import torch
 
-from lmworks.checkpoint import checkpoints, listing
+from lmworks import progress
+from lmworks.checkpoint import checkpoints, listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.recipe.load import load_resolved
 from lmworks.recipe.model import Rope
 from lmworks.recipe.recipe import Recipe
+from lmworks.train.stopping import USED
 from lmworks.train.tokenizer import META, require_same
 
 
@@ -35,19 +37,27 @@ def final_mtp_weight(recipe: Recipe) -> float | None:
     return (changes or [recipe.model.mtp.weight])[-1] if recipe.model.mtp else None
 
 
-def newest_base(run_dir: Path) -> Path:
-    """The newest good checkpoint of pretraining; `UserError` if there is none."""
-    return _newest(folder(run_dir, "base"))
+def final_base(run_dir: Path) -> Path:
+    """The checkpoint of pretraining that is built on; `UserError` if there is none."""
+    return _final(folder(run_dir, "base"))
 
 
-def _newest(place: Path) -> Path:
+def _final(place: Path) -> Path:
+    """The checkpoint whose weights are those of a stage: the newest good one; after an early end the best, of which the newest tells."""
     path, refused = listing.newest_good(place)
     while path is None and any(not bad.exists() for bad, _ in refused):  # a run that goes on has pruned them meanwhile
         path, refused = listing.newest_good(place)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
         raise UserError(f"{place} has no good checkpoint{' (' + reasons + ')' if reasons else ''}; train one with: lmworks run RECIPE")
-    return path
+    used = path.with_name(listing.name_of(int(listing.read_meta(path)["meta"].get(USED, listing.step_of(path)))))
+    if used == path:
+        return path
+    if (reason := manifest.problem(used) if used.is_dir() else "it is not there") is not None:
+        told = f"{used}, the best checkpoint of a stage that ended early, cannot be used ({reason}): {path.name} is, the newest"
+        progress.console.print(told, style="yellow")
+        return path
+    return used
 
 
 def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
@@ -65,7 +75,7 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
 
 
 def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model of the newest good checkpoint, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
+    """A stage's model as it ended, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
 
     `dtype` is that of the activations. `which` "tuned" falls back to the base model where the run has no tuned one.
     Raises `UserError` if there is no good checkpoint, and if the run's tokenizer is not the one that the weights were trained with.
@@ -74,11 +84,11 @@ def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: 
     place = folder(run_dir, which)
     if which == "tuned" and (recipe.tune is None or not listing.directories(place)):
         place = folder(run_dir, "base")
-    path = _newest(place)
+    path = _final(place)
     model = Transformer(recipe.model)
     model.set_rope(final_rope(recipe))
     while (meta := _filled(model, path, bool(recipe.optimizer.ema))) is None:
-        path = _newest(place)
+        path = _final(place)
     require_same(run_dir, meta.get(META))
     if torch.cuda.is_available():
         model = model.to("cuda")

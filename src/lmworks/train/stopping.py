@@ -9,11 +9,12 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.training import EarlyStopping as Options
 
+USED = "used_step"  # under this key a checkpoint's meta has the step whose weights are those of the stage if it ended with this one
 _SELECTS = ("validation/bits_per_byte", "validation/loss")
 
 
 def selection_metric(values: Mapping[str, float]) -> str | None:
-    """Which of the values of a validation decides what is best; None where it measured neither."""
+    """Which of the values of a validation decides what is best unless the recipe says; None where it measured neither."""
     return next((name for name in _SELECTS if name in values), None)
 
 
@@ -25,21 +26,29 @@ class EarlyStopping:
         self.options = options
         self.best: float | None = None
         self.best_step = self.waited = 0
+        self.lowest: float | None = None  # whatever `min_delta` says of it
+        self.lowest_step = 0
 
     @property
     def stops(self) -> bool:
         """Whether the stage is at its end."""
         return self.options is not None and self.waited >= self.options.patience
 
+    def metric(self, values: Mapping[str, float]) -> str | None:
+        """Which of the values of a validation decides what is best; None where it measured none."""
+        return self.options.metric if self.options and self.options.metric else selection_metric(values)
+
     def observe(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of the validation after `step` steps. Raises `UserError` if it does not measure the metric."""
         if self.options is None:
             return
-        name = self.options.metric or selection_metric(values)
+        name = self.metric(values)
         if name is None or name not in values:
             known = ", ".join(sorted(one for one in values if one.startswith("validation/"))) or "nothing: no text is held out"
             raise UserError(f"early_stopping.metric: {name or 'a validation loss'} is not measured by this run, which measures {known}")
         value = values[name]
+        if math.isfinite(value) and (self.lowest is None or value < self.lowest):
+            self.lowest, self.lowest_step = value, step
         if math.isfinite(value) and (self.best is None or value < self.best - self.options.min_delta):
             self.best, self.best_step, self.waited = value, step, 0
         else:
@@ -47,7 +56,9 @@ class EarlyStopping:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint's meta."""
-        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+        names = ("best", "best_step", "waited", "lowest", "lowest_step")
+        return {name: getattr(self, name) for name in names}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.waited = state["best"], int(state["best_step"]), int(state["waited"])
+        self.lowest, self.lowest_step = state.get("lowest"), int(state.get("lowest_step", 0))  # older checkpoints do not say

@@ -41,7 +41,7 @@ from lmworks.train.readings import Clock, experts, losses
 from lmworks.train.sampling import Sampler
 from lmworks.train.seeds import seed_of
 from lmworks.train.step import StepResult, micro_batch_of, train_step
-from lmworks.train.stopping import EarlyStopping, selection_metric
+from lmworks.train.stopping import USED, EarlyStopping
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
@@ -277,8 +277,20 @@ class Trainer:
         """Whether nothing is left to train."""
         return self.step >= self.course.steps or self.stopping.stops
 
+    @property
+    def _ended_early(self) -> bool:
+        return self.stopping.stops and self.step < self.course.steps
+
+    @property
+    def _used_step(self) -> int:
+        """The step whose weights are those of this stage if it ends here: the newest; after an early end the best, where that is kept."""
+        best = self.stopping.lowest_step
+        return best if self._ended_early and self.recipe.checkpoints.keep_best and best else self.step
+
     def _saves_here(self) -> bool:
-        """Whether the steps so far end with a checkpoint."""
+        """Whether the steps so far end with a checkpoint. Where the stage may end early, one that is the best so far is needed then."""
+        if self.recipe.checkpoints.keep_best and self.stopping.lowest_step == self.step:
+            return True
         stage = self._stage
         if stage is None or stage.save_every is None:
             return self.step % self._save_steps == 0
@@ -418,14 +430,15 @@ class Trainer:
         began = time.monotonic()
         with self.model.averaged(self.optimizer.ema):
             values = self.validate()
-        name = selection_metric(values)
-        self._measured = {self.step: values[name]} if name is not None and math.isfinite(values[name]) else {}
         self.stopping.observe(self.step, values)
-        if self.stopping.stops and self.step < self.course.steps:
-            found = self.stopping.state()
-            self.ledger.write("early_stop", stage=self.label, step=self.step, tokens=self.course.tokens_before(self.step), **found)
+        name = self.stopping.metric(values)
+        self._measured = {self.step: values[name]} if name is not None and math.isfinite(values[name]) else {}
+        if self._ended_early:
+            found, tokens = self.stopping.state(), self.course.tokens_before(self.step)
+            self.ledger.write("early_stop", stage=self.label, step=self.step, tokens=tokens, used_step=self._used_step, **found)
             waited = f"no improvement in {self.stopping.waited} validations since step {self.stopping.best_step:,}"
-            progress.console.print(f"{self.label} ends early after step {self.step:,}: {waited}", style="yellow")
+            told = f"{self.label} ends early after step {self.step:,}: {waited}; the weights of step {self._used_step:,} are used"
+            progress.console.print(told, style="yellow")
         return values | {"perf/validation_seconds": time.monotonic() - began}
 
     def _step_metrics(self, result: StepResult, batch: Batch) -> dict[str, float]:
@@ -471,7 +484,7 @@ class Trainer:
         self._settle()
         meta = {
             "step": self.step, "tokens": self.course.tokens_before(self.step), "phase": self._stage.name if self._stage else None,
-            "bad_steps": self.bad_total, "measured": self._measured, "early_stopping": self.stopping.state(),
+            "bad_steps": self.bad_total, "measured": self._measured, "early_stopping": self.stopping.state(), USED: self._used_step,
             **self.guard.meta(), **self.meta,
         }  # fmt: skip
         self.metrics.flush()

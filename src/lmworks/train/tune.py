@@ -22,7 +22,7 @@ from lmworks.shards.tuning import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.chat_data import build_chat_data, chat_shards
 from lmworks.train.course import Stage
-from lmworks.train.load import final_mtp_weight, final_rope, newest_base
+from lmworks.train.load import final_base, final_mtp_weight, final_rope
 from lmworks.train.mixture import read_changes
 from lmworks.train.pretrain import build_model, identity, sequences_of, with_optimizer
 from lmworks.train.sampling import ChatSampler
@@ -127,7 +127,7 @@ def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     """The weights that tuning begins with, on all ranks, which are those that leave; the first looks for the newest good ones."""
     team = new_team()
     found: list[Path] = []
-    team.together(lambda: found.append(newest_base(run_dir)) if team.is_first else None)
+    team.together(lambda: found.append(final_base(run_dir)) if team.is_first else None)
     base = team.agree(found[0] if found else Path())
     require_same(run_dir, saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team).get(META))
     if recipe.optimizer.ema:

@@ -75,7 +75,10 @@ def written(context: Context) -> Finding:
             worst = 2
             texts.append(f"{place.name}: {error}")
             advice.append(f"give {place.name} a directory that can be written")
-    share = context.recipe.train.save_every.steps(step_tokens=max(1, plan.tokens // plan.steps), phase_tokens=plan.tokens) / plan.steps
+    train, step_tokens = context.recipe.train, max(1, plan.tokens // plan.steps)
+    apart = [train.save_every.steps(step_tokens=step_tokens, phase_tokens=plan.tokens)]
+    apart += [phase.save_every.steps(step_tokens=step_tokens, phase_tokens=phase.tokens) for phase in train.phases if phase.save_every]
+    share = min(apart) / plan.steps
     for here in disks.values():
         names, path = ", ".join(place.name for place in here), nearest(here[0].path)
         asked, free = sum(place.needed for place in here), float(machine.free_disk(path))

@@ -24,8 +24,8 @@ from lmworks.recipe.shapes import parameters
 
 _BOX = 48  # rows and columns
 _ALIKE = 0.1  # correlation of two boxes, beyond chance
-_TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
-_OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
+TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
+OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
 _CHANGES = "the layout changes what is learnt: take another, and report this one with resolved.json"
 _ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
 
@@ -87,15 +87,15 @@ def _in_fp32(small: World, figures: dict[str, float]) -> Finding | str:
         for name, grad in found.grads.items():
             off = float(np.abs(grad - one.grads[name]).max() / max(np.abs(one.grads[name]).max(), 1e-30))
             of_grad = max(of_grad, off)
-            if off > _TOLERANCE:
+            if off > TOLERANCE:
                 return _differs(f"the gradient of {name}", layout, off)
         for name, weight in found.weights.items():
             seen.add(name)
             of_weight = max(of_weight, float(np.abs(weight - one.weights[name]).max()) / RATE)
     figures |= {f"{describe(layout)}/{kind}": off for kind, off in (("loss", of_loss), ("gradient", of_grad), ("weight", of_weight))}
-    if of_loss > _TOLERANCE:
+    if of_loss > TOLERANCE:
         return _differs("the loss or the gradient norm", layout, of_loss)
-    if of_weight > _OF_UPDATE:
+    if of_weight > OF_UPDATE:
         return _differs("an updated weight", layout, of_weight)
     if missing := sorted(set(one.weights) - seen):
         return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")

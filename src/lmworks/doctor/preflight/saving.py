@@ -1,14 +1,16 @@
-"""A small state is saved where the checkpoints will lie, its ranks are killed inside a save, and one process goes on from it."""
+"""A small model is trained and saved where the checkpoints will lie, its ranks are killed inside a save, and one process trains on."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
@@ -16,23 +18,22 @@ from lmworks.checkpoint.loading import load
 from lmworks.doctor.preflight import world
 from lmworks.doctor.preflight.disks import nearest, scratch
 from lmworks.doctor.preflight.finding import Context, Finding
-from lmworks.doctor.preflight.small import small_recipe
-from lmworks.model import Transformer
-from lmworks.model.init import initialize
-from lmworks.parallel.mesh import Ranks
+from lmworks.doctor.preflight.layouts import OF_UPDATE, TOLERANCE
+from lmworks.doctor.preflight.small import RATE, STEPS, first_weights, one_step, small_recipe, whole
+from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
-from lmworks.parallel.parallelize import build
 from lmworks.plan.layout import describe
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe
+from lmworks.train.pretrain import with_optimizer
 
 _AT_LEAST = 2  # whole checkpoints before the kill
 _PATIENCE = 180.0  # seconds
 
 
 def survives(context: Context) -> Finding:
-    """Two ranks save again and again until they are killed with SIGKILL inside a save; one process must then read the newest whole
-    checkpoint, bit for bit: the weights of its step are known, since they follow from a seed."""
+    """Two ranks train and save every step until they are killed with SIGKILL inside a save. One process must then read the newest whole
+    checkpoint, bit for bit, and a few steps later be where two ranks are that nobody has killed, but for the rounding of another layout."""
     recipe = small_recipe(context.recipe)
     layout = Layout(tp=2) if context.layout.tp > 1 else Layout(dp_shard=2, zero=context.layout.zero or 1)
     place = nearest(context.run_dir / "checkpoints")
@@ -43,39 +44,76 @@ def survives(context: Context) -> Finding:
             inside = _in_a_save(folder / "checkpoints", answers, processes)
         finally:
             world.end(processes)
+        seconds = time.monotonic() - began
         path, refused = listing.newest_good(folder / "checkpoints")
         if path is None:
             why = refused[0][1] if refused else "none was finished"
             return Finding("fail", f"no checkpoint can be read after the kill: {why}", _ADVICE)
-        step = listing.step_of(path)
         if refused:
             return Finding("fail", f"{refused[0][0].name} was named whole and is not: {refused[0][1]}", _ADVICE)
-        state = {"model": Transformer(recipe.model).state_dict()}
-        meta = load(path, state)
-        expected = initialize(Transformer(recipe.model), step).state_dict()
-        differ = [name for name, tensor in expected.items() if not torch.equal(tensor, state["model"][name])]
-        if differ or meta["step"] != step:
-            return Finding("fail", f"{path.name} came back with other bits in {len(differ)} tensors, such as {differ[:1]}", _ADVICE)
-        when = "inside the save of the next" if inside else "between two saves"
-        return Finding(
-            "ok", f"{describe(layout)} killed {when}; one process read step {step} of {place}, every bit as saved",
-            figures={"steps_saved": float(step), "seconds_per_save": (time.monotonic() - began) / step},
-        )  # fmt: skip
+        step = listing.step_of(path)
+        resumed, *_ = world.run(go_on, 1, recipe, Layout(), path, step)
+        undisturbed, *_ = world.run(go_on, 2, recipe, layout, None, step)
+    if differ := [name for name, weight in undisturbed.saved.items() if not np.array_equal(weight, resumed.saved[name])]:
+        return Finding("fail", f"{path.name} came back with other bits in {len(differ)} tensors, such as {differ[:1]}", _ADVICE)
+    of_loss = max(abs(a - b) / abs(b) for a, b in zip(resumed.losses, undisturbed.losses, strict=True))
+    of_weight = max(float(np.abs(resumed.after[name] - weight).max()) / RATE for name, weight in undisturbed.after.items())
+    figures = {"steps_saved": float(step), "seconds_per_save": seconds / step, "loss": of_loss, "weight": of_weight}
+    if of_loss > TOLERANCE or of_weight > OF_UPDATE:
+        text = f"{STEPS} steps after the resume the loss is off by {of_loss:.0e}, the weights by {of_weight:.0e} of a step"
+        return Finding("fail", text, "a resumed run does not train on from what was saved: report this with resolved.json", figures)
+    when = "inside the save of the next" if inside else "between two saves"
+    return Finding(
+        "ok", f"{describe(layout)} killed {when}; one process read step {step} of {place}, every bit as saved, and trained on: loss off by "
+        f"{of_loss:.0e}, weights by {of_weight:.0e} of a step", figures=figures,
+    )  # fmt: skip
 
 
 _ADVICE = "the storage loses or changes what was synced and renamed; put checkpoints on another disk (run_dir, checkpoints.local)"
 
 
 def keep_saving(recipe: Recipe, layout: Layout, folder: Path) -> None:
-    """Save the weights of seed 1 as step 1, those of seed 2 as step 2, and so on for ever."""
-    ranks = Ranks(layout)
+    """Train and save every step, for ever."""
+    model, optimizer = with_optimizer(recipe, first_weights(recipe, layout))
+    model.train()
     options = recipe.checkpoints.model_copy(update={"asynchronous": False, "local": None, "copy_to": None, "keep_every": None})
     checkpoints = Checkpoints(folder, options, {})
-    step = 0
-    while True:
-        step += 1
-        model = ParallelModel(build(recipe.model_copy(update={"seed": step}), ranks, torch.device("cpu")), ranks)
-        checkpoints.save(step, model.written({"model": model.state_dict()}), {"step": step})
+    for step in itertools.count(1):
+        one_step(recipe, model, optimizer, step)
+        checkpoints.save(step, model.written(_state(model, optimizer)), {"step": step})
+
+
+@dataclass(frozen=True)
+class Course:
+    """Whole weights by name, after the step that was saved and some steps later, and the losses of these."""
+
+    saved: dict[str, np.ndarray]
+    losses: list[float]
+    after: dict[str, np.ndarray]
+
+
+def go_on(recipe: Recipe, layout: Layout, path: Path | None, saved: int) -> Course:
+    """Come to the step `saved`, by a checkpoint or (None) by training from the first, and train on."""
+    model, optimizer = with_optimizer(recipe, first_weights(recipe, layout))
+    model.train()
+    if path is None:
+        for step in range(1, saved + 1):
+            one_step(recipe, model, optimizer, step)
+    else:
+        state = _state(model, optimizer, values=False)
+        load(path, state)
+        model.loaded(state)
+    then = _weights(model)
+    losses = [float(one_step(recipe, model, optimizer, step).loss) for step in range(saved + 1, saved + 1 + STEPS)]
+    return Course(then, losses, _weights(model))
+
+
+def _state(model: ParallelModel, optimizer: Updates, values: bool = True) -> dict[str, Any]:
+    return {"model": model.state_dict(values), "optimizer": optimizer.state_dict(values)}
+
+
+def _weights(model: ParallelModel) -> dict[str, np.ndarray]:
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 def _in_a_save(folder: Path, answers: Any, processes: list[BaseProcess]) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
@@ -18,7 +19,7 @@ from lmworks.recipe.units import Tokens
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.train.pretrain import with_optimizer
-from lmworks.train.step import train_step
+from lmworks.train.step import StepResult, train_step
 
 _AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
 _AT_ONCE = 3  # axes in one world: 8 ranks
@@ -88,23 +89,33 @@ class Trained:
 
 def train(recipe: Recipe, layout: Layout, length: int = LENGTH) -> Trained:
     """A few steps on this rank of a layout, or alone; every rank returns the whole tensors of its pipeline stages."""
-    ranks = Ranks(layout)
-    model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+    model = first_weights(recipe, layout)
     start = {name: whole(parameter) for name, parameter in model.named_parameters()}
     model, optimizer = with_optimizer(recipe, model)
     model.train()
     losses, norms = [], []
     grads: dict[str, np.ndarray] = {}
     for step in range(STEPS):
-        batch = random_batch(step, length)
-        result = train_step(
-            model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch=1,
-            rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
-        )  # fmt: skip
+        result = one_step(recipe, model, optimizer, step, length)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
         grads = grads or {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return Trained(start, losses, norms, grads, {name: whole(value) for name, value in model.state_dict().items()})
+
+
+def first_weights(recipe: Recipe, layout: Layout) -> ParallelModel:
+    """The model as the recipe's seed makes it, this rank's part of it."""
+    ranks = Ranks(layout)
+    return ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
+
+
+def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int, length: int = LENGTH) -> StepResult:
+    """Train on the random batch of a step."""
+    batch = random_batch(step, length)
+    return train_step(
+        model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch=1,
+        rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
+    )  # fmt: skip
 
 
 def random_batch(step: int, length: int = LENGTH) -> Batch:
