@@ -71,8 +71,8 @@ def serve(
     require_extra()
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a taken port is told at once
-    path = Path(run)
-    models = Models(_open(path, base)) if (path / "config.json").is_file() else open_both(path, base)
+    folder = Path(run)
+    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else open_both(folder, base)
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()
