@@ -28,6 +28,7 @@ from lmworks.recipe.model import Model, Moe
 from lmworks.recipe.recipe import Recipe
 from lmworks.serve.engine import Engine
 from lmworks.serve.guard import ServerOptions
+from lmworks.serve.models import Models
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.train import train
 from patience import PATIENCE
@@ -96,28 +97,27 @@ Serving = Callable[..., Served]
 
 
 @contextmanager
-def running(model: Transformer, vocabulary: Vocabulary, options: ServerOptions, context: int) -> Iterator[Served]:
+def running(models: Models, options: ServerOptions) -> Iterator[Served]:
     import uvicorn
 
     from lmworks.serve.server import configuration
 
-    engine = Engine(model, vocabulary, "tiny", context)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = uvicorn.Server(configuration(engine, options))
+        server = uvicorn.Server(configuration(models, options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
+        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", models.first)
         server.should_exit = True
         thread.join()
-    assert not engine.alive  # the server closes its engine
+    assert not models.first.alive  # the server closes its engines
 
 
 @pytest.fixture(scope="session")
 def server(model: Transformer, vocabulary: Vocabulary) -> Iterator[Served]:
-    with running(model, vocabulary, ServerOptions(), CONTEXT) as served:
+    with running(Models(Engine(model, vocabulary, "tiny", CONTEXT)), ServerOptions()) as served:
         yield served
 
 
@@ -129,9 +129,17 @@ def start(model: Transformer, vocabulary: Vocabulary) -> Iterator[Serving]:
         def begin(
             context: int = CONTEXT, model: Transformer = model, vocabulary: Vocabulary = vocabulary, **options: object
         ) -> Served:
-            return stack.enter_context(running(model, vocabulary, ServerOptions(**options), context))  # type: ignore[arg-type]
+            models = Models(Engine(model, vocabulary, "tiny", context))
+            return stack.enter_context(running(models, ServerOptions(**options)))  # type: ignore[arg-type]
 
         yield begin
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[[Models, ServerOptions], str]]:
+    """Start a server of these models; its URL."""
+    with ExitStack() as stack:
+        yield lambda models, options: stack.enter_context(running(models, options)).url
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmworks.serve import engine as engine_module
+from lmworks.serve.guard import ServerOptions
+from lmworks.serve.opening import open_both
 from patience import PATIENCE
 
 if TYPE_CHECKING:
@@ -219,3 +221,19 @@ CONTRAST = """selector => {
     const [a, b] = [light(getComputedStyle(element).color), light(getComputedStyle(ground).backgroundColor)].sort((x, y) => y - x);
     return (a + 0.05) / (b + 0.05);
 }"""
+
+
+def test_the_switch_between_the_models_of_a_run(page: Page, run_dir: Any, serving: Any) -> None:
+    page.goto(serving(open_both(run_dir), ServerOptions()))
+    page.get_by_label("Longest answer").evaluate("field => { field.value = 16; field.dispatchEvent(new Event('input')); }")
+    page.get_by_label("Model", exact=True).select_option("talker-base")
+    page.get_by_role("heading", name="Talk to talker-base").wait_for()
+    assert "This is a base model" in page.locator("#pitch").inner_text()
+    asked: list[Any] = []
+    page.on("request", lambda request: asked.append(request.post_data_json["model"]) if request.method == "POST" else None)
+    say(page, "Hello")
+    finished(page)
+    page.get_by_label("Model", exact=True).select_option("talker")
+    page.get_by_role("heading", name="Talk to talker", exact=True).wait_for()
+    assert page.locator(".turn").count() == 0, "each has a conversation of its own"
+    assert asked == ["talker-base"]

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,7 +21,11 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation
-from lmworks.serve.opening import open_run
+from lmworks.serve.engine import Delta, Engine
+from lmworks.serve.guard import ServerOptions
+from lmworks.serve.models import Closed, Models
+from lmworks.serve.opening import open_both, open_run
+from lmworks.serve.protocol import CompletionRequest
 from patience import PATIENCE
 
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
@@ -36,7 +42,7 @@ def test_served_from_the_command_line(run_dir: Path) -> None:
             assert line, said
             said += line
         url = re.search(r"chat page +(http://localhost:\d+)/", said)[1]  # type: ignore[index]
-        assert "talker is served" in said
+        assert "talker is served, and talker-base from its first request on" in said
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame")
         reply = client.chat.completions.create(model="talker", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
         assert reply.usage.completion_tokens in range(1, 6)
@@ -156,3 +162,64 @@ def test_a_tokenizer_of_another_run_is_refused(run_dir: Path, tmp_path: Path) ->
     path.write_text(json.dumps(spec))
     with pytest.raises(UserError, match="has 513 entries, but the model 512: one of them is not of this run"):
         open_run(mixed)
+
+
+def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, serving: Callable[[Models, ServerOptions], str]) -> None:
+    models = open_both(run_dir)
+    url = serving(models, ServerOptions(max_waiting=3))
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["talker", "talker-base"]
+    assert client.models.retrieve("talker-base").model_extra["max_model_len"] == models.first.context  # type: ignore[index]
+    assert isinstance(models.known["talker-base"], Closed), "nobody has asked it anything"
+    whole = models.first.max_groups
+
+    def answer(name: str) -> str:
+        reply = client.completions.create(model=name, prompt="def ", max_tokens=12, temperature=0)
+        assert reply.model == name
+        return reply.choices[0].text
+
+    with ThreadPoolExecutor(4) as pool:  # all four ask for a model that has to be opened first
+        answers = set(pool.map(answer, ["talker-base"] * 3 + ["talker"]))
+    engines = [models.known[name] for name in ("talker", "talker-base")]
+    assert all(isinstance(engine, Engine) for engine in engines)
+    assert sum(engine.max_groups for engine in engines) == whole, "both together hold no more in flight than one alone"  # type: ignore[union-attr]
+    alone = open_run(run_dir, base=True)
+    request = CompletionRequest(prompt="def ", max_tokens=12, temperature=0).request(alone)
+    expected = "".join(event.text for event in alone.stream(request) if isinstance(event, Delta))
+    alone.close()
+    assert expected in answers and len(answers) == 2, "each model has answered with its own weights"
+
+    with pytest.raises(openai.NotFoundError, match="does not exist; this server has `talker` and `talker-base`"):
+        answer("gpt-9")
+    pages = [httpx.get(f"{url}/", params=asked, timeout=PATIENCE).text for asked in ({}, {"model": "talker-base"}, {"model": "<b>"})]
+    assert ["Talk to talker-base</h2>" in page for page in pages] == [False, True, False]
+    assert "<b>" not in pages[2] and "&quot;models&quot;: [&quot;talker&quot;, &quot;talker-base&quot;]" in pages[0]
+    assert httpx.get(f"{url}/health", timeout=PATIENCE).json() == {"status": "ok", "model": "talker"}
+
+
+def test_answers_that_wait_for_one_model_count_for_the_other(run_dir: Path, serving: Callable[[Models, ServerOptions], str]) -> None:
+    models = open_both(run_dir, base=True)
+    assert list(models.known) == ["talker-base", "talker"]
+    url = serving(models, ServerOptions(max_waiting=3))
+    models.first.max_groups = 0  # what is asked of it waits
+    request = CompletionRequest(prompt=["a"] * 2, max_tokens=1).request(models.first)
+    job = models.first.submit(request, lambda event: None)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.RateLimitError, match="2 answers are waiting already, of at most 3, and this request asks for 2"):
+        client.completions.create(model="talker", prompt="a", n=2, max_tokens=1)
+    job.cancel()
+    assert client.completions.create(model="talker", prompt="a", n=2, max_tokens=1).model == "talker"
+
+
+def test_a_model_that_cannot_be_opened_is_told_and_stops_nothing(
+    run_dir: Path, tmp_path: Path, serving: Callable[[Models, ServerOptions], str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run_dir, damaged)
+    largest = max((path for path in (damaged / "checkpoints").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    url = serving(open_both(damaged), ServerOptions())
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="has no good checkpoint"):
+        client.completions.create(model="talker-base", prompt="a", max_tokens=1)
+    assert client.completions.create(model="talker", prompt="a", max_tokens=1).model == "talker"

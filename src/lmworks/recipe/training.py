@@ -153,8 +153,8 @@ class Train(Node):
     """Pretraining: the phases, and how a step is computed."""
 
     init_from: str | None = Field(
-        None, description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints; the "
-        "shape of the model and the tokenizer come along, optimizer and schedule begin anew",
+        None, description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints, "
+        "relative to the working directory; the shape of the model and the tokenizer come along, optimizer and schedule begin anew",
     )
     phases: list[Phase] = Field(default_factory=list)
     micro_batch: int | None = Field(

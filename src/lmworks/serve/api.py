@@ -17,21 +17,22 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Busy, Delta, Engine, Job, PromptTooLong, Scores
+from lmworks.serve.engine import Delta, Job, PromptTooLong, Scores
 from lmworks.serve.figures import Requests, exposition
 from lmworks.serve.guard import Guard, ServerOptions
+from lmworks.serve.models import Busy, Models
 from lmworks.serve.page import page
-from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, error_body, parse
+from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, error_body, parse, require_known
 from lmworks.serve.responses import Chat, Completion
 
 _CLIENT_GONE = 499  # nginx's number for a client that did not wait; nobody reads it but the figures
 
 
 class Api:
-    """The handlers, around one engine."""
+    """The handlers, around the models that are served."""
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
-        self._engine, self._options = engine, options
+    def __init__(self, models: Models, options: ServerOptions) -> None:
+        self._models, self._options = models, options
         self._requests = Requests()
         self._created = int(time.time())
 
@@ -52,7 +53,7 @@ class Api:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._models.close)
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest, Completion)
@@ -64,12 +65,14 @@ class Api:
         self, request: Request, form: type[CompletionRequest] | type[ChatRequest], kind: type[Completion] | type[Chat]
     ) -> Response:
         # Reading, rendering and encoding a long request must not hold up the streams of others.
-        asked: Any = await asyncio.to_thread(parse, form, await request.body(), self._engine)
+        asked: Any = await asyncio.to_thread(parse, form, await request.body(), self._models.known)
         most = self._options.max_waiting
-        self._engine.refuse_over(most, asked.n)
-        wanted = await asyncio.to_thread(asked.request, self._engine)
-        job, events = self._engine.open(wanted, most)
-        reply = kind(self._engine, asked, wanted)
+        self._models.refuse_over(most, asked.n)  # which saves the work of what comes next
+        engine = await self._models.engine(asked.model)
+        wanted = await asyncio.to_thread(asked.request, engine)
+        self._models.refuse_over(most, len(wanted.prompts))
+        job, events = engine.open(wanted)
+        reply = kind(engine, asked, wanted)
         if asked.stream:
             return _EventStream(_server_sent(reply, events), job)
         if not await _collect(request, reply, events, job):
@@ -77,28 +80,27 @@ class Api:
         return JSONResponse(reply.body())
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._models.known]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name != self._engine.name:
-            raise BadRequest(f"the model `{name}` does not exist; this server has `{self._engine.name}`", "model", "model_not_found", 404)
-        return JSONResponse(self._described())
+        require_known(name, self._models.known)
+        return JSONResponse(self._described(name))
 
-    def _described(self) -> dict[str, Any]:
-        engine = self._engine
-        return {"id": engine.name, "object": "model", "created": self._created, "owned_by": "lmworks", "max_model_len": engine.context}
+    def _described(self, name: str) -> dict[str, Any]:
+        context = self._models.known[name].context
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "lmworks", "max_model_len": context}
 
     async def health(self, request: Request) -> Response:
-        if not self._engine.alive:
+        if not self._models.alive:
             return JSONResponse(error_body("the generation worker has ended; start the server again", 503), 503)
-        return JSONResponse({"status": "ok", "model": self._engine.name})
+        return JSONResponse({"status": "ok", "model": self._models.first.name})
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(exposition(self._engine.figures(), self._requests), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(exposition(self._models.figures(), self._requests), media_type="text/plain; version=0.0.4")
 
     async def home(self, request: Request) -> Response:
-        html, policy = page(self._engine)
+        html, policy = page(self._models, request.query_params.get("model"))
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
 

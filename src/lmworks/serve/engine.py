@@ -33,13 +33,6 @@ class PromptTooLong(UserError):
             f"the prompt has {length:,} tokens and this model's context is {context:,}: shorten it to at most {context - 1:,} tokens")
 
 
-class Busy(UserError):
-    """More answers would wait than may."""
-
-    def __init__(self, waiting: int, wanted: int, most: int) -> None:
-        super().__init__(f"{waiting} answers are waiting already, of at most {most}, and this request asks for {wanted}; try again later")
-
-
 @dataclass(frozen=True)
 class Request:
     """What to generate: each of `prompts` continued under `options`, whose seed is not used: `seed` is, or chance.
@@ -180,10 +173,10 @@ class Engine:
         self._worker = threading.Thread(target=self._run, name="lmworks-generate", daemon=True)
         self._worker.start()
 
-    def submit(self, request: Request, emit: Callable[[Event], None], most_waiting: int | None = None) -> Job:
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
         """Queue a request; `emit` is called on the worker thread with each event, then with None.
 
-        Raises `PromptTooLong`, and `Busy` if more than `most_waiting` answers would wait with it.
+        Raises `PromptTooLong`.
         """
         job = Job(request, emit, len(request.prompts))
         answers = []
@@ -193,7 +186,6 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            self._refuse_over(most_waiting, len(answers))
             self._waiting.extend(answers)
             self._wake.notify()
         return job
@@ -218,18 +210,13 @@ class Engine:
         finally:
             job.cancel()
 
-    def refuse_over(self, most_waiting: int | None, wanted: int) -> None:
-        """Raise `Busy` if more than `most_waiting` answers would wait with `wanted` more. (What only looks beforehand saves the work of
-        making a request; `submit` looks again.)"""
+    @property
+    def waiting(self) -> int:
+        """Answers that wait for a place."""
         with self._wake:
-            self._refuse_over(most_waiting, wanted)
+            return sum(not answer.job.cancelled for answer in self._waiting)
 
-    def _refuse_over(self, most: int | None, wanted: int) -> None:
-        waiting = sum(not answer.job.cancelled for answer in self._waiting)
-        if most is not None and waiting + wanted > most:
-            raise Busy(waiting, wanted, most)
-
-    def open(self, request: Request, most_waiting: int | None = None) -> tuple[Job, AsyncIterator[Delta | Scores]]:
+    def open(self, request: Request) -> tuple[Job, AsyncIterator[Delta | Scores]]:
         """Queue a request from an event loop, as `submit` does: the job, which the caller cancels when nobody listens any more, and its
         events."""
         loop = asyncio.get_running_loop()
@@ -238,7 +225,7 @@ class Engine:
         def post(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        job = self.submit(request, post, most_waiting)
+        job = self.submit(request, post)
 
         async def iterate() -> AsyncIterator[Delta | Scores]:
             while (event := await events.get()) is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lmworks.errors import UserError
 from lmworks.serve.engine import Engine
+from lmworks.serve.models import Closed, Models
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -28,6 +29,18 @@ def open_run(run_dir: Path, base: bool = False) -> Engine:
     tuned = not base and bool(directories(folder(run_dir, "tuned")))
     model = load_model(run_dir, "tuned" if tuned else "base")
     return engine_for(model, run_dir / "tokenizer", f"{recipe.name}-base" if base else recipe.name, tuned)
+
+
+def open_both(run_dir: Path, base: bool = False) -> Models:
+    """The models of a run to be served: that of `open_run`, and the other of base and tuned, where there is one, at its first request."""
+    from lmworks.checkpoint.listing import directories
+    from lmworks.train.load import folder
+
+    first = open_run(run_dir, base)
+    if not all(directories(folder(run_dir, which)) for which in ("base", "tuned")):
+        return Models(first)
+    name = first.name.removesuffix("-base") if base else f"{first.name}-base"
+    return Models(first, {name: Closed(first.context, base, lambda: open_run(run_dir, not base))})
 
 
 def engine_for(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True) -> Engine:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lmworks.serve.engine import Engine
+    from lmworks.serve.models import Models
 
 
 @cache
@@ -20,10 +20,12 @@ def _source() -> str:
     return files("lmworks.serve").joinpath("page.html").read_text(encoding="utf-8")
 
 
-def page(engine: Engine) -> tuple[str, str]:
-    """The page for `engine`'s model, and its Content-Security-Policy."""
-    about = {"model": engine.name, "context": engine.context, "tuned": engine.tuned}
-    text = _source().replace("{{ABOUT}}", html.escape(json.dumps(about))).replace("{{MODEL}}", html.escape(engine.name))
+def page(models: Models, chosen: str | None = None) -> tuple[str, str]:
+    """The page for the `chosen` model, the first one where there is none of that name, and its Content-Security-Policy."""
+    name = chosen if chosen in models.known else models.first.name
+    model = models.known[name]
+    about = {"model": name, "context": model.context, "tuned": model.tuned, "models": list(models.known)}
+    text = _source().replace("{{ABOUT}}", html.escape(json.dumps(about))).replace("{{MODEL}}", html.escape(name))
     policy = [
         "default-src 'none'", f"script-src {_hash(text, 'script')}", f"style-src {_hash(text, 'style')}", "connect-src 'self'",
         "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",

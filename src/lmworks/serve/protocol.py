@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -259,8 +260,8 @@ class ChatRequest(Sampling):
 R = TypeVar("R", bound=Sampling)
 
 
-def parse(kind: type[R], body: bytes, engine: Engine) -> R:
-    """A request body as `kind`. Raises `BadRequest` with one line that names the field."""
+def parse(kind: type[R], body: bytes, models: Collection[str]) -> R:
+    """A request body as `kind`, for a server that has `models`. Raises `BadRequest` with one line that names the field."""
     try:
         value = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -277,9 +278,16 @@ def parse(kind: type[R], body: bytes, engine: Engine) -> R:
         fault = max(error.errors(include_url=False, include_input=False), key=lambda fault: len(fault["loc"]))
         where = ".".join(str(part) for part in fault["loc"] if not (isinstance(part, str) and "[" in part))
         raise BadRequest(f"{where or 'body'}: {fault['msg']}", where or None) from None
-    if request.model is not None and request.model != engine.name:
-        raise BadRequest(f"the model `{request.model}` does not exist; this server has `{engine.name}`", "model", "model_not_found", 404)
+    if request.model is not None:
+        require_known(request.model, models)
     return request
+
+
+def require_known(name: str, models: Collection[str]) -> None:
+    """Raise `BadRequest` unless a model of this name is served."""
+    if name not in models:
+        has = " and ".join(f"`{known}`" for known in models)
+        raise BadRequest(f"the model `{name}` does not exist; this server has {has}", "model", "model_not_found", 404)
 
 
 def _refuse_unknown(kind: type[Sampling], value: dict[str, Any]) -> None:

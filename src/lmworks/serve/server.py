@@ -8,20 +8,20 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Engine
 from lmworks.serve.guard import ServerOptions
+from lmworks.serve.models import Models
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
 
-def build_app(engine: Engine, options: ServerOptions | None = None) -> Starlette:
-    """The ASGI application around `engine`, which it closes at shutdown. Raises `UserError` without the extra `serve`."""
+def build_app(models: Models, options: ServerOptions | None = None) -> Starlette:
+    """The ASGI application around `models`, which it closes at shutdown. Raises `UserError` without the extra `serve`."""
     require_extra()
     from lmworks.serve.api import Api
 
-    return Api(engine, options or ServerOptions()).app()
+    return Api(models, options or ServerOptions()).app()
 
 
 def require_extra() -> None:
@@ -47,19 +47,19 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def serve(engine: Engine, listener: socket.socket, options: ServerOptions) -> None:
+def serve(models: Models, listener: socket.socket, options: ServerOptions) -> None:
     """Serve on `listener` until interrupted."""
     import uvicorn
 
     try:
-        uvicorn.Server(configuration(engine, options)).run(sockets=[listener])
+        uvicorn.Server(configuration(models, options)).run(sockets=[listener])
     finally:
         listener.close()
 
 
-def configuration(engine: Engine, options: ServerOptions) -> uvicorn.Config:
-    """How uvicorn serves the engine."""
-    app = build_app(engine, options)
+def configuration(models: Models, options: ServerOptions) -> uvicorn.Config:
+    """How uvicorn serves the models."""
+    app = build_app(models, options)
     import uvicorn
 
     return uvicorn.Config(

@@ -20,6 +20,7 @@ import numpy as np
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Gate
+from lmworks.corpus.readers.listing import starting
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
@@ -289,7 +290,7 @@ def _json_lines(data: ChatData) -> Iterator[Row]:
     path = Path(data.path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
-        raise UserError(f"tune.data.{data.name}.path: {path} is no file and no directory with *.jsonl files")
+        raise UserError(f"tune.data.{data.name}.path: {path} is no file and no directory with *.jsonl files{starting(data.path)}")
     for file in files:
         with open(file, "rb") as handle:
             for number, line in enumerate(handle, 1):

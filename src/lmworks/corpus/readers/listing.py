@@ -54,8 +54,13 @@ def find(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
         files = list(_list_local(source.path, suffixes, included))
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
-        raise Unavailable(f"no files at {source.path}{matching}; check the path")
+        raise Unavailable(f"no files at {source.path}{matching}; check the path{starting(source.path)}")
     return sorted(files, key=lambda file: file.path)
+
+
+def starting(path: str) -> str:
+    """Where a relative path starts, as the end of an error about it; empty where it is not relative."""
+    return "" if "://" in path or os.path.isabs(path) else f", which starts at the working directory {os.getcwd()}"
 
 
 def fits(name: str, suffixes: tuple[str, ...]) -> bool:

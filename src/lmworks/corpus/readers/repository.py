@@ -19,7 +19,7 @@ from contextlib import closing
 from lmworks.corpus.items import Item, Unavailable, broken, shown
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.readers.guard import guarded
-from lmworks.corpus.readers.listing import File, find, local_file
+from lmworks.corpus.readers.listing import File, find, local_file, starting
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.recipe.corpus import Source
 
@@ -47,7 +47,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     found = [_tree(path) if os.path.isdir(path) else local_file(path) for path in matches if os.path.isdir(path) or is_archive(path)]
     files = [file for file in found if file is not None]
     if not files:
-        raise Unavailable(f"no directories and no archives ({', '.join(ARCHIVES)}) at {source.path}; check the path")
+        raise Unavailable(f"no directories and no archives ({', '.join(ARCHIVES)}) at {source.path}; check the path{starting(source.path)}")
     return list(packed(files, part_bytes))
 
 
