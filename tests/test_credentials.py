@@ -188,7 +188,7 @@ def test_a_wrong_password_is_one_line_without_it(tmp_path: Path, port: int, path
     recipe = tmp_path / "far.yaml"
     recipe.write_text(RECIPE.format(password="wr0ng-pw", token=TOKEN, port=port).replace("/user.jsonl", f"/{path}"))
     resolved = load_recipe(recipe, [f"run_dir={tmp_path / 'run'}"])
-    said = r"source user: cannot read http://\*\*\*@127.*: access is denied; check the user and password"
+    said = r"source user: path: http://\*\*\*@127\S* refuses access .*; see which key or password is used"
     with pytest.raises(UserError, match=said) as caught:
         walk(resolved, last="corpus", tell=lambda _: None, resume_command="")
     assert not re.search("wr0ng-pw|Basic|\n", str(caught.value))

@@ -69,7 +69,8 @@ def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
         if not isinstance(error, (OSError, *lost_errors())):
             raise
         if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-            raise UserError(f"{what}: {url} refuses access ({_line(error)}); see which key is used, and what it may do") from None
+            mend = "see which key or password is used, and what it may do"
+            raise UserError(f"{what}: {url} refuses access ({_line(error)}); {mend}") from None
         if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
             raise UserError(f"{what}: {url} needs a key, and there is none ({_line(error)})") from None
         if definite:

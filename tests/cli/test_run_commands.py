@@ -166,7 +166,7 @@ def test_json_of_a_recipe(lmworks: Lmworks, tiny: Tiny, command: str) -> None:
 def test_a_tokenizer_is_compared(lmworks: Lmworks, finished: Tiny) -> None:
     done = lmworks("tokenizer", "eval", finished.run_dir, "--against", finished.run_dir / "tokenizer" / "tokenizer.json")
     assert done.code == 0 and "docs" in done.out
-    assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "finish"
+    assert read_ledger(finished.run_dir / "ledger.jsonl")[-1]["event"] == "stage_ended"
 
 
 def test_a_new_domain_and_the_vocabulary_size_are_judged(lmworks: Lmworks, finished: Tiny) -> None:

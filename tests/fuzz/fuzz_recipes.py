@@ -72,7 +72,7 @@ class Recipes:
         sys.setrecursionlimit(1000)
 
     def case(self, draw: Random) -> Case:
-        sys.setrecursionlimit(20_000)  # to copy what is nested deeper than the tested code may follow
+        sys.setrecursionlimit(5_000)  # to copy what is nested deeper than the tested code may follow
         try:
             return self._case(draw)
         finally:

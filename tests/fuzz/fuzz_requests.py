@@ -133,12 +133,13 @@ class Requests:
         from lmworks.serve.api import Api
         from lmworks.serve.engine import Engine
         from lmworks.serve.guard import ServerOptions
+        from lmworks.serve.models import Models
         from lmworks.serve.vocabulary import Vocabulary
 
         write_tokenizer(Path("tokenizer"))
         self._engine = Engine(self._model, Vocabulary(tokenizer.load(Path("tokenizer"))), "tiny", CONTEXT)
         self._engine.vocabulary.chat_prompt([{"role": "user", "content": "?"}])  # which reads its template now
-        transport = httpx.ASGITransport(Api(self._engine, ServerOptions(max_body=1 << 18)).app())
+        transport = httpx.ASGITransport(Api(Models(self._engine), ServerOptions(max_body=1 << 18)).app())
         self._loop = asyncio.new_event_loop()
         self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
         self._loop.run_until_complete(self._client.get("/health"))

@@ -33,7 +33,9 @@ class Traps:
             case "raises":
                 raise KeyError("x")
             case "two lines":
-                raise UserError("one\ntwo")
+                error = UserError("one")
+                error.args = ("one\ntwo",)  # which no message of ours can be
+                raise error
             case "loops":
                 while True:
                     pass

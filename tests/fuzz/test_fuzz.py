@@ -79,7 +79,7 @@ RECIPES = {
     "a size without end": (DIAL, ["size=999999T"], "is no size of a model; shapes are derived up to 10T"),
     "a size of nothing": (DIAL, ["size=0M"], "is no size of a model"),
     "a billion heads": (RECIPE, ["model.heads=1000000000"], "input should be less than or equal to 65536"),
-    "a billion layers": (RECIPE, ["model.layers=1000000000"], "input should be less than or equal to 10000"),
+    "a billion layers": (RECIPE, ["model.layers=1000000000"], "input should be less than or equal to 2000"),
     "a key below an item that is a text": (RECIPE, ["tokenizer.special=[a]", "tokenizer.special.0.b=1"], "is a single value; nothing"),
     "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),
     "an override without end": (RECIPE, ["x" * 70_000], "is not of the form a.b=c"),
@@ -119,10 +119,10 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "added tokens that are none":
         ("tokenizer", "tokenizer.json", ('"added_tokens": [', '"added_tokens": [7, '), "tokenizer.json is damaged"),
     "a tokenizer of nesting": ("tokenizer", "tokenizer.json", b"[" * 100_000, "is not readable JSON"),
-    "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json is damaged, or not what"),
+    "a config that lacks a key": ("model", "config.json", ('"hidden_size"', '"hidden"'), "config.json has no hidden_size"),
     "a config beyond its limits":
-        ("model", "config.json", ('"initializer_range": 0.02', '"initializer_range": -1'), "config.json is damaged"),
-    "a config that is a list": ("model", "config.json", b"[]", "config.json is damaged"),
+        ("model", "config.json", ('"initializer_range": 0.02', '"initializer_range": -1'), "config.json describes no model"),
+    "a config that is a list": ("model", "config.json", b"[]", "config.json (is of class|has a value of the wrong kind)"),
     "an array without its head": ("foreign", "b.npy", b"\x93NUMPY\x01\x00\x76\x00{", "b.npy is damaged"),
     "a table that is not packed": ("foreign", "b.csv.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff" + b"\xff" * 50, "b.npy is damaged"),
     "ends that are cut off": ("foreign", "a.ds.index", b"\0" * 13, "a.ds is damaged"),

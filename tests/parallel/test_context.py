@@ -119,7 +119,8 @@ def test_what_a_rank_keeps_shrinks_with_the_ranks(ranks: RankPool, monkeypatch: 
 
 
 def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
-    config = Model.model_validate(MODELS["tied"] | {"layers": 2, "kv_heads": 4, "head_dim": 16})
+    layers = {"layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    config = Model.model_validate(MODELS["tied"] | layers | {"kv_heads": 4, "head_dim": 16})
     mesh = Ranks(Layout(**layout))
     model = initialize(Transformer(config), 0)
     found = []

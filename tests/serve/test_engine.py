@@ -187,8 +187,16 @@ def test_a_failure_is_told_and_the_worker_goes_on(engine: Engine, vocabulary: Vo
     assert texts(engine, request)[0]
 
 
-def test_close_ends_what_is_under_way(model: Transformer, vocabulary: Vocabulary) -> None:
+def test_close_ends_what_is_under_way(model: Transformer, vocabulary: Vocabulary, waiting: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model, vocabulary, "tiny", CONTEXT)
+    honest, steps = engine._step, iter(range(1000))
+
+    def step(group: Any) -> None:
+        if next(steps) == 20:  # the answer is not at its end before it is closed
+            waiting(lambda: engine._closed)
+        honest(group)
+
+    monkeypatch.setattr(engine, "_step", step)
     events = engine.stream(Request(ids(vocabulary, "a"), GenerateOptions(max_new_tokens=200)))
     next(events)
     engine.close()

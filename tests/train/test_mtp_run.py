@@ -48,7 +48,7 @@ def test_a_run_with_both(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     state = checkpoint(tiny_copy.run_dir)
     tokens = 4864 + 3072
     assert state["experts/counts"].sum(-1).tolist() == [2 * tokens] * 3  # two sparse layers and the one that looks ahead
-    assert state["model/mtp.0.block.ffn.router.bias"].abs().max() > 0.05
+    assert state["model/mtp.0.block.ffn.router.bias"].abs().max() > 0.005  # several updates of 0.001
     assert all(f"experts/load_cv/{layer}" in lines[-1] for layer in (1, 2, 3))
     assert {"optimizer/momentum.mtp.0.projection.weight", "optimizer/momentum.mtp.0.block.attention.kv_up.weight"} <= state.keys()
 

@@ -194,7 +194,7 @@ def make_plan(
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         unwise=tuple(warnings(recipe)),
-        recomputation=str(recipe.train.activation_checkpointing),
+        recomputation=recipe.train.activation_checkpointing.text(),
     )
 
 

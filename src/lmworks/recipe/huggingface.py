@@ -27,7 +27,10 @@ def from_config(config: dict[str, Any]) -> Model:
     """Our model from a config.json of one of the families; `UserError` for what they have and we have not."""
     try:
         family = family_in(config)
-        return Model.model_validate(common.from_config(family, config) | family.from_config(config))
+        model = Model.model_validate(common.from_config(family, config) | family.from_config(config))
+        if not (model.vocab_size and model.hidden_size and model.layers and model.heads and model.ffn_size):
+            raise UserError("config.json leaves a size of the model empty; lmworks cannot read it")
+        return model
     except UserError:
         raise
     except KeyError as error:

@@ -10,7 +10,7 @@ from lmworks.recipe.base import Node
 from lmworks.recipe.units import Tokens
 
 # What a plan or a derivation goes through one by one must end, whoever wrote the recipe. The largest models are far below.
-_WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 10_000, 1 << 16
+_WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 
 

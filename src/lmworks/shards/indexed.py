@@ -141,7 +141,10 @@ class IndexedFile:
         """The first token of each of the given documents, int64; the number of documents stands for the end of the file."""
         document = np.asarray(document, np.int64)
         inside = np.minimum(document, self.documents - 1)
-        starts = self._pointers[self._documents[inside]] // self.dtype.itemsize
+        try:
+            starts = self._pointers[self._documents[inside]] // self.dtype.itemsize
+        except IndexError as error:
+            raise damaged(with_ending(self.prefix, ".idx"), f"names sequences that it does not have ({error})") from None
         return np.where(document < self.documents, starts, len(self))
 
     def documents_until(self, position: np.ndarray) -> np.ndarray:
