@@ -319,8 +319,11 @@ def replay(path: Path) -> None:
     kind.begin()
     print(json.dumps(kept["case"])[:4000], file=sys.stderr)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    with tempfile.TemporaryDirectory() as folder:
-        print(kind.run(kept["case"], Path(folder)))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            print(kind.run(kept["case"], Path(folder)))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> int:
