@@ -10,6 +10,11 @@ from lmworks.recipe.base import Node
 from lmworks.recipe.units import Tokens
 
 # What a plan or a derivation goes through one by one must end, whoever wrote the recipe. The largest models are far below.
+# How a model learns, and not what its weights compute.
+LEARNING = (
+    "preset", "max_length", "dropout", "attention_dropout", "init_std", "z_loss", "moe.balance", "moe.capacity_factor", "moe.temperature",
+    "moe.temperature_steps",
+)  # fmt: skip
 _WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 

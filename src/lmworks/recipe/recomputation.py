@@ -31,14 +31,14 @@ FULL = Policy("full", "input")
 POLICIES = {policy.name: policy for policy in (NONE, SELECTIVE, FULL)}
 
 
+@dataclass(frozen=True, repr=False)
 class Recomputation(Quantity):
     """A policy and the share of layers that follow it, spread evenly: `none`, `selective`, `full`, `50%` (of the layers in full), or
     `selective 50%`."""
 
+    policy: Policy
+    share: Fraction = Fraction(1)
     example = "none, selective, full, '50%' or 'selective 50%'"
-
-    def __init__(self, policy: Policy, share: Fraction = Fraction(1)) -> None:
-        self.policy, self.share = policy, share
 
     @classmethod
     def parse(cls, text: str) -> Recomputation:
@@ -67,12 +67,6 @@ class Recomputation(Quantity):
         for name, why in self.policy.refused_by:
             if name == schedule:
                 yield f"{why}; set train.activation_checkpointing to full or none, or schedule=1f1b"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recomputation) and (self.policy, self.share) == (other.policy, other.share)
-
-    def __hash__(self) -> int:
-        return hash((self.policy, self.share))
 
     def __repr__(self) -> str:
         return f"Recomputation({self.text()!r})"

@@ -17,15 +17,12 @@ from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.recipe.document import Keys
 from lmworks.recipe.huggingface import from_config
-from lmworks.recipe.model import Model
+from lmworks.recipe.model import LEARNING, Model
 from lmworks.recipe.paths import flat, get, leaves, over, put
 from lmworks.recipe.recipe import Recipe
 
 # What may differ from the model that the weights were trained in: how it learns, not what it computes.
-_FREE = (
-    "preset", "max_length", "dropout", "attention_dropout", "init_std", "z_loss", "mtp", "moe.balance", "moe.capacity_factor",
-    "moe.temperature", "moe.temperature_steps",
-)  # fmt: skip
+_FREE = (*LEARNING, "mtp")
 _STEP = re.compile(r"step-\d{8,}\Z")
 
 

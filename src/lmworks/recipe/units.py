@@ -6,6 +6,7 @@ A bare number where a unit is meant is refused, because 2000 steps and 2000 toke
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -145,13 +146,13 @@ class Seconds(Quantity, float):
         return f"{_exact(self)} s"
 
 
+@dataclass(frozen=True, repr=False)
 class Duration(Quantity):
     """A stretch of training: `2000 steps`, `1B tokens`, or `2%`: of the phase where it stands in one, else of the stage."""
 
+    value: Fraction
+    unit: str
     example = "'2000 steps', '1B tokens' or '2%'"
-
-    def __init__(self, value: Fraction, unit: str) -> None:
-        self.value, self.unit = value, unit
 
     @classmethod
     def parse(cls, text: str) -> Duration:
@@ -179,12 +180,6 @@ class Duration(Quantity):
     def text(self) -> str:
         number = _exact(float(self.value)) if self.unit == "%" else f"{int(self.value)}"
         return f"{number}%" if self.unit == "%" else f"{number} {self.unit}"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Duration) and (self.value, self.unit) == (other.value, other.unit)
-
-    def __hash__(self) -> int:
-        return hash((self.value, self.unit))
 
     def __repr__(self) -> str:
         return f"Duration({self.text()!r})"

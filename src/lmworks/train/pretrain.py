@@ -22,6 +22,7 @@ from lmworks.parallel.parallelize import build
 from lmworks.parallel.start import launched
 from lmworks.progress import console
 from lmworks.recipe.fingerprint import as_tree, fingerprint
+from lmworks.recipe.model import LEARNING
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.manifest import Manifest, check_vocabulary, verify
@@ -42,10 +43,6 @@ from lmworks.watch.ledger import Ledger, NoLedger
 
 INIT_FROM = "init_from"  # under this key a checkpoint's meta says which weights its run began with
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
-_LEARNING = {
-    "preset", "rope", "max_length", "dropout", "attention_dropout", "init_std", "z_loss", "balance", "capacity_factor", "temperature",
-    "temperature_steps",
-}  # fmt: skip
 
 
 class Pretraining:
@@ -141,9 +138,9 @@ def identity(recipe: Recipe) -> dict[str, object]:
     Positions may change between phases; how they are learnt (dropout, balancing, losses) may be changed by an allowed resume.
     """
     model = as_tree(recipe.model)
-    moe = model["moe"] and {key: value for key, value in model["moe"].items() if key not in _LEARNING}
+    moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in LEARNING}
     mtp = model["mtp"] and {"layers": model["mtp"]["layers"]}
-    return {"model": {key: value for key, value in model.items() if key not in _LEARNING} | {"moe": moe, "mtp": mtp}}
+    return {"model": {key: value for key, value in model.items() if key not in (*LEARNING, "rope")} | {"moe": moe, "mtp": mtp}}
 
 
 def _size(manifest: Manifest) -> int:
