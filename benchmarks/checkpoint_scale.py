@@ -43,8 +43,8 @@ def box(parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def held() -> Iterator[Part]:
     """What the rank writes: its stage's weights, and what the optimizer keeps for each."""
     model = load_recipe("glm46-355b-a32b").recipe.model
-    assert model.layers
-    layers = range(model.layers * STAGE // PP, model.layers * (STAGE + 1) // PP)
+    assert model.num_hidden_layers
+    layers = range(model.num_hidden_layers * STAGE // PP, model.num_hidden_layers * (STAGE + 1) // PP)
     for one in parameters(model):
         if one.layer in layers:
             for kind in ("model/", *(("optimizer/momentum.",) if one.is_matrix else ("optimizer/first.", "optimizer/second."))):

@@ -103,7 +103,7 @@ def timed(command: list[str], folder: Path) -> tuple[float, float]:
 def recipe(folder: Path, source: Path, tokenizer: Path, workers: int) -> Path:
     """Our side: the same rules, the same shingles, nothing held out."""
     path = folder / "recipe.yaml"
-    text = {"name": "all", "kind": "jsonl", "path": str(source / "*.jsonl"), "licence": "mixed", "domain": "web", "keep": ["id"]}
+    text = {"name": "all", "kind": "jsonl", "path": str(source / "*.jsonl"), "license": "mixed", "domain": "web", "keep": ["id"]}
     path.write_text(yaml.safe_dump({
         "name": "bench",
         "run_dir": str(folder / "run"),
@@ -119,7 +119,8 @@ def recipe(folder: Path, source: Path, tokenizer: Path, workers: int) -> Path:
         "tokenizer": {"path": str(tokenizer), "vocab_size": max(4096, load(tokenizer).vocab_size)},
         "model": {"preset": "glm-tiny"},
         "threads": workers,
-        "train": {"phases": [{"name": "one", "tokens": "1M", "mixture": {"all": 1.0}, "sequence_length": "512 tokens", "batch": "8Ki"}]},
+        "train": {"phases": [{"name": "one", "tokens": "1M", "mixture": {"all": 1.0}, "sequence_length": "512 tokens",
+        "global_batch_size": "8Ki"}]},
     }))  # fmt: skip
     return path
 

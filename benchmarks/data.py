@@ -80,7 +80,13 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def recipe_of(length: int, batch: int, vocab_size: int, mixture: dict[str, float], **shards: object) -> Recipe:
-    phase = {"name": "all", "tokens": "100M", "mixture": mixture, "sequence_length": f"{length} tokens", "batch": f"{batch} tokens"}
+    phase = {
+        "name": "all",
+        "tokens": "100M",
+        "mixture": mixture,
+        "sequence_length": f"{length} tokens",
+        "global_batch_size": f"{batch} tokens",
+    }
     return Recipe.model_validate({
         "name": "benchmark", "tokenizer": {"vocab_size": vocab_size, "sample_bytes": "4MB"}, "shards": {"max_epochs": 1e6, **shards},
         "train": {"phases": [phase]},
@@ -174,7 +180,7 @@ def waiting(folder: Path, rate: float, length: int, batch: int) -> None:
     """100M tokens, so that hardly a block is read twice. The first quarter of the steps, in which it gets ahead, is told apart."""
     print(f"Waiting for data: storage of 50 MB/s, 5 ms a request; training at {rate:,.0f} tokens/s, {batch:,} a step of {length:,}")
     for ahead in (0, 64):
-        settings = {"dir": str(folder / f"cache-{rate:.0f}-{ahead}"), "bytes": "200MB", "ahead": f"{ahead} steps"}
+        settings = {"dir": str(folder / f"cache-{rate:.0f}-{ahead}"), "max_bytes": "200MB", "prefetch": f"{ahead} steps"}
         storage = Slow(folder, 50e6, 0.005)
         batches = Batches(recipe_of(length, batch, 60_000, {"long": 1.0}, cache=settings), folder, storage=storage)
         steps = max(24, int(6 * rate / batch))

@@ -101,7 +101,7 @@ def _help(path: Path) -> Iterator[str]:
 
 def kept(language: str, domain: str, found: Texts) -> Counter[str]:
     """How many documents are kept (under "") and dropped by each rule."""
-    source = Source(name="one", kind="text", path="x", licence="x", domain=domain, language=language)
+    source = Source(name="one", kind="text", path="x", license="x", domain=domain, language=language)
     context = steps.Context(source, 1, Path())
     clean, rules = steps.make(Clean(), context), steps.make(Rules(), context)
     documents = [Document(f"one/0/{number}", text, "x.py", "one", domain, language) for number, text in enumerate(found)]
@@ -204,7 +204,7 @@ def symbols() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "a.jsonl")
             path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sorted(found)), encoding="utf-8")
-            source = {"name": "one", "kind": "jsonl", "path": str(path), "licence": "x", "domain": domain}
+            source = {"name": "one", "kind": "jsonl", "path": str(path), "license": "x", "domain": domain}
             corpus = {"sources": [source], "steps": [], "validation_fraction": 0, "decontaminate": None}
             report = prepare(Recipe.model_validate({"name": "s", "corpus": corpus}), Path(folder, "out"))
         print(f"  {name}: {sum(one.documents for one in report.sources[0].dropped.values())} of {len(found)} dropped")
@@ -222,7 +222,7 @@ import resource, sys
 from pathlib import Path
 from lmworks.corpus import prepare
 from lmworks.recipe.recipe import Recipe
-source = {"name": "one", "kind": "jsonl", "path": sys.argv[1], "licence": "x"}
+source = {"name": "one", "kind": "jsonl", "path": sys.argv[1], "license": "x"}
 prepare(Recipe.model_validate({"name": "m", "corpus": {"sources": [source], "decontaminate": None, "processes": 1}}), Path(sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

@@ -74,8 +74,8 @@ class Training:
             self.model.set_rope(stage.rope)
         batch = self.course.batch(step, 0, self.course.rows(step))
         rows, rate = micro_batch_of(self.recipe, stage.sequence_length), self.course.rate(step)
-        limits = {"clip": self.recipe.optimizer.clip, "balance_rate": stage.balance_rate}
-        return float(train_step(self.model, self.optimizer, batch, micro_batch=rows, rate=rate, **limits).loss)
+        limits = {"clip": self.recipe.optimizer.max_grad_norm, "bias_update_rate": stage.bias_update_rate}
+        return float(train_step(self.model, self.optimizer, batch, micro_batch_size=rows, rate=rate, **limits).loss)
 
     def held_out(self) -> dict[str, float]:
         stage, batches = self.course.stages[-1], self.course.batches

@@ -32,7 +32,15 @@ from lmworks.watch.ledger import read_ledger
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 STEPS, SAVE, HIT = 14, 4, 9  # steps in all, between saves, and the one in which the rank is lost
-SOURCE = {"name": "code", "kind": "stdlib", "include": "*.py", "layout": "code", "domain": "code", "language": "code", "licence": "PSF-2.0"}
+SOURCE = {
+    "name": "code",
+    "kind": "stdlib",
+    "include": "*.py",
+    "document_format": "code",
+    "domain": "code",
+    "language": "code",
+    "license": "PSF-2.0",
+}
 PARTS = {
     "noticed": "the other rank has noticed",
     "ended": "all old processes have ended",

@@ -37,11 +37,14 @@ from lmworks.train.step import train_step
 LENGTH, ROWS = 512, 16
 SHAPES = {
     "moe": Model(
-        vocab_size=4096, hidden_size=256, layers=5, heads=4, kv_heads=2, head_dim=64, ffn_size=704, attention_bias=True, qk_norm=True,
-        rope=Rope(fraction=0.5), moe=Moe(experts=16, top_k=2, expert_size=192, dense_layers=1), max_length="512 tokens",
+        vocab_size=4096, hidden_size=256, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        intermediate_size=704, attention_bias=True, use_qk_norm=True,
+        rope=Rope(partial_rotary_factor=0.5), moe=Moe(n_routed_experts=16, num_experts_per_tok=2, moe_intermediate_size=192,
+        first_k_dense_replace=1), max_position_embeddings="512 tokens",
     ),
     "dense": Model(
-        vocab_size=4096, hidden_size=512, layers=10, heads=8, kv_heads=2, head_dim=64, ffn_size=1408, qk_norm=True, max_length="512 tokens",
+        vocab_size=4096, hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        intermediate_size=1408, use_qk_norm=True, max_position_embeddings="512 tokens",
     ),
 }  # fmt: skip
 
@@ -49,11 +52,13 @@ SHAPES = {
 def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
     """One step of lmworks."""
     model = initialize(Transformer(config), 1)
-    model.compute_dtype, model.head_chunk = dtype_for("auto", torch.device("cpu")), 256  # as in the quickstart
+    model.compute_dtype, model.logit_chunk_size = dtype_for("auto", torch.device("cpu")), 256  # as in the quickstart
     model.train()
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
-    return lambda: void(train_step(ParallelModel([model]), optimizer, batch, micro_batch=ROWS, rate=1.0, clip=1.0, balance_rate=0.001))
+    return lambda: void(
+        train_step(ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, rate=1.0, clip=1.0, bias_update_rate=0.001)
+    )
 
 
 def theirs(config: Model, batch: Batch, compiled: bool, autocast: bool) -> Callable[[], None]:

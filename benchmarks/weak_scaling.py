@@ -49,18 +49,19 @@ from lmworks.train.step import train_step
 
 LENGTH, RATE, CLIP = 512, 1e-3, 1.0
 MODEL: dict[str, Any] = {
-    "vocab_size": 4096, "hidden_size": 256, "layers": 5, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_size": 704, "attention_bias": True,
-    "qk_norm": True, "rope": {"fraction": 0.5}, "max_length": "512 tokens",
+    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 704, "attention_bias": True,
+    "use_qk_norm": True, "rope": {"partial_rotary_factor": 0.5}, "max_position_embeddings": "512 tokens",
 }  # fmt: skip
-MOE = {"experts": 16, "top_k": 2, "expert_size": 192, "dense_layers": 1}
+MOE = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "first_k_dense_replace": 1}
 PEERS = {"lmworks, zero 0": "DDP", "lmworks, zero 3": "FSDP2", "lmworks, zero 1": "FSDP2, kept whole"}
 
 Step = Callable[[Batch, int, int], float]  # this rank's rows of a step, rows in a micro-batch, micro-batches -> mean loss of this rank
 
 
 def recipe(dense: bool, compiled: bool, kind: str) -> Recipe:
-    optimizer = {"kind": kind, "learning_rate": RATE, "adam_learning_rate": RATE, "weight_decay": 0.0, "clip": CLIP}
-    train = {"precision": "fp32", "compile": compiled, "head_chunk": "256 tokens"}
+    optimizer = {"kind": kind, "learning_rate": RATE, "adam_learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": CLIP}
+    train = {"precision": "fp32", "compile": compiled, "logit_chunk_size": "256 tokens"}
     model = MODEL | ({} if dense else {"moe": MOE})
     return Recipe.model_validate({"name": "weak-scaling", "seed": 1, "model": model, "optimizer": optimizer, "train": train})
 
@@ -68,13 +69,14 @@ def recipe(dense: bool, compiled: bool, kind: str) -> Recipe:
 def ours(what: Recipe, ranks: Ranks) -> Step:
     """A step as the trainer makes it."""
     model = ParallelModel(build(what, ranks, torch.device("cpu")), ranks)
-    optimizer = build_optimizer(model, what.optimizer, what.model.layers, ranks.groups())
+    optimizer = build_optimizer(model, what.optimizer, what.model.num_hidden_layers, ranks.groups())
     model.train()
 
     def step(batch: Batch, rows: int, count: int) -> float:
         result = train_step(
-            model, optimizer, batch, rows=rows * count * ranks.world, valid=batch.valid_tokens * ranks.world, micro_batch=rows, rate=1.0,
-            clip=CLIP, balance_rate=0.0,
+            model, optimizer, batch, rows=rows * count * ranks.world, valid=batch.valid_tokens * ranks.world, micro_batch_size=rows,
+            rate=1.0,
+            clip=CLIP, bias_update_rate=0.0,
         )  # fmt: skip
         return float(result.loss)
 
@@ -95,7 +97,7 @@ class WithLoss(nn.Module):
 def theirs(what: Recipe, kind: str) -> Step:
     """A step as a plain loop makes it."""
     model = initialize(Transformer(what.model), what.seed)
-    model.head_chunk = int(what.train.head_chunk)
+    model.logit_chunk_size = int(what.train.logit_chunk_size)
     if what.train.compile:
         model.compile(dynamic=False)
     wrapped: Any = WithLoss(model.train())

@@ -30,7 +30,7 @@ from lmworks.run.walk import walk
 from lmworks.watch.ledger import Ledger
 
 PASSWORD, TOKEN = "s3cr3t-pw", "t0ps3cret"
-NAMED = "name: a\nmodel: {hidden_size: 32, layers: 2, heads: 2}\n"
+NAMED = "name: a\nmodel: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_one_secret_serves_all_urls_of_its_host() -> None:
 
 
 @pytest.mark.parametrize("make", [
-    lambda: Source(name="a", kind="jsonl", path=f"https://u:{PASSWORD}@h/a.jsonl", licence="x"),
+    lambda: Source(name="a", kind="jsonl", path=f"https://u:{PASSWORD}@h/a.jsonl", license="x"),
     lambda: Rewrite(step="rewrite", endpoint=f"https://u:{PASSWORD}@h/v1", model="m", prompt="{text}", sources=("a",)),
     lambda: Checkpoints(copy_to=f"s3://u:{PASSWORD}@bucket/x"),
     lambda: Recipe(name="a", corpus={"executor": {"kind": "slurm", "setup": [f"export https_proxy=http://u:{PASSWORD}@proxy"]}}),
@@ -94,10 +94,11 @@ corpus:
   decontaminate: null
   validation_bytes: 100B
   sources:
-    - {{name: user, kind: jsonl, path: http://alice:{password}@127.0.0.1:{port}/user.jsonl, licence: none, rules: none}}
-    - {{name: query, kind: jsonl, path: "http://127.0.0.1:{port}/query.jsonl?token={token}", licence: none, rules: none}}
-model: {{hidden_size: 32, layers: 2, heads: 2}}
-train: {{phases: [{{name: one, tokens: 1M, mixture: {{user: 0.5, query: 0.5}}, sequence_length: 32 tokens, batch: 256 tokens}}]}}
+    - {{name: user, kind: jsonl, path: http://alice:{password}@127.0.0.1:{port}/user.jsonl, license: none, rules: none}}
+    - {{name: query, kind: jsonl, path: "http://127.0.0.1:{port}/query.jsonl?token={token}", license: none, rules: none}}
+model: {{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2}}
+train: {{phases: [{{name: one, tokens: 1M, mixture: {{user: 0.5, query: 0.5}}, sequence_length: 32 tokens, global_batch_size: 256
+tokens}}]}}
 checkpoints: {{copy_to: "memory://bob:{password}@bucket"}}
 """
 
@@ -206,7 +207,7 @@ def test_a_text_that_cannot_be_masked_as_it_stands_is_written_anew(tmp_path: Pat
 
 def test_one_host_has_one_user(tmp_path: Path) -> None:
     recipe = tmp_path / "a.yaml"
-    source = "{{name: {0}, kind: jsonl, path: https://u:{0}@h/{0}.jsonl, licence: none}}"
+    source = "{{name: {0}, kind: jsonl, path: https://u:{0}@h/{0}.jsonl, license: none}}"
     recipe.write_text(f"{NAMED}corpus: {{sources: [{source.format('one')}, {source.format('two')}]}}\n")
     with pytest.raises(UserError, match=re.escape("https://***@h is written with two different credentials")):
         load_recipe(recipe)

@@ -31,14 +31,14 @@ def test_a_processor_without_bf16_products_computes_in_fp32(monkeypatch: pytest.
     assert dtype_for("auto", CPU) == fast
     assert dtype_for("fp32", CPU) == torch.float32, "what the recipe names is not changed"
     assert dtype_for("bf16", CPU) == torch.bfloat16
-    recipe = load_recipe("quickstart", ["model.layers=2", "threads=1"]).recipe
+    recipe = load_recipe("quickstart", ["model.num_hidden_layers=2", "threads=1"]).recipe
     assert recipe.train.precision == "auto"
     assert build_model(recipe).compute_dtype == fast
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_newton_schulz_runs_in_the_type_of_the_recipe_whatever_the_processor(has_bf16: bool, precision: str) -> None:
-    recipe = load_recipe("quickstart", ["model.layers=2", "threads=1", f"train.precision={precision}"]).recipe
+    recipe = load_recipe("quickstart", ["model.num_hidden_layers=2", "threads=1", f"train.precision={precision}"]).recipe
     _, optimizer = with_optimizer(recipe, build_model(recipe))
     assert isinstance(optimizer, Optimizer)
     assert optimizer.muon.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)

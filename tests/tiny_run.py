@@ -41,21 +41,21 @@ corpus:
   validation_fraction: 0.2
   dedup: {{minhash: null}}
   sources:
-    - {{name: code, kind: code, path: {texts}/code, include: "*.py", domain: code, language: code, licence: PSF-2.0}}
-    - {{name: docs, kind: jsonl, path: {texts}/docs.jsonl, domain: docs, licence: PSF-2.0}}
+    - {{name: code, kind: code, path: {texts}/code, include: "*.py", domain: code, language: code, license: PSF-2.0}}
+    - {{name: docs, kind: jsonl, path: {texts}/docs.jsonl, domain: docs, license: PSF-2.0}}
 tokenizer: {{vocab_size: 512, sample_bytes: 200kB}}
 model:
   hidden_size: 32
-  layers: 3
-  heads: 2
-  kv_heads: 1
-  ffn_size: 64
-  qk_norm: true
-  z_loss: 0.0001
-  moe: {{experts: 4, top_k: 2, expert_size: 16, balance: {{rate: 0.01}}}}
+  num_hidden_layers: 3
+  num_attention_heads: 2
+  num_key_value_heads: 1
+  intermediate_size: 64
+  use_qk_norm: true
+  z_loss_weight: 0.0001
+  moe: {{n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, balance: {{bias_update_rate: 0.01}}}}
 optimizer: {{learning_rate: 0.01, adam_learning_rate: 0.01}}
 train:
-  micro_batch: 2
+  micro_batch_size: 2
   precision: fp32
   compile: false
   validate_every: 8 steps
@@ -67,23 +67,23 @@ train:
       tokens: 5056 tokens
       mixture: {{code: 0.7, docs: 0.3}}
       sequence_length: 32 tokens
-      batch: 256 tokens
-      ramp: {{start: 128 tokens, over: 6 steps}}
-      schedule: {{warmup: 4 steps, decay: 4 steps}}
+      global_batch_size: 256 tokens
+      batch_ramp: {{start: 128 tokens, over: 6 steps}}
+      lr_schedule: {{warmup: 4 steps, decay: 4 steps}}
     - name: long
       tokens: 3072 tokens
       mixture: {{docs: 1.0}}
       sequence_length: 64 tokens
-      batch: 256 tokens
+      global_batch_size: 256 tokens
       learning_rate_scale: 0.5
-      schedule: {{kind: linear, warmup: 2 steps, final: 0.1}}
+      lr_schedule: {{kind: linear, warmup: 2 steps, min_lr_ratio: 0.1}}
       rope: {{theta: 50000.0}}
-      balance_rate: 0.001
+      bias_update_rate: 0.001
 tune:
   data: [{{name: sums, kind: jsonl, path: {texts}/chats.jsonl, count: 300}}]
   tokens: 2Ki
   sequence_length: 64 tokens
-  batch: 256 tokens
+  global_batch_size: 256 tokens
 evaluate: {{references: false}}
 export: {{huggingface: false, gguf: false}}
 """

@@ -120,10 +120,11 @@ def overrides(plan: Plan) -> list[str]:
     """The recipe's values of a run, but where it lies. A run that is compared with one on another layout draws nothing at random."""
     whole = 1216 + 256 * 4  # tokens of the ramp and of four steps behind it
     values = [
-        "model.kv_heads=2", "model.layers=2", "train.compile=false", "train.validate_every=100%", "train.validate_bytes_per_domain=600",
+        "model.num_key_value_heads=2", "model.num_hidden_layers=2", "train.compile=false", "train.validate_every=100%",
+            "train.validate_bytes_per_domain=600",
         "train.sample_every=100%",
         f"train.phases.general.tokens={whole + (256 * 12 if plan.resized else 0)} tokens", "train.phases.long.tokens=1536 tokens",
-        f"model.dropout={0.0 if plan.resized else 0.1}", "stability.spike=null",
+        f"model.residual_dropout={0.0 if plan.resized else 0.1}", "stability.spike=null",
     ]  # fmt: skip
     return values + [f"layout.{axis}={size}" for axis, size in plan.layout.items()]
 
@@ -133,5 +134,5 @@ def harmless(plan: Plan) -> list[str]:
     return [
         f"train.save_every={plan.save_every} steps", f"checkpoints.asynchronous={str(plan.asynchronous).lower()}",
         f"stability.max_bad_steps={1 if plan.how == 'roll back' else 10}", "launch.timeout=20 s", "launch.max_restarts=20",
-        "launch.exclude_after=100", "launch.grace=60 s",
+        "launch.exclude_after=100", "launch.grace_period=60 s",
     ]  # fmt: skip

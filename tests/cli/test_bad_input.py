@@ -135,7 +135,7 @@ def test_a_checkpoint_of_another_model(lmworks: Lmworks, tiny_copy: Tiny) -> Non
     """Put there by hand, or by a recipe that was allowed to change what it may not."""
     tiny_copy.walk(last="pretrain")
     run_dir = f"run_dir={tiny_copy.run_dir}"
-    error = lmworks("pretrain", tiny_copy.recipe, "--set", run_dir, "--set", "model.ffn_size=96", "--allow", "model").error
+    error = lmworks("pretrain", tiny_copy.recipe, "--set", run_dir, "--set", "model.intermediate_size=96", "--allow", "model").error
     assert re.search(r"step-000000\d\d is a checkpoint of another model: model is .* there and .* here; use the recipe that it was", error)
     assert (tiny_copy.run_dir / "checkpoints").exists()
 

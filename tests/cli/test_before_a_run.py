@@ -15,9 +15,9 @@ from lmworks.recipe.load import load_cluster, load_recipe
 
 RECIPE = """
 name: looked-at
-corpus: {{sources: [{{name: a, kind: jsonl, path: {path}, domain: web, rules: {rules}, licence: MIT}}]}}
-model: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 1, head_dim: 32, ffn_size: 128}}
-train: {{phases: [{{name: one, tokens: 4096 tokens, mixture: {{a: 1}}, sequence_length: 64 tokens, batch: 256 tokens}}]}}
+corpus: {{sources: [{{name: a, kind: jsonl, path: {path}, domain: web, rules: {rules}, license: MIT}}]}}
+model: {{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 32, intermediate_size: 128}}
+train: {{phases: [{{name: one, tokens: 4096 tokens, mixture: {{a: 1}}, sequence_length: 64 tokens, global_batch_size: 256 tokens}}]}}
 """
 
 
@@ -50,7 +50,10 @@ def test_a_run_is_a_recipe(lmworks: Lmworks, recipe: Path, tmp_path: Path) -> No
 def test_a_preset_says_how_it_is_used(lmworks: Lmworks) -> None:
     error = lmworks("plan", "dense-1b").error
     assert "is a model preset" in error and "dense-125m --set model.preset=dense-1b" in error
-    assert load_recipe("dense-125m", ["model.preset=dense-1b"]).recipe.model.layers != load_recipe("dense-125m").recipe.model.layers
+    assert (
+        load_recipe("dense-125m", ["model.preset=dense-1b"]).recipe.model.num_hidden_layers
+        != load_recipe("dense-125m").recipe.model.num_hidden_layers
+    )
 
 
 def test_years_are_remarked_on(lmworks: Lmworks) -> None:

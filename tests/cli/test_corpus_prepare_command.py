@@ -35,7 +35,7 @@ def write(tmp_path: Path) -> Write:
 
     def make(texts: list[str], **more: Any) -> Path:
         (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        source = {"name": "mine", "kind": "jsonl", "path": f"{tmp_path}/texts.jsonl", "licence": "mine", "domain": "prose"}
+        source = {"name": "mine", "kind": "jsonl", "path": f"{tmp_path}/texts.jsonl", "license": "mine", "domain": "prose"}
         corpus = {"sources": [source], "steps": [{"step": "rules"}], "validation_fraction": 0, **more.pop("corpus", {})}
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"name": "mine", "run_dir": f"{tmp_path}/run", "corpus": corpus, **more}))
@@ -68,7 +68,7 @@ def leaky(write: Write, tmp_path: Path) -> Callable[[str], Path]:
     def make(gate: str) -> Path:
         (tmp_path / "test.jsonl").write_text(json.dumps({"q": QUESTION, "a": "none"}) + "\n")
         protect = [{"name": "riddles", "path": f"{tmp_path}/test.jsonl", "question": "q", "answer": "a"}]
-        corpus = {"steps": [], "decontaminate": {"gate": gate}}
+        corpus = {"steps": [], "decontaminate": {"action": gate}}
         return write([words(1), f"{words(2)}\n{QUESTION}\n{words(3)}", words(4)], corpus=corpus, evaluate={"protect": protect})
 
     return make
@@ -95,16 +95,16 @@ def test_a_gate_that_fails_stops_the_command_and_names_the_leak(lmworks: Lmworks
     for _ in range(2):  # a second try finds it again
         error = lmworks("corpus", "prepare", recipe).error
         assert "1 training documents hold protected text, the first mine/0/1 that of riddles" in error
-        assert "set corpus.decontaminate.gate to drop" in error
+        assert "set corpus.decontaminate.action to drop" in error
         assert not (tmp_path / "run/corpus/report.json").exists()
-    assert lmworks("corpus", "prepare", recipe, "--set", "corpus.decontaminate.gate=drop").code == 0
+    assert lmworks("corpus", "prepare", recipe, "--set", "corpus.decontaminate.action=drop").code == 0
     assert kept(tmp_path / "run") == ["mine/0/0", "mine/0/2"]
 
 
 def test_a_dry_run_of_deduplication_says_what_prepare_will_drop_and_writes_nothing(lmworks: Lmworks, write: Write, tmp_path: Path) -> None:
     base, passage = words(1), words(9, 60)
     near = base.replace(base.split()[50], "another")
-    dedup = {"substring": {"length": 50}}
+    dedup = {"substring": {"min_length": 50}}
     recipe = write([base, base.upper(), near, f"{words(2)} {passage}", f"{words(3)} {passage}"], corpus={"steps": [], "dedup": dedup})
     before = sorted(tmp_path.rglob("*"))
     found = json.loads(lmworks("corpus", "prepare", recipe, "--dedup-dry-run", "--json").out)

@@ -54,7 +54,7 @@ def test_sample(lmworks: Lmworks, tiny: Tiny) -> None:
 
 
 def test_text_is_printed_as_it_is(lmworks: Lmworks, tmp_path: Path) -> None:
-    """Square brackets in a text, a file's name or a licence are no markup, and no escape of theirs reaches the terminal."""
+    """Square brackets in a text, a file's name or a license are no markup, and no escape of theirs reaches the terminal."""
     page = "A list such as [red] or [/bold] or [link=x] or :smile: is only text. " * 5
     retitle, clear = "\x1b]0;mine\x07", "\x9b2J"
     (tmp_path / "texts").mkdir()
@@ -63,10 +63,10 @@ def test_text_is_printed_as_it_is(lmworks: Lmworks, tmp_path: Path) -> None:
     )
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"name: mine\nrun_dir: {tmp_path}/run\ncorpus:\n  sources: [{{name: mine, kind: jsonl, path: {tmp_path}/texts, licence: '[/x]', "
+        f"name: mine\nrun_dir: {tmp_path}/run\ncorpus:\n  sources: [{{name: mine, kind: jsonl, path: {tmp_path}/texts, license: '[/x]', "
         "rules: none}]\n  dedup: {exact: false, minhash: null}\n  decontaminate: null\n"
         "tokenizer: {vocab_size: 512}\nmodel: {preset: glm-tiny}\n"
-        "train: {phases: [{name: a, tokens: 1M, mixture: {mine: 1}, sequence_length: 64 tokens, batch: 1Ki}]}\n"
+        "train: {phases: [{name: a, tokens: 1M, mixture: {mine: 1}, sequence_length: 64 tokens, global_batch_size: 1Ki}]}\n"
     )
     made = lmworks("corpus", "prepare", recipe)
     assert made.code == 0 and ", [/x]" in made.out

@@ -22,7 +22,8 @@ from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
 _PHASE = {
-    "name": "more", "tokens": "512 tokens", "mixture": {"code": 0.5, "docs": 0.5}, "sequence_length": "32 tokens", "batch": "128 tokens",
+    "name": "more", "tokens": "512 tokens", "mixture": {"code": 0.5, "docs": 0.5}, "sequence_length": "32 tokens",
+    "global_batch_size": "128 tokens",
 }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     ("override", "reason"),
     [
         ("model.hidden_size=64", "model.hidden_size is 64 in the recipe and 32 in FOREIGN, whose weights train.init_from takes"),
-        ("model.qk_norm=true", "model.qk_norm is true in the recipe and false in FOREIGN"),
+        ("model.use_qk_norm=true", "model.use_qk_norm is true in the recipe and false in FOREIGN"),
         ("tokenizer.path=elsewhere/tokenizer.json", "train.init_from takes the tokenizer of its weights; leave tokenizer.path out"),
         ("size=1M", "size does not go with train.init_from"),
         ("train.init_from=nowhere", "nowhere is no Hugging Face folder"),

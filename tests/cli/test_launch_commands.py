@@ -13,7 +13,7 @@ devices_per_node: 4
 device: {device}
 tflops: 989
 memory_gib: 74
-layout: {{pp: 2, dp_shard: 4, layers_per_stage: [2, 3]}}
+layout: {{pp: 2, dp_shard: 4, layers_per_pipeline_stage: [2, 3]}}
 """
 
 
@@ -22,7 +22,7 @@ def test_the_layout_of_a_cluster_reaches_every_rank(lmworks: Lmworks, tmp_path: 
     (tmp_path / "ours.yaml").write_text(CLUSTER.format(device="H100"))
     done = lmworks("launch", way, "quickstart", "--cluster", tmp_path / "ours.yaml", "--set", f"run_dir={tmp_path}", "--dry-run")
     assert done.code == 0, done.err
-    words = ("--set layout.pp=2", "--set layout.dp_shard=4", "--set 'layout.layers_per_stage=[2, 3]'", f"--set run_dir={tmp_path}")
+    words = ("--set layout.pp=2", "--set layout.dp_shard=4", "--set 'layout.layers_per_pipeline_stage=[2, 3]'", f"--set run_dir={tmp_path}")
     assert [word for word in words if word not in done.out] == []
     assert f"--nproc-per-node={8 if way == 'local' else 4}" in done.out
     assert not (tmp_path / "launch").exists()

@@ -45,8 +45,8 @@ def with_leak(tiny: Tiny, folder: Path, *leaks: str) -> list[object]:
     for number, leak in enumerate(leaks * 3):
         rows[2 + number] += f"\n\n{leak}\n"
     (folder / "leaky.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    source = f"{{name: docs, kind: jsonl, path: {folder}/leaky.jsonl, domain: docs, licence: x, rules: none}}"
-    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"docs": 1}, "sequence_length": "64 tokens", "batch": "1Ki"}]
+    source = f"{{name: docs, kind: jsonl, path: {folder}/leaky.jsonl, domain: docs, license: x, rules: none}}"
+    phases = [{"name": "all", "tokens": "5Ki", "mixture": {"docs": 1}, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}]
     changes = (f"run_dir={folder}/run", f"corpus.sources=[{source}]", "corpus.validation_fraction=0", f"train.phases={json.dumps(phases)}")
     return [tiny.recipe, *itertools.chain.from_iterable(("--set", change) for change in changes)]
 

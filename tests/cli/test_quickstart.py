@@ -15,7 +15,8 @@ from lmworks.files import read_json
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 # Its ten minutes made short. Everything else is the recipe's own: sources, tokenizer, batches, schedules, rope, tasks, formats.
 SHORT = (
-    "threads=1", "time=null", "model.layers=2", "train.phases.general.tokens=32Ki", "train.phases.anneal.tokens=8Ki", "tune.tokens=4Ki",
+    "threads=1", "time=null", "model.num_hidden_layers=2", "train.phases.general.tokens=32Ki", "train.phases.anneal.tokens=8Ki",
+    "tune.tokens=4Ki",
     "evaluate.benchmark_items=1", "evaluate.task_items=1",
 )  # fmt: skip
 STEPS = 8 + 2  # of 4Ki tokens in both phases

@@ -139,7 +139,7 @@ def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[
     recipe = load_resolved(run_dir / "resolved.json")
     assert recipe.evaluate.task_items == (10 if lost else 50)
     assert (recipe.tune is None) == ("tuning" in lost)
-    assert all(phase.tokens >= 20 * phase.batch for phase in recipe.train.phases)
+    assert all(phase.tokens >= 20 * phase.global_batch_size for phase in recipe.train.phases)
 
 
 def test_the_order_in_which_things_are_given_up() -> None:

@@ -46,11 +46,13 @@ def write(path: Path, texts: Sequence[str]) -> Path:
 
 
 def source(path: Path, name: str = "pages") -> Source:
-    return Source(name=name, kind="jsonl", path=str(path), domain="docs", licence="PSF-2.0")
+    return Source(name=name, kind="jsonl", path=str(path), domain="docs", license="PSF-2.0")
 
 
 def recipe(path: Path, **corpus: Any) -> Recipe:
-    code = Source(name="code", kind="stdlib", layout="code", include="json/*.py", domain="code", language="code", licence="PSF-2.0")
+    code = Source(
+        name="code", kind="stdlib", document_format="code", include="json/*.py", domain="code", language="code", license="PSF-2.0"
+    )
     plain = {"sources": [source(path), code], "steps": [Clean(), Lines(within=False, across=2), Rules()], "validation_fraction": 0.1}
     return Recipe(name="evidence", seed=3, corpus=Corpus(**{**plain, "part_bytes": "100kB", **corpus}))
 

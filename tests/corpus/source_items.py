@@ -13,7 +13,7 @@ LIMIT = 10_000
 
 
 def source(kind: str, **more: Any) -> Source:
-    return Source(name="mine", kind=kind, licence="test", **more)  # type: ignore[arg-type]
+    return Source(name="mine", kind=kind, license="test", **more)  # type: ignore[arg-type]
 
 
 def items(kind: str, limit: int = LIMIT, part_bytes: int = 1 << 40, **more: Any) -> list[Item]:

@@ -14,7 +14,7 @@ from lmworks.recipe.corpus import Source
 
 def step_of(node: Node, folder: Path = Path(), **source: Any) -> Step:
     """The step of a node for a source of English web pages, or of what `source` says."""
-    given = {"name": "web", "kind": "text", "path": "texts", "licence": "none", "domain": "web", **source}
+    given = {"name": "web", "kind": "text", "path": "texts", "license": "none", "domain": "web", **source}
     return steps.make(node, steps.Context(Source(**given), 0, folder))
 
 

@@ -146,7 +146,7 @@ def test_what_comes_out_of_an_archive_is_counted_over_all_its_members(tmp_path: 
     with zipfile.ZipFile(tmp_path / "a.tar", "w") as zipped:
         zipped.writestr("a.txt.gz", gzip.compress(bytes(20_000_000)))
     (tmp_path / "a.tar").rename(tmp_path / "a.zip")
-    assert reasons(items("text", path=str(tmp_path), layout="lines")) == ["enormous", "bomb"]
+    assert reasons(items("text", path=str(tmp_path), document_format="lines")) == ["enormous", "bomb"]
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_SECONDS", 0.1), ("_MEMORY", 40 << 20)])

@@ -46,21 +46,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(folder: Path, threshold: float | None = None, **source: object) -> Recipe:
     web = Source.model_validate({
-        "name": "web", "kind": "jsonl", "path": str(folder / "web.jsonl"), "licence": "test", "buckets": BUCKETS,
+        "name": "web", "kind": "jsonl", "path": str(folder / "web.jsonl"), "license": "test", "buckets": BUCKETS,
         "quality_threshold": threshold, **source,
     })  # fmt: skip
     steps = [Clean(), Quality(model=str(folder / "quality.safetensors"), threshold=0.0)]
-    phase = {"name": "one", "tokens": "1M", "mixture": {"web": 1.0}, "sequence_length": "512 tokens", "batch": "8Ki"}
+    phase = {"name": "one", "tokens": "1M", "mixture": {"web": 1.0}, "sequence_length": "512 tokens", "global_batch_size": "8Ki"}
     corpus = Corpus(sources=[web], steps=steps, validation_fraction=0.1, processes=1)
     return Recipe.model_validate({"name": "r", "corpus": corpus, "train": {"phases": [phase]}})
 
 
 def test_the_bucket_is_the_one_with_the_highest_minimum_that_is_reached() -> None:
-    source = Source(name="web", kind="text", path="x", licence="test", buckets=BUCKETS)
+    source = Source(name="web", kind="text", path="x", license="test", buckets=BUCKETS)
     document = Document("web/0/0", "x", "x:0", "web", "web", "en")
     found = [bucket_of(document.with_facts(quality=value), source) for value in (0.0, 0.2999, 0.3, 0.69, 0.7, 1.0)]
     assert found == ["low", "low", "middle", "middle", "high", "high"]
-    assert bucket_of(document, Source(name="web", kind="text", path="x", licence="test")) is None
+    assert bucket_of(document, Source(name="web", kind="text", path="x", license="test")) is None
 
 
 def test_documents_go_to_the_outputs_of_their_buckets(folder: Path, tmp_path: Path) -> None:

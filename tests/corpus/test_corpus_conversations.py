@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lmworks.corpus.conversations import Conversation, chitchat, parse_story, story_language, story_messages, virtual_stories
+from lmworks.corpus.document_formats import FORMATS, Member, render_story
 from lmworks.corpus.items import Item, Unavailable
-from lmworks.corpus.layouts import LAYOUTS, Member, render_story
 from lmworks.corpus.wheels import wheel
 
 STORY = '''"""
@@ -165,7 +165,7 @@ def test_chats_become_user_and_assistant(tmp_path: Path) -> None:
 
 def read(layout: str, **members: bytes) -> list[Item]:
     opened = (Member(name.replace("__", "/"), len(data), io.BytesIO(data)) for name, data in members.items())
-    return list(LAYOUTS[layout](opened, 100_000))
+    return list(FORMATS[layout](opened, 100_000))
 
 
 def test_chats_as_text() -> None:

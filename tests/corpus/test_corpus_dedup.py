@@ -39,7 +39,7 @@ def write(folder: Path, sources: dict[str, list[Any]]) -> list[dict[str, Any]]:
     for name, rows in sources.items():
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row if isinstance(row, dict) else {"text": row}) + "\n" for row in rows))
-        made.append({"name": name, "kind": "jsonl", "path": str(path), "licence": "mine"})
+        made.append({"name": name, "kind": "jsonl", "path": str(path), "license": "mine"})
     return made
 
 
@@ -151,7 +151,7 @@ def passages(folder: Path, **corpus: Any) -> tuple[Report, dict[str, str]]:
 
 def test_passages_that_stood_earlier_are_cut(tmp_path: Path) -> None:
     shared, other = " ".join(words(100, 60)), " ".join(words(200, 60))
-    report, left = passages(tmp_path, dedup={"substring": {"length": 50}})
+    report, left = passages(tmp_path, dedup={"substring": {"min_length": 50}})
     assert left == {
         "web/0/0": f"{text(0)}\n{shared}\n{text(1)}",
         "web/0/1": text(2),
@@ -168,7 +168,7 @@ def test_passages_that_stood_earlier_are_cut(tmp_path: Path) -> None:
 
 
 def test_priority_decides_which_passage_stays(tmp_path: Path) -> None:
-    _, left = passages(tmp_path, dedup={"substring": {"length": 50}, "priority": ["books"]})
+    _, left = passages(tmp_path, dedup={"substring": {"min_length": 50}, "priority": ["books"]})
     assert left["books/0/1"] == f"{text(5)}\n{' '.join(words(100, 60))}"
     assert left["web/0/0"] == f"{text(0)}\n{text(1)}"
 
@@ -176,15 +176,15 @@ def test_priority_decides_which_passage_stays(tmp_path: Path) -> None:
 def test_passages_are_cut_alike_however_the_sources_are_cut(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    whole = passages(tmp_path / "a", dedup={"substring": {"length": 50}})[1]
-    report, parts = passages(tmp_path / "b", dedup={"substring": {"length": 50}}, part_bytes="1KB")
+    whole = passages(tmp_path / "a", dedup={"substring": {"min_length": 50}})[1]
+    report, parts = passages(tmp_path / "b", dedup={"substring": {"min_length": 50}}, part_bytes="1KB")
     assert report.sources[0].parts > 1
     assert sorted(whole.values()) == sorted(parts.values())
 
 
 def test_without_the_option_nothing_is_cut(tmp_path: Path) -> None:
     assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
-    again = passages(tmp_path, dedup={"substring": {"length": 50}})[1]
+    again = passages(tmp_path, dedup={"substring": {"min_length": 50}})[1]
     assert again["web/0/1"] == text(2)
     assert passages(tmp_path)[1]["web/0/1"] == f"{text(2)}\n{text(2)}"
 

@@ -73,7 +73,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def source(texts: Path, **more: Any) -> Source:
     return Source(**{"name": "lib", "kind": "jsonl", "path": f"{texts}/*.jsonl", "domain": "code", "language": "code",
-                     "licence": "PSF-2.0", **more})  # fmt: skip
+                     "license": "PSF-2.0", **more})  # fmt: skip
 
 
 def recipe(*sources: Source, **corpus: Any) -> Recipe:

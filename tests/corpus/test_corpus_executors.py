@@ -35,7 +35,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(texts: Path, steps: tuple[str, ...] = (), **executor: Any) -> Recipe:
-    source = Source(name="lib", kind="jsonl", path=str(texts / "*.jsonl"), domain="code", language="code", licence="PSF-2.0")
+    source = Source(name="lib", kind="jsonl", path=str(texts / "*.jsonl"), domain="code", language="code", license="PSF-2.0")
     own = [{"step": "python", "file": "mine.py", "function": name} for name in steps]
     return Recipe(name="test", corpus=Corpus(sources=[source], part_bytes="200kB", steps=own, processes=2, executor=executor))
 
@@ -77,7 +77,7 @@ def test_under_ray_a_step_that_fails_is_named(texts: Path, tmp_path: Path) -> No
 def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
     monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.5)
-    prepare(recipe(texts, kind="slurm", jobs=2, memory="500M"), tmp_path / "out")
+    prepare(recipe(texts, kind="slurm", max_jobs=2, memory="500M"), tmp_path / "out")
     assert made(tmp_path / "out") == local
     assert len(list((tmp_path / "out" / "staging" / "slurm").glob("read-*.log"))) == 2, "the parts were dealt out among two jobs"
 
@@ -101,7 +101,7 @@ def job_of(asked: Recipe, out: Path, texts: Path) -> Job:
 
 
 def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -> None:
-    asked = recipe(texts, kind="slurm", jobs=3, running=2, partition="cpu", memory="4G", reduce_memory="64G", time="2:00:00",
+    asked = recipe(texts, kind="slurm", max_jobs=3, max_running=2, partition="cpu", memory="4G", reduce_memory="64G", time_limit="2:00:00",
                    options=("--constraint=nvme",), setup=("module load python",))  # fmt: skip
     job = job_of(asked, tmp_path / "out", texts)
     read, decide = (slurm.script(job, named(STAGES, name)).splitlines() for name in ("read", "decide"))

@@ -241,7 +241,7 @@ from lmworks.corpus.readers import parts, read
 from lmworks.recipe.corpus import Source
 import pyarrow.parquet, zstandard
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], licence="test")
+source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], license="test")
 start = peak()
 found = collections.Counter(item.reason or "document" for part in parts(source, 1 << 30) for item in read(source, part, 16_000_000))
 print(json.dumps([found, peak() - start]))

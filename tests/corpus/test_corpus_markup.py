@@ -242,7 +242,7 @@ def test_notebooks_with_and_without_outputs(tmp_path: Path) -> None:
     (tmp_path / "a.ipynb").write_text(text)
     (plain,) = items("notebook", path=str(tmp_path))
     assert plain.text == "# Title\nprose\n\n```python\nprint(1)\n```\n\nas it is"
-    (whole,) = items("notebook", path=str(tmp_path), layout="outputs")
+    (whole,) = items("notebook", path=str(tmp_path), document_format="outputs")
     assert "```python\nprint(1)\n```\n\n```\n1\n2\n3\n```" in whole.text
     cells = [{"cell_type": "heading", "level": 2, "source": "Old"}, {"cell_type": "code", "input": "x", "outputs": []}]
     old = {"worksheets": [{"cells": cells}]}

@@ -49,7 +49,7 @@ def test_decisions_are_written_as_they_are_made(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Decisions, "write", counted)
     rows = [json.dumps({"text": f"document {number}: " + "word " * (number % 7)}) for number in range(1000)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
-    source = Source(name="web", kind="jsonl", path=str(tmp_path / "a.jsonl.gz"), licence="none", domain="other")
+    source = Source(name="web", kind="jsonl", path=str(tmp_path / "a.jsonl.gz"), license="none", domain="other")
     prepare(Recipe(name="test", threads=1, corpus=Corpus(sources=[source], validation_fraction=0.1)), tmp_path / "out")
     assert sum(waiting) == 1001 and max(waiting) < 150
     decided = pq.read_table(tmp_path / "out" / "decisions" / "web" / "00000.parquet").to_pylist()

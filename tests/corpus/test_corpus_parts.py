@@ -47,9 +47,11 @@ def test_the_origin_of_a_row_in_a_cut_file_is_its_place_in_bytes(tmp_path: Path)
 
 def test_lines_of_text_are_cut_too(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(1000)))
-    given = source("text", path=str(tmp_path), layout="lines")
+    given = source("text", path=str(tmp_path), document_format="lines")
     assert len(parts(given, 1000)) == 9
-    assert texts(items("text", part_bytes=1000, path=str(tmp_path), layout="lines")) == [f"line {number}" for number in range(1000)]
+    assert texts(items("text", part_bytes=1000, path=str(tmp_path), document_format="lines")) == [
+        f"line {number}" for number in range(1000)
+    ]
 
 
 def test_parquet_is_cut_by_row_groups(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_files_of_a_web_server(tmp_path: Path, server: str) -> None:
 
 def test_a_web_server_that_goes_away_stops_the_run(tmp_path: Path, server: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(rows("document"))
-    given = Source(name="mine", kind="jsonl", path=f"{server}/a.jsonl", licence="test")
+    given = Source(name="mine", kind="jsonl", path=f"{server}/a.jsonl", license="test")
     (part,) = parts(given, 1000)
     assert Part.from_json(part.as_json()) == part
     (tmp_path / "a.jsonl").unlink()

@@ -29,8 +29,8 @@ from lmworks.recipe.corpus import Corpus, Source
 from lmworks.recipe.dedup import Dedup, Minhash
 from lmworks.recipe.recipe import Recipe
 
-DOCS = Source(name="docs", kind="stdlib", layout="docs", include="email/*.py", domain="docs", language="en", licence="PSF-2.0")
-CODE = Source(name="code", kind="stdlib", layout="code", include="email/*.py", domain="code", language="code", licence="PSF-2.0")
+DOCS = Source(name="docs", kind="stdlib", document_format="docs", include="email/*.py", domain="docs", language="en", license="PSF-2.0")
+CODE = Source(name="code", kind="stdlib", document_format="code", include="email/*.py", domain="code", language="code", license="PSF-2.0")
 
 
 def recipe(*sources: Source, **corpus: Any) -> Recipe:
@@ -38,7 +38,7 @@ def recipe(*sources: Source, **corpus: Any) -> Recipe:
 
 
 def mine(path: Path, **more: Any) -> Source:
-    return Source(**{"name": "mine", "kind": "jsonl", "path": str(path), "licence": "test", "rules": "none", **more})
+    return Source(**{"name": "mine", "kind": "jsonl", "path": str(path), "license": "test", "rules": "none", **more})
 
 
 def write_rows(path: Path, documents: list[str]) -> Path:
@@ -84,7 +84,7 @@ def test_every_document_is_accounted_for(stdlib: tuple[Path, Report]) -> None:
             found = documents(out, split, source.name)
             assert len(found) == count.documents > 0
             assert sum(len(text.encode()) for text in found.values()) == count.bytes
-    assert report.sources[1].licence == "PSF-2.0"
+    assert report.sources[1].license == "PSF-2.0"
 
 
 def test_what_was_rejected_can_be_looked_at(stdlib: tuple[Path, Report]) -> None:
@@ -273,7 +273,7 @@ def test_an_optional_source_of_which_nothing_is_left_is_noted(tmp_path: Path) ->
 
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match="source mine: is empty: it has no documents; check its path, include and layout"):
+    with pytest.raises(UserError, match="source mine: is empty: it has no documents; check its path, include and document_format"):
         prepare(recipe(mine(tmp_path / "a.jsonl")), tmp_path / "out")
 
 
@@ -295,8 +295,8 @@ def test_a_book_that_is_dropped_for_its_length_is_told_so(tmp_path: Path) -> Non
         prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules=None, domain="prose")), tmp_path / "out")
     report = prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules="other")), tmp_path / "out")
     assert report.sources[0].train.documents == 1
-    with pytest.raises(UserError, match=r"enormous 1\); .* corpus.max_document bytes: raise that"):
-        prepare(recipe(mine(tmp_path / "book.txt", kind="text"), max_document="100 kB"), tmp_path / "out")
+    with pytest.raises(UserError, match=r"enormous 1\); .* corpus.max_document_bytes bytes: raise that"):
+        prepare(recipe(mine(tmp_path / "book.txt", kind="text"), max_document_bytes="100 kB"), tmp_path / "out")
 
 
 def test_a_recipe_without_sources_or_with_two_of_one_name(tmp_path: Path) -> None:

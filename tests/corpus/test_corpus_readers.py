@@ -69,7 +69,7 @@ import resource, sys
 from lmworks.corpus.readers import parts, read
 from lmworks.recipe.corpus import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], licence="test")
+source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], license="test")
 start = peak()
 found = [(item.reason, len(item.text)) for part in parts(source, 1 << 40) for item in read(source, part, 1_000_000)]
 print(found, peak() - start < 60)
@@ -137,7 +137,7 @@ def test_text_files_directories_and_globs(tmp_path: Path) -> None:
 
 def test_lines_as_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"eins\r\n\nzwei\n" + b"\xff\n" + b"x" * (LIMIT + 5) + b"\nlast")
-    found = items("text", path=str(tmp_path), layout="lines")
+    found = items("text", path=str(tmp_path), document_format="lines")
     assert texts(found) == ["eins", "zwei", "last"]
     assert reasons(found) == ["bad_utf8", "enormous"]
 
@@ -182,19 +182,19 @@ def test_a_missing_source_names_itself(tmp_path: Path) -> None:
         items("text", path=str(tmp_path / "nowhere"))
 
 
-def test_unknown_layouts_are_refused(tmp_path: Path) -> None:
+def test_unknown_document_formats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="source mine: unknown layout 'pages'; known are chats, days, file, lines"):
-        items("text", path=str(tmp_path), layout="pages")
-    with pytest.raises(UserError, match="unknown layout 'pages' of the standard library; known are code, docs"):
-        items("stdlib", layout="pages")
+    with pytest.raises(UserError, match="source mine: unknown document_format 'pages'; known are chats, days, file, lines"):
+        items("text", path=str(tmp_path), document_format="pages")
+    with pytest.raises(UserError, match="unknown document_format 'pages' of the standard library; known are code, docs"):
+        items("stdlib", document_format="pages")
 
 
 def test_the_standard_library_as_code_and_docs() -> None:
-    code = items("stdlib", layout="code", limit=10**6, include="json/*.py")
+    code = items("stdlib", document_format="code", limit=10**6, include="json/*.py")
     assert {item.origin for item in code} >= {"json/__init__.py", "json/decoder.py"}
     assert not any("test" in item.origin.split("/") for item in items("stdlib", limit=10**6))
-    docs = texts(items("stdlib", layout="docs", limit=10**6, include="textwrap.py"))
+    docs = texts(items("stdlib", document_format="docs", limit=10**6, include="textwrap.py"))
     assert any(text.startswith('The "if" statement') or "if_stmt" in text for text in docs)
     assert "textwrap.dedent(text)\n    Remove any common leading whitespace from every line in `text`." in docs[-1]
 

@@ -73,13 +73,13 @@ def test_only_exact_pins_are_passed_to_pip(package: str, index: str) -> None:
 
 
 def test_members_are_read_in_place_and_never_imported(index: str) -> None:
-    source = Source(name="mine", kind="wheel", package="some-text==1.2", sha256=index, include="some_text/*.txt", licence="test")
+    source = Source(name="mine", kind="wheel", package="some-text==1.2", sha256=index, include="some_text/*.txt", license="test")
     found = [item for part in parts(source, 5) for item in read(source, part, 1000)]
     assert [(item.text, item.origin) for item in found if item.reason is None] == [("from the wheel", "some_text/a.txt")]
     assert [item.reason for item in found] == [None, "bad_utf8"]
 
 
 def test_no_matching_members(index: str) -> None:
-    source = Source(name="mine", kind="wheel", package="some-text==1.2", sha256=index, include="*.csv", licence="test")
+    source = Source(name="mine", kind="wheel", package="some-text==1.2", sha256=index, include="*.csv", license="test")
     with pytest.raises(UserError, match=r"source mine: some-text==1.2 has no members matching '\*.csv'"):
         parts(source, 1000)

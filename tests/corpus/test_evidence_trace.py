@@ -173,7 +173,9 @@ def test_many_differences_are_cut_short() -> None:
 def test_a_document_of_repeated_passages_is_told_as_such(tmp_path: Path) -> None:
     page = made.pages(3)
     texts = [*page, f"{page[0][:900]} Only this is new."]
-    corpus = made.make(tmp_path, texts, dedup={"minhash": None, "substring": {"length": 50, "minimum": 0.5}}, validation_fraction=0)
+    corpus = made.make(
+        tmp_path, texts, dedup={"minhash": None, "substring": {"min_length": 50, "min_remaining": 0.5}}, validation_fraction=0
+    )
     found = trace(corpus, "pages/0/3")
     assert (found.decision["fate"], found.decision["reason"]) == ("dedup", "repeated_passages")
     last = found.moments[-1]

@@ -28,7 +28,7 @@ from lmworks.recipe.steps import Quality
 
 
 def source(**more: object) -> Source:
-    return Source.model_validate({"name": "web", "kind": "text", "path": "x", "licence": "test", **more})
+    return Source.model_validate({"name": "web", "kind": "text", "path": "x", "license": "test", **more})
 
 
 def documents(texts: Sequence[str]) -> list[Document]:

@@ -89,7 +89,7 @@ def node(endpoint: str, **more: Any) -> Rewrite:
 
 
 def run(tmp_path: Path, node: Rewrite, texts: list[str], source: str = "web") -> list[Outcome]:
-    made = Source(name=source, kind="text", path="x", licence="test")
+    made = Source(name=source, kind="text", path="x", license="test")
     step = steps.make(node, steps.Context(made, 0, tmp_path))
     documents = [
         Document(f"{source}/0/{number}", text, f"x:{number}", source, "web", "en", {"url": "u"}) for number, text in enumerate(texts)
@@ -170,14 +170,14 @@ def test_a_wrong_key_or_nobody_there_stops_in_one_line(endpoint: Endpoint, tmp_p
         run(tmp_path, node("http://127.0.0.1:9/v1", retries=0), TEXTS[:3])
     monkeypatch.delenv("SOME_KEY", raising=False)
     with pytest.raises(UserError, match=r"needs a key for https://example\.org/v1: put it into the environment variable SOME_KEY"):
-        run(tmp_path, node("https://example.org/v1", key_from="SOME_KEY"), TEXTS)
+        run(tmp_path, node("https://example.org/v1", api_key_env="SOME_KEY"), TEXTS)
 
 
 def test_the_key_comes_from_the_environment_and_is_written_nowhere(
     endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEY", "sk-secret")
-    run(tmp_path, node(endpoint.url, key_from="SOME_KEY"), TEXTS[:2])
+    run(tmp_path, node(endpoint.url, api_key_env="SOME_KEY"), TEXTS[:2])
     assert endpoint.keys == ["Bearer sk-secret"] * 2
     assert not any("sk-secret" in path.read_text() for path in (tmp_path / "answers").rglob("*.json"))
 
@@ -200,7 +200,7 @@ def test_other_sources_pass_untouched(endpoint: Endpoint, tmp_path: Path) -> Non
 def test_a_recipe_that_does_not_say_enough_is_refused(tmp_path: Path, step: str, message: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(
-        f"name: r\nsize: 1M\ncorpus:\n  sources: [{{name: prose, kind: text, path: a, licence: CC0-1.0}}]\n  steps: [{step}]\n"
+        f"name: r\nsize: 1M\ncorpus:\n  sources: [{{name: prose, kind: text, path: a, license: CC0-1.0}}]\n  steps: [{step}]\n"
     )
     with pytest.raises(UserError) as caught:
         load_recipe(path)

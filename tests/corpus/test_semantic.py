@@ -100,7 +100,7 @@ def test_a_chain_of_neighbours_does_not_swallow_its_far_end() -> None:
 
 
 def recipe(folder: Path, **dedup: object) -> Recipe:
-    common = {"kind": "jsonl", "licence": "test", "rules": "none"}
+    common = {"kind": "jsonl", "license": "test", "rules": "none"}
     sources = [Source.model_validate({"name": name, "path": str(folder / f"{name}.jsonl"), **common}) for name in ("web", "books")]
     node = Dedup.model_validate({"semantic": {"threshold": 0.95}, "priority": ["books"], **dedup})
     return Recipe(name="r", corpus=Corpus(sources=sources, dedup=node, processes=1, decontaminate=None))

@@ -57,7 +57,7 @@ def test_sound_code_parses_and_prose_does_not(kind: str) -> None:
     assert parsed(SOUND[kind], kind).share == 0
     assert judge(SOUND[kind], f"src/main.{kind}") == "kept"
     prose = "<?php\n" + PROSE if kind == "php" else PROSE
-    assert judge(prose, f"src/main.{kind}", errors=0.0) == "unparsable"
+    assert judge(prose, f"src/main.{kind}", max_error_fraction=0.0) == "unparsable"
 
 
 def test_every_suffix_has_its_grammar() -> None:
@@ -72,7 +72,7 @@ def test_the_share_of_errors_decides() -> None:
     share = parsed(good + "int broken( {\n", "c").share
     assert 0 < share < 0.05
     assert judge(good + "int broken( {\n", "a.c") == "kept"
-    assert judge(good + "int broken( {\n", "a.c", errors=0.0) == "unparsable"
+    assert judge(good + "int broken( {\n", "a.c", max_error_fraction=0.0) == "unparsable"
     assert parsed("int f() { return 1", "c").share > 0, "cut off in the middle"
 
 
@@ -135,7 +135,7 @@ def test_a_missing_grammar_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_step_runs_python() -> None:
     if (ran := run_python("pass", Limits(seconds=PATIENCE))).outcome == "refused":
         pytest.skip(ran.detail)
-    step = step_of(Code(run=True, seconds=Seconds.parse("20 s")))
+    step = step_of(Code(run=True, timeout=Seconds.parse("20 s")))
     texts = ["assert 2 + 2 == 4", "assert 2 + 2 == 5", "import no_such_module_anywhere"]
     assert [verdict(one) for one in outcomes_of(step, texts, domain="code", origin="a.py")] == ["kept", "run_failed", "run_failed"]
     assert [verdict(one) for one in outcomes_of(step, texts[1:], domain="code", origin="a.pyi")] == ["kept", "kept"]

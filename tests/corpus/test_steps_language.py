@@ -52,7 +52,7 @@ def test_a_long_text_is_looked_at_in_three_places() -> None:
 
 
 def test_the_language_of_the_source_stays_and_others_go() -> None:
-    step = step_of(Language(minimum=0.3))
+    step = step_of(Language(min_probability=0.3))
     kept, french, unsure = outcomes_of(step, [PROSE, TEXTS["fr"], "qqq 123 zzz"])
     assert isinstance(kept, Document) and kept.language == "en" and kept.facts["language_score"] > 0.9
     assert (
@@ -66,14 +66,14 @@ def test_the_language_of_the_source_stays_and_others_go() -> None:
 
 
 def test_below_the_minimum_nothing_stays() -> None:
-    outcome = outcomes_of(step_of(Language(minimum=0.999999)), ["Bonjour and hello"])[0]
+    outcome = outcomes_of(step_of(Language(min_probability=0.999999)), ["Bonjour and hello"])[0]
     assert isinstance(outcome, Drop) and outcome.reason == "language_unsure"
 
 
 def test_assigned_languages_and_a_list_to_keep() -> None:
-    found = outcomes_of(step_of(Language(assign=True, minimum=0.3)), list(TEXTS.values()))
+    found = outcomes_of(step_of(Language(assign=True, min_probability=0.3)), list(TEXTS.values()))
     assert [outcome.language for outcome in found if isinstance(outcome, Document)] == list(TEXTS)
-    some = outcomes_of(step_of(Language(assign=True, keep=("de", "fr"), minimum=0.3)), [TEXTS["de"], TEXTS["ru"], TEXTS["fr"]])
+    some = outcomes_of(step_of(Language(assign=True, languages=("de", "fr"), min_probability=0.3)), [TEXTS["de"], TEXTS["ru"], TEXTS["fr"]])
     assert [outcome.language if isinstance(outcome, Document) else outcome.reason for outcome in some] == ["de", "language", "fr"]
 
 

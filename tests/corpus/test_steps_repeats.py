@@ -35,13 +35,13 @@ def test_documents_of_one_batch_do_not_know_of_each_other() -> None:
 
 
 def test_mostly_repetition_goes_on_request() -> None:
-    dropped, kept = outcomes_of(step_of(Repeats(largest=0.6)), [SOURCE * 3, SOURCE * 2])
+    dropped, kept = outcomes_of(step_of(Repeats(max_fraction=0.6)), [SOURCE * 3, SOURCE * 2])
     assert isinstance(dropped, Drop) and dropped.reason == "repeated"
     assert isinstance(kept, Document)
 
 
 def test_chinese_counts_characters() -> None:
     passage = "新鮮果汁都是當場現榨絕對新鮮我特別推薦現榨柳橙汁選用台灣在地的甜橙酸甜平衡"
-    (outcome,) = outcomes_of(step_of(Repeats(length=20)), [f"{passage}。\n您好。{passage}。"])
+    (outcome,) = outcomes_of(step_of(Repeats(min_length=20)), [f"{passage}。\n您好。{passage}。"])
     assert isinstance(outcome, Document)
     assert outcome.text == f"{passage}。\n您好。"

@@ -43,19 +43,21 @@ LISTED = {
 # Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
 SMALL = [
     "time=null", "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
-    "model.hidden_size=32", "model.layers=3", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.ffn_size=64",
-    "model.moe.experts=4", "model.moe.expert_size=16", "train.compile=false", "train.precision=fp32",
+    "model.hidden_size=32", "model.num_hidden_layers=3", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16",
+        "model.intermediate_size=64",
+    "model.moe.n_routed_experts=4", "model.moe.moe_intermediate_size=16", "train.compile=false", "train.precision=fp32",
     "train.validate_bytes_per_domain=2000", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
-    "train.phases.general.sequence_length=128 tokens", "train.phases.general.batch=256 tokens", "train.phases.general.tokens=32Ki",
-    "tune.sequence_length=256 tokens", "tune.batch=1Ki", "tune.tokens=4Ki",
+    "train.phases.general.sequence_length=128 tokens", "train.phases.general.global_batch_size=256 tokens",
+        "train.phases.general.tokens=32Ki",
+    "tune.sequence_length=256 tokens", "tune.global_batch_size=1Ki", "tune.tokens=4Ki",
     "evaluate.benchmarks=[]", "evaluate.task_items=1", "evaluate.references=false",
 ]  # fmt: skip
 # Without the wheels: only text that every machine has.
 QUICKSTART = [
-    'corpus.sources=[{name: code, kind: stdlib, include: "*.py", layout: code, domain: code, language: code, licence: PSF-2.0, '
-    "max_bytes: 200KB}, {name: docs, kind: stdlib, layout: docs, domain: docs, licence: PSF-2.0, max_bytes: 200KB}]",
+    'corpus.sources=[{name: code, kind: stdlib, include: "*.py", layout: code, domain: code, language: code, license: PSF-2.0, '
+    "max_bytes: 200KB}, {name: docs, kind: stdlib, layout: docs, domain: docs, license: PSF-2.0, max_bytes: 200KB}]",
     "train.phases.general.mixture={code: 0.5, docs: 0.5}", "train.phases.anneal.mixture={docs: 1.0}",
-    "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.batch=512 tokens", "train.phases.anneal.tokens=2Ki",
+    "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.global_batch_size=512 tokens", "train.phases.anneal.tokens=2Ki",
     "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], count: 60}]", "evaluate.tasks=[spell_backward]",
 ]  # fmt: skip
 

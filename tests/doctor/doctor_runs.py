@@ -20,11 +20,20 @@ HOSTILE = "<!-- <script </script x </script><script>window.hacked=1</script><img
 
 def recipe() -> Recipe:
     phases = [
-        Phase(name=name, tokens=f"{tokens} tokens", mixture={"a": 1.0}, sequence_length="32 tokens", batch="64 tokens")
+        Phase(name=name, tokens=f"{tokens} tokens", mixture={"a": 1.0}, sequence_length="32 tokens", global_batch_size="64 tokens")
         for name, tokens in (("general", 2560), ("anneal", 1280))
     ]
-    moe = Moe(experts=4, top_k=2, expert_size=32, dense_layers=1)
-    model = Model(vocab_size=512, hidden_size=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn_size=128, moe=moe)
+    moe = Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+    model = Model(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        moe=moe,
+    )
     return Recipe(name="trial", model=model, train=Train(phases=phases))
 
 
@@ -117,7 +126,7 @@ def write_run(run: Path) -> None:
         "name": "a",
         "domain": "prose",
         "language": "en",
-        "licence": "MIT",
+        "license": "MIT",
         "came": count,
         "quarantined": {},
         "train": {"documents": 5, "bytes": 500},

@@ -29,10 +29,10 @@ HOSTILE = "<script>alert(1)</script>&\"'"
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The figures of a corpus of two sources with copies and noise; the step `lines` measures something."""
     folder = tmp_path_factory.mktemp("corpus")
-    docs = Source(name="docs", kind="stdlib", layout="docs", include="email/*.py", domain="docs", licence=HOSTILE)
+    docs = Source(name="docs", kind="stdlib", document_format="docs", include="email/*.py", domain="docs", license=HOSTILE)
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"{'qxz ' * 60}{number % 5}"}) + "\n" for number in range(20)))
-    rows = Source(name="rows", kind="jsonl", path=str(folder / "rows.jsonl"), domain="web", rules="none", licence="x")
-    steps = [{"step": "clean"}, {"step": "lines", "shortest": 1}, {"step": "rules"}]
+    rows = Source(name="rows", kind="jsonl", path=str(folder / "rows.jsonl"), domain="web", rules="none", license="x")
+    steps = [{"step": "clean"}, {"step": "lines", "min_length": 1}, {"step": "rules"}]
     plain = {"validation_fraction": 0.1, "dedup": {"minhash": None}, "decontaminate": None}
     prepare(Recipe(name="looked-at", corpus=Corpus(sources=[docs, rows], steps=steps, **plain)), folder / "out")
     return analyze(folder / "out")

@@ -270,7 +270,7 @@ def played_by(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
 
 def test_mystery_4_tensor_ranks_with_one_seed(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
-    overrides = ("layout.tp=2", "model.kv_heads=2")
+    overrides = ("layout.tp=2", "model.num_key_value_heads=2")
     played_by(alone)
     sound = context_of(tiny, *overrides)
     assert layouts.same_start(sound).result == layouts.same_steps(sound).result == "ok"
@@ -324,17 +324,17 @@ def test_small_layouts_have_every_axis_of_the_real_one() -> None:
 def test_small_models_are_of_the_same_kind(name: str) -> None:
     recipe = load_recipe(name).recipe
     small = small_recipe(recipe)
-    assert {key: bool(value) for key, value in small.model} | {"dropout": 0, "attention_dropout": 0} == {
+    assert {key: bool(value) for key, value in small.model} | {"residual_dropout": 0, "attention_dropout": 0} == {
         key: bool(value) for key, value in recipe.model
-    } | {"dropout": 0, "attention_dropout": 0}
+    } | {"residual_dropout": 0, "attention_dropout": 0}
     assert np.isfinite(train(small, Layout()).losses).all()
 
 
 def test_a_broken_first_batch_is_found(tiny: Tiny) -> None:
     sound = steps.first_batches(context_of(tiny))
     assert sound.result == "ok" and sound.figures["general/loss"] == pytest.approx(np.log(512), abs=0.2)
-    wild = steps.first_batches(context_of(tiny, "model.init_std=4.0", "model.tie_embeddings=true"))
-    tight = steps.first_batches(context_of(tiny, "model.logit_softcap=30.0"))
+    wild = steps.first_batches(context_of(tiny, "model.initializer_range=4.0", "model.tie_word_embeddings=true"))
+    tight = steps.first_batches(context_of(tiny, "model.final_logit_softcapping=30.0"))
     assert tight.result == "ok" and wild.figures["general/loss"] > sound.figures["general/loss"] + 1
 
 
@@ -397,9 +397,9 @@ def test_ranks_measure_their_collectives_and_take_a_first_step(tiny: Tiny, ranks
     [
         ("Glm4MoeForCausalLM", ()),
         ("Olmo2ForCausalLM", ("model.moe=null", "model.norm_position=post", "model.qk_norm_over=all_heads")),
-        ("SmolLM3ForCausalLM", ("model.moe=null", "model.qk_norm=false", "model.nope_every=4")),
-        ("Qwen3MoeForCausalLM", ("model.moe={experts: 4, top_k: 2, expert_size: 16, shared_experts: 0, dense_layers: 0, gate: softmax, "
-                                 "balance: {method: aux}}",)),
+        ("SmolLM3ForCausalLM", ("model.moe=null", "model.use_qk_norm=false", "model.no_rope_layer_interval=4")),
+        ("Qwen3MoeForCausalLM", ("model.moe={n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, n_shared_experts: 0, "
+                                 "first_k_dense_replace: 0, scoring_func: softmax, balance: {method: aux}}",)),
     ],
 )  # fmt: skip
 def test_export_of_a_small_model_of_the_same_kind(tiny: Tiny, name: str, overrides: tuple[str, ...]) -> None:

@@ -307,7 +307,7 @@ def test_hostile_text_stays_text(run_dir: Path) -> None:
     results["references"]["how"][HOSTILE] = HOSTILE
     write_json(run_dir / "evaluate" / "results.json", results)
     report = read_json(run_dir / "corpus" / "report.json")
-    report["sources"][0]["name"] = report["sources"][0]["licence"] = HOSTILE
+    report["sources"][0]["name"] = report["sources"][0]["license"] = HOSTILE
     write_json(run_dir / "corpus" / "report.json", report)
     text = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "metrics.jsonl").write_text(

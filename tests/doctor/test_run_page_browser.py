@@ -215,7 +215,7 @@ def test_it_fits_and_can_be_read(browser: Browser, report: str, width: int, them
         ".legend",
         ".when span",
         ".verdict.above",
-        ".licence",
+        ".license",
         ".timeline span",
         ".stages small",
         "footer",

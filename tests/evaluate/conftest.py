@@ -66,7 +66,15 @@ def small_transformer() -> nn.Module:
     from lmworks.model import Transformer
     from lmworks.model.init import initialize
 
-    moe = Moe(experts=4, top_k=2, expert_size=16, shared_experts=1, dense_layers=1)
-    shape = {"vocab_size": 259, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 64}
-    config = Model(**shape, moe=moe, init_std=0.3, max_length="96 tokens")
+    moe = Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1)
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+    }
+    config = Model(**shape, moe=moe, initializer_range=0.3, max_position_embeddings="96 tokens")
     return initialize(Transformer(config), seed=3).eval()

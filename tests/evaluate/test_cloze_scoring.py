@@ -51,7 +51,7 @@ def test_batched_equals_one_at_a_time_on_a_real_decoder(small_transformer, byte_
     assert len(set(plain)) == len(plain)
     for batch_tokens in (1, 40, 8192):
         # fp32 sums in another order over a two-layer model: relative 1e-5
-        assert BatchedLogProbs(small_transformer, batch_tokens=batch_tokens, head_chunk=7)(requests) == pytest.approx(plain, rel=1e-5)
+        assert BatchedLogProbs(small_transformer, batch_tokens=batch_tokens, logit_chunk_size=7)(requests) == pytest.approx(plain, rel=1e-5)
 
 
 def test_left_truncation_agrees_and_keeps_the_continuation(small_transformer, byte_tokenizer) -> None:

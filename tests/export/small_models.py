@@ -24,28 +24,45 @@ VOCABULARY = 640
 LENGTH = 128
 
 _DENSE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn_size": 256,
-    "max_length": "256 tokens",
+    "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 256,
+    "max_position_embeddings": "256 tokens",
 }  # fmt: skip
-_MOE = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 1, "dense_layers": 1, "routed_scale": 2.5}
-SOFTMAX = {"experts": 8, "top_k": 2, "expert_size": 64, "shared_experts": 0, "gate": "softmax", "balance": {"method": "aux"}}
+_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+SOFTMAX = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 0,
+    "scoring_func": "softmax",
+    "balance": {"method": "aux"},
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "glm4moe": {**_DENSE, "qk_norm": True, "attention_bias": True, "rope": {"fraction": 0.5}, "moe": _MOE},
-    "glm4moe-groups": {**_DENSE, "rope": {"fraction": 0.5}, "moe": {**_MOE, "groups": 4, "top_groups": 2, "normalize_top_k": False}},
-    "glm4moe-mtp": {**_DENSE, "qk_norm": True, "rope": {"fraction": 0.5}, "moe": _MOE, "mtp": {}},
-    "deepseek": {**_DENSE, "kv_heads": 4, "head_dim": 48, "norm_eps": 1e-6, "moe": _MOE, "mtp": {},
-                 "mla": {"q_rank": 64, "kv_rank": 48, "rope_dim": 16, "nope_dim": 32, "value_dim": 32}},
-    "qwen3": {**_DENSE, "qk_norm": True, "tie_embeddings": True},
+    "glm4moe": {**_DENSE, "use_qk_norm": True, "attention_bias": True, "rope": {"partial_rotary_factor": 0.5}, "moe": _MOE},
+    "glm4moe-groups": {**_DENSE, "rope": {"partial_rotary_factor": 0.5}, "moe": {**_MOE, "n_group": 4, "topk_group": 2,
+        "norm_topk_prob": False}},
+    "glm4moe-mtp": {**_DENSE, "use_qk_norm": True, "rope": {"partial_rotary_factor": 0.5}, "moe": _MOE, "mtp": {}},
+    "deepseek": {**_DENSE, "num_key_value_heads": 4, "head_dim": 48, "rms_norm_eps": 1e-6, "moe": _MOE, "mtp": {},
+                 "mla": {"q_lora_rank": 64, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}},
+    "qwen3": {**_DENSE, "use_qk_norm": True, "tie_word_embeddings": True},
     "qwen2": {**_DENSE, "attention_bias": True, "head_dim": 32},
     "qwen2-wide": {**_DENSE, "attention_bias": True},
     "llama": {**_DENSE, "rope": {"theta": 500_000.0}},
-    "llama-yarn": {**_DENSE, "rope": {"scaling": "yarn", "factor": 4.0, "original_length": "64 tokens"}},
-    "llama-llama3": {**_DENSE, "rope": {"theta": 500_000.0, "scaling": "llama3", "factor": 4.0, "original_length": "64 tokens"}},
+    "llama-yarn": {**_DENSE, "rope": {"scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": "64 tokens"}},
+    "llama-llama3": {**_DENSE, "rope": {"theta": 500_000.0, "scaling": "llama3", "factor": 4.0,
+        "original_max_position_embeddings": "64 tokens"}},
     "llama-linear": {**_DENSE, "rope": {"scaling": "linear", "factor": 2.0}},
-    "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_length": "64 tokens"}},
-    "qwen3moe": {**_DENSE, "qk_norm": True, "moe": {**SOFTMAX, "dense_layers": 0}},
-    "olmo2": {**_DENSE, "head_dim": 32, "qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"},
-    "smollm3": {**_DENSE, "nope_every": 4, "tie_embeddings": True},
+    "llama-ntk": {**_DENSE, "rope": {"scaling": "ntk", "factor": 4.0, "original_max_position_embeddings": "64 tokens"}},
+    "qwen3moe": {**_DENSE, "use_qk_norm": True, "moe": {**SOFTMAX, "first_k_dense_replace": 0}},
+    "olmo2": {**_DENSE, "head_dim": 32, "use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"},
+    "smollm3": {**_DENSE, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 STEPS = 64
 TEXTS = [
@@ -75,7 +92,13 @@ class Run:
 
 
 def recipe_for(model: dict[str, Any], run_dir: Path, **export: Any) -> Recipe:
-    phase = {"name": "only", "tokens": "64Ki", "mixture": {"code": 0.5, "docs": 0.5}, "sequence_length": f"{LENGTH} tokens", "batch": "1Ki"}
+    phase = {
+        "name": "only",
+        "tokens": "64Ki",
+        "mixture": {"code": 0.5, "docs": 0.5},
+        "sequence_length": f"{LENGTH} tokens",
+        "global_batch_size": "1Ki",
+    }
     return Recipe.model_validate({
         "name": "tiny", "seed": 3, "threads": 1, "run_dir": str(run_dir), "model": model, "train": {"phases": [phase]},
         "tokenizer": {"vocab_size": VOCABULARY, "sample_bytes": "300kB"}, "export": {"dtype": "fp32", **export},

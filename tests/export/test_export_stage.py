@@ -32,9 +32,9 @@ pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")
 
 CORPUS = {"sources": [
-    {"name": "code", "domain": "code", "language": "code", "licence": "PSF-2.0", "train": {"documents": 8, "bytes": 1_200_000}},
-    {"name": "docs", "domain": "docs", "language": "no", "licence": "MIT | own", "train": {"documents": 30, "bytes": 300_000}},
-    {"name": "unused", "domain": "docs", "language": "fr", "licence": "secret", "train": {"documents": 0, "bytes": 0}},
+    {"name": "code", "domain": "code", "language": "code", "license": "PSF-2.0", "train": {"documents": 8, "bytes": 1_200_000}},
+    {"name": "docs", "domain": "docs", "language": "no", "license": "MIT | own", "train": {"documents": 30, "bytes": 300_000}},
+    {"name": "unused", "domain": "docs", "language": "fr", "license": "secret", "train": {"documents": 0, "bytes": 0}},
 ]}  # fmt: skip
 _SCORE = {"n": 50, "score": 0.34, "interval": [0.22, 0.48], "verdict": "at chance", "chance": 0.25, "baseline": 0.3}
 RESULTS = {
@@ -236,7 +236,7 @@ def test_a_near_tie_of_two_experts_is_no_fault(glm: Any, tmp_path: Path) -> None
 def test_positions_of_the_last_phase_are_refused_before_work(tmp_path: Path) -> None:
     recipe = recipe_for(MODELS["qwen3"], tmp_path)
     check(recipe)
-    rope = RopeChange(scaling="llama3", factor=4, original_length="128 tokens")
+    rope = RopeChange(scaling="llama3", factor=4, original_max_position_embeddings="128 tokens")
     phase = recipe.train.phases[0].model_copy(update={"rope": rope})
     later = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": [*recipe.train.phases, phase]})})
     with pytest.raises(UserError, match=r"rope\.scaling llama3, which llama\.cpp reads for its architecture llama and not for qwen3"):
@@ -244,7 +244,7 @@ def test_positions_of_the_last_phase_are_refused_before_work(tmp_path: Path) -> 
 
 
 def test_models_that_no_format_expresses_are_refused_before_work(glm: Any, tmp_path: Path) -> None:
-    moe = glm.recipe.model.moe.model_copy(update={"gate": "softmax"})
+    moe = glm.recipe.model.moe.model_copy(update={"scoring_func": "softmax"})
     recipe = glm.recipe.model_copy(update={"model": glm.recipe.model.model_copy(update={"moe": moe})})
     with pytest.raises(UserError, match=r"no Hugging Face class expresses this model: its gates are softmax .* export.huggingface=false"):
         export(recipe, glm.directory, tmp_path / "out")

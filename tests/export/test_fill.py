@@ -23,7 +23,7 @@ from rank_pool import RankPool
 
 _MODELS: dict[str, dict[str, Any]] = {
     "mla": MODELS["mla"], "moe": MODELS["moe"],
-    "tied": MODELS["dense"] | {"tie_embeddings": True, "attention_bias": False, "rope": {"fraction": 1.0}},
+    "tied": MODELS["dense"] | {"tie_word_embeddings": True, "attention_bias": False, "rope": {"partial_rotary_factor": 1.0}},
 }  # fmt: skip
 
 
@@ -56,7 +56,15 @@ def test_ranks_read_what_one_process_reads(ranks: RankPool, tmp_path: Path, layo
 
 
 def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    small = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+    }
     source = initialize(Transformer(Model.model_validate(small)), 7)
     write_model(source, tmp_path, {}, torch.float32)
     config = Model.model_validate(small | {"vocab_size": 70})
@@ -66,8 +74,8 @@ def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_pa
     assert torch.equal(larger.embedding.weight[:64], source.embedding.weight) and torch.equal(larger.head.weight[:64], source.head.weight)
     assert torch.equal(larger.embedding.weight[64:], new)
     for change, reason in (
-        ({"ffn_size": 56}, "has shape"), ({"vocab_size": 60}, "has shape"), ({"layers": 3}, "has no tensor"),
-        ({"layers": 1}, "does not belong"), ({"qk_norm": True}, "has no tensor"),
+        ({"intermediate_size": 56}, "has shape"), ({"vocab_size": 60}, "has shape"), ({"num_hidden_layers": 3}, "has no tensor"),
+        ({"num_hidden_layers": 1}, "does not belong"), ({"use_qk_norm": True}, "has no tensor"),
     ):  # fmt: skip
         config = Model.model_validate(small | change)
         with pytest.raises(UserError, match=reason):

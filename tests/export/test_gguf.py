@@ -101,7 +101,7 @@ def loaded_by_transformers(path: Path, model: Model) -> Any:
     # of Qwen it reads neither attention.key_length nor the width of experts, and llama.cpp always normalizes their weights
     unread: dict[str, Any] = {"head_dim": model.head_dim}
     if model.moe:
-        unread |= {"moe_intermediate_size": model.moe.expert_size, "norm_topk_prob": True}
+        unread |= {"moe_intermediate_size": model.moe.moe_intermediate_size, "norm_topk_prob": True}
     config = transformers.AutoConfig.for_model(**load_gguf_checkpoint(str(path))["config"] | unread)
     peer = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=peer)["tensors"]
@@ -151,17 +151,28 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"qk_norm": True, "sliding_window": "64 tokens"}, "it has a sliding window, which llama.cpp ignores"),
-        ({"nope_every": 2}, r"every 2 layers \(nope_every\), and llama.cpp knows only 4"),
-        ({"logit_softcap": 30.0}, "logit_softcap is on"),
+        ({"use_qk_norm": True, "sliding_window": "64 tokens"}, "it has a sliding window, which llama.cpp ignores"),
+        ({"no_rope_layer_interval": 2}, r"every 2 layers \(no_rope_layer_interval\), and llama.cpp knows only 4"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
         ({"sliding_window": "64 tokens"}, "llama.cpp runs Mistral as llama, which ignores it"),
-        ({"qk_norm": True, "rope": {"scaling": "llama3", "original_length": "8 tokens"}}, "for its architecture llama and not for qwen3"),
-        ({"qk_norm": True, "moe": SOFTMAX | {"dense_layers": 1}}, "llama.cpp's qwen3moe has experts in all"),
-        ({"qk_norm": True, "moe": SOFTMAX | {"dense_layers": 0, "normalize_top_k": False}}, "not normalized"),
+        (
+            {"use_qk_norm": True, "rope": {"scaling": "llama3", "original_max_position_embeddings": "8 tokens"}},
+            "for its architecture llama and not for qwen3",
+        ),
+        ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 1}}, "llama.cpp's qwen3moe has experts in all"),
+        ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 0, "norm_topk_prob": False}}, "not normalized"),
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:
-    shape = {"vocab_size": 64, "hidden_size": 32, "layers": 4, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn_size": 32}
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 32,
+    }
     model = Model.model_validate(shape | change)
     with pytest.raises(UserError, match=rf"no architecture of llama.cpp expresses this model: .*{reason}.*export.gguf=false"):
         architecture_for(model)
@@ -183,7 +194,7 @@ def test_multi_token_prediction_stays_behind(make_run: Callable[..., Any], tmp_p
     own = [name for name in run.model.state_dict() if not name.startswith("mtp.")]
     assert len(reader.tensors) == len(own) == check_gguf(run.model, tmp_path / "model.gguf", torch.float32)
     assert len(own) < len(run.model.state_dict()) and int(reader.get_field("glm4moe.nextn_predict_layers").contents()) == 0
-    assert int(reader.get_field("glm4moe.block_count").contents()) == run.model.config.layers
+    assert int(reader.get_field("glm4moe.block_count").contents()) == run.model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES.values() if family.architectures], ids=lambda family: family.model_type)
@@ -205,7 +216,7 @@ def test_names_are_those_of_llama_cpps_tables(family: Family, make_run: Callable
         listed = {gguf.TENSOR_NAMES[kind].replace("{bid}", "*") for kind in gguf.MODEL_TENSORS[number]}
         found = {re.sub(r"blk\.\d+\.", "blk.*.", tensor.name).rsplit(".", 1)[0] for tensor in reader.tensors}
         assert found <= listed
-        assert reader.get_field(f"{architecture}.block_count").contents() == config.layers
+        assert reader.get_field(f"{architecture}.block_count").contents() == config.num_hidden_layers
         written += 1
         if written == 3:
             break

@@ -23,49 +23,81 @@ from lmworks.recipe.huggingface import class_for, from_config, to_config
 from lmworks.recipe.model import Balance, Mla, Model, Moe, Rope
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn_size": 96, "max_length": "64 tokens"
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+    "intermediate_size": 96, "max_position_embeddings": "64 tokens"
 }  # fmt: skip
-_MOE = Moe(experts=8, top_k=3, expert_size=32, shared_experts=2, dense_layers=1, routed_scale=2.5)
-_SOFTMAX = Moe(experts=8, top_k=3, expert_size=32, shared_experts=0, dense_layers=0, gate="softmax", balance=Balance(method="aux"))
-_POST: dict[str, Any] = _COMMON | {"head_dim": 16, "norm_position": "post", "qk_norm": True, "qk_norm_over": "all_heads"}
-_LLAMA3 = Rope(theta=500_000, scaling="llama3", factor=8, original_length="16 tokens")
-_MLA = Mla(q_rank=24, kv_rank=20, rope_dim=8, nope_dim=12, value_dim=10)
-_LATENT: dict[str, Any] = _COMMON | {"kv_heads": 4, "head_dim": 20, "mla": _MLA}
-_YARN = Rope(theta=500.0, scaling="yarn", factor=4, original_length="16 tokens")
+_MOE = Moe(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+)
+_SOFTMAX = Moe(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=0,
+    first_k_dense_replace=0,
+    scoring_func="softmax",
+    balance=Balance(method="aux"),
+)
+_POST: dict[str, Any] = _COMMON | {"head_dim": 16, "norm_position": "post", "use_qk_norm": True, "qk_norm_over": "all_heads"}
+_LLAMA3 = Rope(theta=500_000, scaling="llama3", factor=8, original_max_position_embeddings="16 tokens")
+_MLA = Mla(q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
+_LATENT: dict[str, Any] = _COMMON | {"num_key_value_heads": 4, "head_dim": 20, "mla": _MLA}
+_YARN = Rope(theta=500.0, scaling="yarn", factor=4, original_max_position_embeddings="16 tokens")
 
 CASES = {
-    "glm4_moe": Model(**_COMMON, qk_norm=True, attention_bias=True, rope=Rope(fraction=0.5, theta=1e5), moe=_MOE),
+    "glm4_moe": Model(**_COMMON, use_qk_norm=True, attention_bias=True, rope=Rope(partial_rotary_factor=0.5, theta=1e5), moe=_MOE),
     "glm4_moe_groups": Model(
-        **_COMMON, rope=Rope(fraction=0.5), moe=_MOE.model_copy(update={"groups": 4, "top_groups": 2, "normalize_top_k": False})
+        **_COMMON,
+        rope=Rope(partial_rotary_factor=0.5),
+        moe=_MOE.model_copy(update={"n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     ),
-    "qwen3": Model(**_COMMON, qk_norm=True),
-    "qwen3_window": Model(**_COMMON, qk_norm=True, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention"),
-                          tie_embeddings=True),
-    "qwen3_window_per_layer": Model(**_COMMON, qk_norm=True, sliding_window="5 tokens",
-                                    layer_types=("full_attention", "sliding_attention", "sliding_attention", "sliding_attention")),
-    "qwen3_moe": Model(**_COMMON, qk_norm=True, moe=_SOFTMAX),
-    "qwen3_moe_dense_window": Model(**_COMMON, qk_norm=True, sliding_window="5 tokens", tie_embeddings=True,
-                                    moe=_SOFTMAX.model_copy(update={"dense_layers": 2, "normalize_top_k": False})),
+    "qwen3": Model(**_COMMON, use_qk_norm=True),
+    "qwen3_window": Model(
+        **_COMMON,
+        use_qk_norm=True,
+        sliding_window="5 tokens",
+        layer_types=("sliding_attention", "full_attention"),
+        tie_word_embeddings=True,
+    ),
+    "qwen3_window_per_layer": Model(
+        **_COMMON,
+        use_qk_norm=True,
+        sliding_window="5 tokens",
+        layer_types=("full_attention", "sliding_attention", "sliding_attention", "sliding_attention"),
+    ),
+    "qwen3_moe": Model(**_COMMON, use_qk_norm=True, moe=_SOFTMAX),
+    "qwen3_moe_dense_window": Model(
+        **_COMMON,
+        use_qk_norm=True,
+        sliding_window="5 tokens",
+        tie_word_embeddings=True,
+        moe=_SOFTMAX.model_copy(update={"first_k_dense_replace": 2, "norm_topk_prob": False}),
+    ),
     "mistral": Model(**_COMMON, sliding_window="5 tokens"),
     "olmo2": Model(**_POST),
-    "olmo2_tied": Model(**_POST | {"kv_heads": 4}, tie_embeddings=True, rope=Rope(theta=500_000)),
+    "olmo2_tied": Model(**_POST | {"num_key_value_heads": 4}, tie_word_embeddings=True, rope=Rope(theta=500_000)),
     "qwen2_window": Model(**_COMMON, attention_bias=True, sliding_window="5 tokens"),
     "qwen2": Model(**_COMMON, attention_bias=True),
     "llama": Model(**_COMMON, rope=Rope(theta=500_000)),
     "llama_linear": Model(**_COMMON, rope=Rope(scaling="linear", factor=4)),
     "llama_yarn": Model(**_COMMON, rope=_YARN),
     "llama_llama3": Model(**_COMMON, rope=_LLAMA3),
-    "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_length="16 tokens")),
+    "llama_ntk": Model(**_COMMON, rope=Rope(scaling="ntk", factor=4, original_max_position_embeddings="16 tokens")),
     "smollm3_window_per_layer": Model(**_COMMON, sliding_window="5 tokens", layer_types=("sliding_attention", "full_attention")),
-    "smollm3": Model(**_COMMON, nope_every=4, tie_embeddings=True),
+    "smollm3": Model(**_COMMON, no_rope_layer_interval=4, tie_word_embeddings=True),
     "deepseek_v3_dense": Model(**_LATENT),
-    "deepseek_v3_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_rank": None})}), rope=Rope(theta=500.0)),
+    "deepseek_v3_plain_query": Model(**(_LATENT | {"mla": _MLA.model_copy(update={"q_lora_rank": None})}), rope=Rope(theta=500.0)),
     "deepseek_v3_moe": Model(**_LATENT, moe=_MOE),
-    "deepseek_v3_moe_groups": Model(**_LATENT, moe=_MOE.model_copy(update={"groups": 4, "top_groups": 2}), tie_embeddings=True),
-    "deepseek_v3_eps_1e-5": Model(**_LATENT, moe=_MOE, norm_eps=1e-5),
-    "deepseek_v3_eps_1e-3": Model(**_LATENT, norm_eps=1e-3),
+    "deepseek_v3_moe_groups": Model(**_LATENT, moe=_MOE.model_copy(update={"n_group": 4, "topk_group": 2}), tie_word_embeddings=True),
+    "deepseek_v3_eps_1e-5": Model(**_LATENT, moe=_MOE, rms_norm_eps=1e-5),
+    "deepseek_v3_eps_1e-3": Model(**_LATENT, rms_norm_eps=1e-3),
     "deepseek_v3_yarn": Model(**_LATENT, rope=_YARN),
-    "deepseek_v3_ntk": Model(**_LATENT, rope=Rope(scaling="ntk", factor=4, original_length="16 tokens")),
+    "deepseek_v3_ntk": Model(**_LATENT, rope=Rope(scaling="ntk", factor=4, original_max_position_embeddings="16 tokens")),
 }
 
 
@@ -206,7 +238,7 @@ def test_a_new_family_is_one_new_file(tmp_path: Path, monkeypatch: pytest.Monkey
     found = registry._found()
     assert found.keys() == FAMILIES.keys() | {"WideForCausalLM"}
     monkeypatch.setattr(registry, "FAMILIES", found)
-    config = to_config(Model(**_COMMON, qk_norm=True, attention_bias=True), Rope(), {})
+    config = to_config(Model(**_COMMON, use_qk_norm=True, attention_bias=True), Rope(), {})
     assert config["model_type"] == "wide" and from_config(config).attention_bias and "`WideForCausalLM`" in table()
 
 
@@ -255,19 +287,19 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"logit_softcap": 30.0}, "logit_softcap is on"),
-        ({"rope": Rope(fraction=0)}, "no RoPE at all"),
-        ({"rope": Rope(fraction=0.5)}, "it rotates a part of each head"),
-        ({"qk_norm": True, "attention_bias": True}, "normed head by head .*, unlike the nearest class, Qwen2ForCausalLM"),
-        ({"nope_every": 2, "qk_norm": True}, "layers without positions"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
+        ({"rope": Rope(partial_rotary_factor=0)}, "no RoPE at all"),
+        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates a part of each head"),
+        ({"use_qk_norm": True, "attention_bias": True}, "normed head by head .*, unlike the nearest class, Qwen2ForCausalLM"),
+        ({"no_rope_layer_interval": 2, "use_qk_norm": True}, "layers without positions"),
         (
-            _LATENT | {"mla": _MLA.model_copy(update={"norm_eps": 1e-5})},
-            r"its latents are not normed with 1e-06 but 1e-05 \(mla.norm_eps\), unlike the nearest class, DeepseekV3",
+            _LATENT | {"mla": _MLA.model_copy(update={"rms_norm_eps": 1e-5})},
+            r"its latents are not normed with 1e-06 but 1e-05 \(mla.rms_norm_eps\), unlike the nearest class, DeepseekV3",
         ),
-        (_LATENT | {"moe": _MOE.model_copy(update={"shared_experts": 0})}, "no shared expert"),
-        ({"moe": _MOE.model_copy(update={"gate": "softmax"})}, "gates are softmax"),
-        ({"moe": _MOE.model_copy(update={"shared_experts": 0})}, "no shared expert"),
-        ({"qk_norm": True, "moe": _SOFTMAX.model_copy(update={"balance": Balance()})}, "a bias selects its experts"),
+        (_LATENT | {"moe": _MOE.model_copy(update={"n_shared_experts": 0})}, "no shared expert"),
+        ({"moe": _MOE.model_copy(update={"scoring_func": "softmax"})}, "gates are softmax"),
+        ({"moe": _MOE.model_copy(update={"n_shared_experts": 0})}, "no shared expert"),
+        ({"use_qk_norm": True, "moe": _SOFTMAX.model_copy(update={"balance": Balance()})}, "a bias selects its experts"),
         (_POST | {"head_dim": 24}, "heads x head_dim is 96 and not hidden_size 64"),
         ({"norm_position": "post"}, "queries and keys are not normed over all heads .*, unlike the nearest class, Olmo2"),
     ],

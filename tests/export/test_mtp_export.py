@@ -21,16 +21,29 @@ from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
 
-_MOE = Moe(experts=8, top_k=3, expert_size=16, dense_layers=1, routed_scale=2.5)
-_SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "heads": 4, "ffn_size": 48, "max_length": "64 tokens", "moe": _MOE}
-_GLM = _SMALL | {"kv_heads": 2, "head_dim": 16, "rope": Rope(fraction=0.5), "attention_bias": True, "qk_norm": True}
-_MLA = Mla(q_rank=24, kv_rank=20, rope_dim=8, nope_dim=12, value_dim=10)
-_DEEPSEEK = _SMALL | {"kv_heads": 4, "head_dim": 20, "norm_eps": 1e-6, "mla": _MLA}
+_MOE = Moe(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": "64 tokens",
+    "moe": _MOE,
+}
+_GLM = _SMALL | {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope": Rope(partial_rotary_factor=0.5),
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+_MLA = Mla(q_lora_rank=24, kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10)
+_DEEPSEEK = _SMALL | {"num_key_value_heads": 4, "head_dim": 20, "rms_norm_eps": 1e-6, "mla": _MLA}
 # transformers knows the layer by the number it has in the published models: 46 in GLM-4.5-Air, 61 in DeepSeek-V3
 CASES = {
-    "glm": Model(**_GLM, layers=46, mtp=Mtp()),
-    "glm tied": Model(**_GLM, layers=46, mtp=Mtp(), tie_embeddings=True),
-    "deepseek": Model(**_DEEPSEEK, layers=61, mtp=Mtp()),
+    "glm": Model(**_GLM, num_hidden_layers=46, mtp=Mtp()),
+    "glm tied": Model(**_GLM, num_hidden_layers=46, mtp=Mtp(), tie_word_embeddings=True),
+    "deepseek": Model(**_DEEPSEEK, num_hidden_layers=61, mtp=Mtp()),
 }
 _STOPS = {"eos_token_id": 0, "pad_token_id": 0}
 
@@ -90,10 +103,10 @@ def test_transformers_leaves_it_out_and_its_own_reader_agrees(name: str, tmp_pat
 def test_published_names_and_back(name: str, tmp_path: Path) -> None:
     model = build(CASES[name])
     write_model(model, tmp_path, _STOPS, torch.float32)
-    written, number = load_file(tmp_path / "model.safetensors"), model.config.layers
+    written, number = load_file(tmp_path / "model.safetensors"), model.config.num_hidden_layers
     start = f"model.layers.{number}."
     outside = {key.removeprefix(start) for key in written if key.startswith(start) and ".mlp." not in key and ".self_attn." not in key}
-    tied = model.config.tie_embeddings
+    tied = model.config.tie_word_embeddings
     assert outside == {
         "eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight", "embed_tokens.weight", "input_layernorm.weight",
         "post_attention_layernorm.weight", *(() if tied else ("shared_head.head.weight",)),
@@ -116,7 +129,7 @@ def test_a_checkpoint_without_the_layer_is_read_without_it(tmp_path: Path) -> No
     """What transformers saves keeps the number in the config and drops the layer; GLM-4.6 as published has no copies."""
     import transformers
 
-    model = build(CASES["glm"].model_copy(update={"layers": 2}))
+    model = build(CASES["glm"].model_copy(update={"num_hidden_layers": 2}))
     write_model(model, tmp_path / "whole", _STOPS, torch.float32)
     written = load_file(tmp_path / "whole" / "model.safetensors")
     copies = [key for key in written if "layers.2.embed_tokens" in key or "shared_head.head" in key]
@@ -135,7 +148,7 @@ def test_a_checkpoint_without_the_layer_is_read_without_it(tmp_path: Path) -> No
 
 
 def test_a_class_without_a_place_for_it_is_exact_without_it(tmp_path: Path) -> None:
-    model = build(Model(**(_GLM | {"moe": None, "rope": Rope(), "attention_bias": False, "layers": 2}), mtp=Mtp()))
+    model = build(Model(**(_GLM | {"moe": None, "rope": Rope(), "attention_bias": False, "num_hidden_layers": 2}), mtp=Mtp()))
     assert not carries_mtp(model.config)
     write_model(model, tmp_path, _STOPS, torch.float32)
     read = read_model(tmp_path)
@@ -147,13 +160,13 @@ def test_a_class_without_a_place_for_it_is_exact_without_it(tmp_path: Path) -> N
 def test_layers_in_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index names every tensor, the copies too, and how large all are together."""
     monkeypatch.setattr("lmworks.export.huggingface._SHARD_BYTES", 60_000)
-    model = build(CASES["glm"].model_copy(update={"layers": 2, "mtp": Mtp(layers=2)}))
+    model = build(CASES["glm"].model_copy(update={"num_hidden_layers": 2, "mtp": Mtp(num_nextn_predict_layers=2)}))
     write_model(model, tmp_path, _STOPS, torch.bfloat16)
     index = read_json(tmp_path / "model.safetensors.index.json")
     files = {file: load_file(tmp_path / file) for file in set(index["weight_map"].values())}
     assert len(files) > 2 and index["weight_map"] == {key: file for file, tensors in files.items() for key in tensors}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     read = read_model(tmp_path)
-    assert read.config.mtp is not None and read.config.mtp.layers == 2
+    assert read.config.mtp is not None and read.config.mtp.num_nextn_predict_layers == 2
     for key, tensor in model.state_dict().items():
         assert torch.equal(read.state_dict()[key], tensor if key.endswith("router.bias") else tensor.bfloat16().float()), key

@@ -70,12 +70,12 @@ def small(**more: Any) -> Any:
     shape = {
         "vocab_size": 300,
         "hidden_size": 16,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "head_dim": 8,
-        "ffn_size": 32,
-        "max_length": "48 tokens",
+        "intermediate_size": 32,
+        "max_position_embeddings": "48 tokens",
     }
     return Model.model_validate({**shape, **more})
 
@@ -239,7 +239,7 @@ def use_source(kind: str, name: str) -> Callable[[Path], None]:
         from lmworks.corpus.readers import parts, read
         from lmworks.recipe.corpus import Source
 
-        source = Source.model_validate({"name": "mine", "kind": kind, "path": str(folder / name), "licence": "test"})
+        source = Source.model_validate({"name": "mine", "kind": kind, "path": str(folder / name), "license": "test"})
         for part in parts(source, 1 << 20):
             for item in read(source, part, 20_000):
                 json.dumps([item.origin, dict(item.facts), item.text], ensure_ascii=False).encode()
@@ -279,8 +279,10 @@ def make_experts(folder: Path) -> None:
 
     from lmworks.export.huggingface import write_model
 
-    moe = {"experts": 4, "top_k": 2, "expert_size": 8}
-    write_model(small_model(moe=moe, mtp={"layers": 1}), folder, {"eos_token_id": 258, "pad_token_id": 258}, torch.bfloat16)
+    moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    write_model(
+        small_model(moe=moe, mtp={"num_nextn_predict_layers": 1}), folder, {"eos_token_id": 258, "pad_token_id": 258}, torch.bfloat16
+    )
 
 
 def use_model(folder: Path) -> None:

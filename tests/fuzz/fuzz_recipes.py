@@ -49,16 +49,22 @@ class Recipes:
         folder = shipped_folder()
         self._texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.yaml"))] + [RECIPE.format(texts="texts")]
         self._trees = [yaml.safe_load(text) for text in self._texts] + [
-            {"name": "g", "size": "30M", "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]}},
+            {"name": "g", "size": "30M", "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "license": "MIT"}]}},
             {
                 "name": "g",
-                "model": {"hidden_size": 64, "layers": 2},
+                "model": {"hidden_size": 64, "num_hidden_layers": 2},
                 "train": {
                     "phases": [
-                        {"name": "p", "tokens": "1M tokens", "mixture": {"a": 1.0}, "sequence_length": "64 tokens", "batch": "512 tokens"}
+                        {
+                            "name": "p",
+                            "tokens": "1M tokens",
+                            "mixture": {"a": 1.0},
+                            "sequence_length": "64 tokens",
+                            "global_batch_size": "512 tokens",
+                        }
                     ]
                 },
-                "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "licence": "MIT"}]},
+                "corpus": {"sources": [{"name": "a", "kind": "text", "path": "a", "license": "MIT"}]},
             },
         ]
         self._weights = [1 / (len(json.dumps(tree)) + 500) for tree in self._trees]  # reading takes most of the time

@@ -121,7 +121,14 @@ class Requests:
 
         torch.set_num_threads(1)
         config = Model(
-            vocab_size=300, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn_size=32, max_length=f"{CONTEXT} tokens"
+            vocab_size=300,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=32,
+            max_position_embeddings=f"{CONTEXT} tokens",
         )
         self._model = initialize(Transformer(config), seed=5).eval()
 

@@ -22,9 +22,9 @@ from lmworks.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doctor"))  # the records of a run
 GIVEN = "peak=1e11,cores=2,memory=64e9,available=32e9,disk=1e12,filesystem=ext4,bf16=yes"
-SHAPE = "{hidden_size: 64, layers: 2}"
-PHASE = "{name: p, tokens: 1M tokens, mixture: {a: 1.0}, sequence_length: 64 tokens, batch: 512 tokens}"
-SOURCES = "corpus: {sources: [{name: a, kind: text, path: a, licence: MIT}]}"
+SHAPE = "{hidden_size: 64, num_hidden_layers: 2}"
+PHASE = "{name: p, tokens: 1M tokens, mixture: {a: 1.0}, sequence_length: 64 tokens, global_batch_size: 512 tokens}"
+SOURCES = "corpus: {sources: [{name: a, kind: text, path: a, license: MIT}]}"
 RECIPE = f"name: g\nmodel: {SHAPE}\n{SOURCES}\ntrain: {{phases: [{PHASE}]}}\n"
 DIAL = f"name: g\nsize: 30M\n{SOURCES}\n"
 
@@ -78,8 +78,8 @@ RECIPES = {
     "a unit without end": (RECIPE, ["train.phases.p.tokens=1 " + "x" * 70_000 + "!"], "is not a quantity"),
     "a size without end": (DIAL, ["size=999999T"], "is no size of a model; shapes are derived up to 10T"),
     "a size of nothing": (DIAL, ["size=0M"], "is no size of a model"),
-    "a billion heads": (RECIPE, ["model.heads=1000000000"], "input should be less than or equal to 65536"),
-    "a billion layers": (RECIPE, ["model.layers=1000000000"], "input should be less than or equal to 2000"),
+    "a billion heads": (RECIPE, ["model.num_attention_heads=1000000000"], "input should be less than or equal to 65536"),
+    "a billion layers": (RECIPE, ["model.num_hidden_layers=1000000000"], "input should be less than or equal to 2000"),
     "a key below an item that is a text": (RECIPE, ["tokenizer.special=[a]", "tokenizer.special.0.b=1"], "is a single value; nothing"),
     "an override of two lines": (RECIPE, ["time=\n"], "--set time= : time: '' is not a quantity"),
     "an override without end": (RECIPE, ["x" * 70_000], "is not of the form a.b=c"),

@@ -124,7 +124,7 @@ def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, m
     assert shell.wait(PATIENCE) == 3 and told.read_text() == "15"
 
 
-SCRIPT = {"partition": "gpu", "time": "2:00:00", "memory": "100G", "options": ["--constraint=h100"], "setup": ["module load python"]}
+SCRIPT = {"partition": "gpu", "time_limit": "2:00:00", "memory": "100G", "options": ["--constraint=h100"], "setup": ["module load python"]}
 
 
 def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:

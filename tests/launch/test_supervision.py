@@ -245,7 +245,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
     """First as before the limit of its time, then by a job of a partition that goes before; each time it goes on where it saved."""
     (tmp_path / "slurm").mkdir()
     run_dir, steps = tmp_path / "the run", 200
-    recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time": "1:00:00", "partition": "all"})
+    recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time_limit": "1:00:00", "partition": "all"})
     (run_dir / "resolved.json").write_text(recipe.model_dump_json())
     monkeypatch.setattr(torchrun.Agent, "module", "toy_rank")
     monkeypatch.setattr(torchrun.Agent.__init__, "__defaults__", (None, None, "toy_rank"))

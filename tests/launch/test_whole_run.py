@@ -22,7 +22,7 @@ from lmworks.watch.heartbeat import Beat, read_beats
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
-OPTIONS = ("model.dropout=0.1", "train.save_every=3 steps", "stability.spike=null", "launch.timeout=60 s")
+OPTIONS = ("model.residual_dropout=0.1", "train.save_every=3 steps", "stability.spike=null", "launch.timeout=60 s")
 
 
 def launch(run: Tiny, ranks: str, *more: str, module: str = "lmworks.cli.rank", stage: str = "pretrain") -> int:
@@ -76,7 +76,7 @@ def test_a_run_that_shrinks_from_four_ranks_to_three_and_grows_back_sees_the_sam
     tests = Path(__file__).parent
     monkeypatch.setenv("PYTHONPATH", f"{tests}:{tests.parent}")
     alone, hit = tiny.copy(tmp_path / "alone"), tiny.copy(tmp_path / "hit")
-    same = "model.dropout=0"  # drawn by rank
+    same = "model.residual_dropout=0"  # drawn by rank
     alone.pretrain(*OPTIONS, same)
 
     def strike() -> None:

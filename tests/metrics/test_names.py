@@ -8,9 +8,10 @@ from tiny_run import Tiny
 
 # All that a run on one CPU can have: a penalty, experts, a warm-up of theirs, tokens ahead, fp16, signals per layer, needles.
 ALL = (
-    "train.phases.long.ewc.weight=1", "train.phases.long.ewc.sequences=1", "model.moe.temperature_steps=4", "model.mtp.layers=1",
-    "model.moe.balance.sequence_aux_weight=0.0001", "train.precision=fp16", "metrics.detail_every=8 steps",
-    "train.phases.long.needle=true", "train.phases.long.sequence_length=256 tokens", "train.phases.long.batch=512 tokens",
+    "train.phases.long.ewc.weight=1", "train.phases.long.ewc.sequences=1", "model.moe.temperature_steps=4",
+        "model.mtp.num_nextn_predict_layers=1",
+    "model.moe.balance.sequence_aux_loss_weight=0.0001", "train.precision=fp16", "metrics.detail_every=8 steps",
+    "train.phases.long.needle=true", "train.phases.long.sequence_length=256 tokens", "train.phases.long.global_batch_size=512 tokens",
 )  # fmt: skip
 ELSEWHERE = {"several ranks", "an NVIDIA GPU and lmworks[gpu]"}
 

@@ -17,7 +17,15 @@ from lmworks.recipe.recomputation import Recomputation
 
 def skewed(balance: Balance) -> Transformer:
     """Two sparse layers, each with a selection that strongly prefers its own experts."""
-    model = initialize(Transformer(Model(**_SMALL, moe=Moe(experts=8, top_k=2, expert_size=16, dense_layers=1, balance=balance))), 1)
+    model = initialize(
+        Transformer(
+            Model(
+                **_SMALL,
+                moe=Moe(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, balance=balance),
+            )
+        ),
+        1,
+    )
     with torch.no_grad():
         for layer, ffn in enumerate(model.routers()):
             ffn.router.bias[layer : layer + 2] = 0.05
@@ -34,13 +42,13 @@ def counts_of(model: Transformer, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("update", ["sign", "proportional"])
 def test_a_skewed_router_becomes_even_and_stays_so(update: str) -> None:
-    balance = Balance(update=update, rate=0.003)
+    balance = Balance(bias_update=update, bias_update_rate=0.003)
     model = skewed(balance)
     before = statistics(counts_of(model, 0), 1.25)["cv"]
     history = []
     for step in range(90):
         counts = counts_of(model, step)
-        update_biases(model.routers(), counts, balance.rate, balance)
+        update_biases(model.routers(), counts, balance.bias_update_rate, balance)
         history.append(statistics(counts, 1.25)["cv"])
     late = torch.stack(history[-30:])
     assert (before > 1.0).all(), "the start must be badly skewed in every layer"
@@ -51,7 +59,7 @@ def test_a_skewed_router_becomes_even_and_stays_so(update: str) -> None:
 
 
 def test_each_way_of_choosing_moves_as_published() -> None:
-    balance = Balance(rate=0.1, clamp=0.15)
+    balance = Balance(bias_update_rate=0.1, bias_clamp=0.15)
     model = skewed(balance)
     for ffn in model.routers():
         ffn.router.bias.zero_()
@@ -62,7 +70,7 @@ def test_each_way_of_choosing_moves_as_published() -> None:
     update_biases(model.routers(), counts, 0.1, balance)
     assert model.routers()[0].router.bias.abs().max() == pytest.approx(0.15), "the clamp"
     model.routers()[0].router.bias.zero_()
-    update_biases(model.routers(), counts, 0.1, balance.model_copy(update={"update": "proportional"}))
+    update_biases(model.routers(), counts, 0.1, balance.model_copy(update={"bias_update": "proportional"}))
     assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, *[-0.1 / 3] * 4])
     before = model.routers()[0].router.bias.clone()
     update_biases(model.routers(), counts, 0.1, balance, finite=torch.tensor(False))
@@ -144,8 +152,8 @@ def _sinkhorn_on_paper(logits_TE: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_auxiliary_losses_are_the_papers(gate: str) -> None:
     """Value and gradient against loops over sequences, tokens and experts in fp64, to the rounding of fp32."""
-    balance = Balance(method="aux", aux_weight=0.5, sequence_aux_weight=0.3)
-    moe = Moe(experts=6, top_k=2, expert_size=8, gate=gate, balance=balance)  # type: ignore[arg-type]
+    balance = Balance(method="aux", aux_loss_weight=0.5, sequence_aux_loss_weight=0.3)
+    moe = Moe(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, scoring_func=gate, balance=balance)  # type: ignore[arg-type]
     router, draw = Router(moe, 16), torch.Generator().manual_seed(6)
     with torch.no_grad():
         router.weight.copy_(torch.randn(6, 16, generator=draw))
@@ -186,7 +194,7 @@ def _auxiliary_on_paper(x: torch.Tensor, weight: torch.Tensor, chosen: list, gat
 
 
 def test_the_router_temperature_warms_up() -> None:
-    moe = Moe(experts=4, top_k=1, expert_size=8, temperature=2.0, temperature_steps=10)
+    moe = Moe(n_routed_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, temperature=2.0, temperature_steps=10)
     model = Transformer(Model(**_SMALL, moe=moe))
     for step, expected in ((0, 2.0), (5, 1.5), (10, 1.0), (1000, 1.0)):
         set_temperature(model.routers(), model.config.moe, step)

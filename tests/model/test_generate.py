@@ -71,7 +71,7 @@ def test_sampling_follows_the_distribution() -> None:
 
 
 def test_the_context_is_a_limit() -> None:
-    model = build(Model(**_SMALL, max_length="8 tokens"))
+    model = build(Model(**_SMALL, max_position_embeddings="8 tokens"))
     with pytest.raises(UserError, match="the prompt has 9 tokens, but the model's context is 8; shorten the prompt"):
         generate(model, [[1] * 9], GenerateOptions(max_new_tokens=2))
     assert len(generate(model, [[1] * 6], GenerateOptions(max_new_tokens=50))[0]) == 2

@@ -22,52 +22,60 @@ from lmworks.model.rope import cos_sin, frequencies
 from lmworks.plan.memory import kv_cache_bytes
 from lmworks.recipe.model import Mla, Model, Moe, Rope
 
-MLA = Mla(q_rank=20, kv_rank=12, rope_dim=4, nope_dim=8, value_dim=6)
-_SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 4, "head_dim": 12, "ffn_size": 48}
+MLA = Mla(q_lora_rank=20, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "intermediate_size": 48,
+}
 CONFIGS = {
     "latent query": Model(**_SMALL, mla=MLA),
-    "plain query": Model(**_SMALL, mla=MLA.model_copy(update={"q_rank": None})),
-    "wide value": Model(**_SMALL, mla=MLA.model_copy(update={"value_dim": 16}), rope=Rope(theta=500.0)),
-    "experts": Model(**_SMALL, mla=MLA, moe=Moe(experts=8, top_k=2, expert_size=16)),
+    "plain query": Model(**_SMALL, mla=MLA.model_copy(update={"q_lora_rank": None})),
+    "wide value": Model(**_SMALL, mla=MLA.model_copy(update={"v_head_dim": 16}), rope=Rope(theta=500.0)),
+    "experts": Model(**_SMALL, mla=MLA, moe=Moe(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)),
 }
-YARN = Rope(theta=500.0, scaling="yarn", factor=8, original_length="16 tokens")
+YARN = Rope(theta=500.0, scaling="yarn", factor=8, original_max_position_embeddings="16 tokens")
 
 
 def on_paper(attention: LatentAttention, x_BTD: Tensor, rope: Rope) -> Tensor:
     """Equations 9 to 19 of arXiv:2405.04434, one head, one query and one key at a time, in fp64."""
     mla, weights = attention.mla, {name: parameter.detach().double() for name, parameter in attention.named_parameters()}
     x, H = x_BTD.double(), 4
-    inverse, scale = frequencies(rope, mla.rope_dim)
+    inverse, scale = frequencies(rope, mla.qk_rope_head_dim)
 
     def normed(value: Tensor, weight: Tensor) -> Tensor:
         return value / (value.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
     def turned(vector: Tensor, position: int) -> Tensor:
         """Pairs (i, i + R/2) as complex numbers, turned by their angle."""
-        half = mla.rope_dim // 2
+        half = mla.qk_rope_head_dim // 2
         turns = torch.polar(torch.ones(half, dtype=torch.float64), position * inverse.double())
         out = torch.complex(vector[:half], vector[half:]) * turns
         return torch.cat((out.real, out.imag))
 
-    query = x @ weights["query.weight"].T if mla.q_rank is None else None
+    query = x @ weights["query.weight"].T if mla.q_lora_rank is None else None
     if query is None:
         query = normed(x @ weights["query_down.weight"].T, weights["query_latent_norm.weight"]) @ weights["query_up.weight"].T
     down = x @ weights["kv_down.weight"].T
-    latent = normed(down[..., : mla.kv_rank], weights["kv_latent_norm.weight"])
+    latent = normed(down[..., : mla.kv_lora_rank], weights["kv_latent_norm.weight"])
     up = latent @ weights["kv_up.weight"].T
-    C, X = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.value_dim
+    C, X = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.qk_nope_head_dim + mla.v_head_dim
     rows = []
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
             heads = []
             for h in range(H):
                 q = query[b, t, h * C : (h + 1) * C]
-                q = torch.cat((q[: mla.nope_dim], turned(q[mla.nope_dim :], t)))
+                q = torch.cat((q[: mla.qk_nope_head_dim], turned(q[mla.qk_nope_head_dim :], t)))
                 scores, values = [], []
                 for s in range(t + 1):
-                    key = torch.cat((up[b, s, h * X : h * X + mla.nope_dim], turned(down[b, s, mla.kv_rank :], s)))
+                    key = torch.cat((up[b, s, h * X : h * X + mla.qk_nope_head_dim], turned(down[b, s, mla.kv_lora_rank :], s)))
                     scores.append(q @ key * scale**2 / math.sqrt(C))
-                    values.append(up[b, s, h * X + mla.nope_dim : (h + 1) * X])
+                    values.append(up[b, s, h * X + mla.qk_nope_head_dim : (h + 1) * X])
                 heads.append(torch.stack(scores).softmax(0) @ torch.stack(values))
             rows.append(weights["output.weight"] @ torch.cat(heads))
     return torch.stack(rows).view(*x.shape)
@@ -169,17 +177,17 @@ def test_positions_change_at_a_phase_boundary() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"qk_norm": True}, "the latents are normed instead"),
+        ({"use_qk_norm": True}, "the latents are normed instead"),
         ({"attention_bias": True}, "no biases"),
         ({"sliding_window": "8 tokens"}, "every layer sees everything"),
-        ({"nope_every": 2}, "every layer rotates"),
-        ({"rope": Rope(fraction=0.5)}, "says how much of a head is rotated"),
-        ({"kv_heads": 2}, "a key of its own"),
-        ({"head_dim": 16}, "it is mla.nope_dim"),
+        ({"no_rope_layer_interval": 2}, "every layer rotates"),
+        ({"rope": Rope(partial_rotary_factor=0.5)}, "says how much of a head is rotated"),
+        ({"num_key_value_heads": 2}, "a key of its own"),
+        ({"head_dim": 16}, "it is mla.qk_nope_head_dim"),
     ],
 )
 def test_what_does_not_combine_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=f"model.{next(iter(change)).split('.')[0]}.* does not combine with model.mla: .*{why}"):
         Model(**(_SMALL | change), mla=MLA)
     with pytest.raises(ValueError, match="multiple of 2"):
-        Mla(rope_dim=3)
+        Mla(qk_rope_head_dim=3)

@@ -22,14 +22,32 @@ from lmworks.model.mtp import look_ahead
 from lmworks.recipe.model import Balance, Mla, Model, Moe, Mtp
 from lmworks.recipe.shapes import count, count_active, parameters
 
-_SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
-_QUIET = Moe(experts=8, top_k=2, expert_size=16, dense_layers=1, balance=Balance(sequence_aux_weight=0.0))
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+_QUIET = Moe(
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+    balance=Balance(sequence_aux_loss_weight=0.0),
+)
 CONFIGS = {
     "dense": Model(**_SMALL, mtp=Mtp()),
-    "experts": Model(**_SMALL, moe=_QUIET, mtp=Mtp(weight=0.5)),
-    "two layers": Model(**_SMALL, moe=_QUIET, mtp=Mtp(layers=2)),
-    "tied": Model(**_SMALL, tie_embeddings=True, mtp=Mtp(layers=2), z_loss=1e-2),
-    "latent": Model(**(_SMALL | {"kv_heads": 4, "head_dim": 12}), mla=Mla(kv_rank=12, rope_dim=4, nope_dim=8, value_dim=6), mtp=Mtp()),
+    "experts": Model(**_SMALL, moe=_QUIET, mtp=Mtp(loss_weight=0.5)),
+    "two layers": Model(**_SMALL, moe=_QUIET, mtp=Mtp(num_nextn_predict_layers=2)),
+    "tied": Model(**_SMALL, tie_word_embeddings=True, mtp=Mtp(num_nextn_predict_layers=2), z_loss_weight=1e-2),
+    "latent": Model(
+        **(_SMALL | {"num_key_value_heads": 4, "head_dim": 12}),
+        mla=Mla(kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6),
+        mtp=Mtp(),
+    ),
 }
 BOUNDS = [0, 1, 3, 17, 24, 33, 48]
 
@@ -76,8 +94,8 @@ def test_each_document_alone_by_the_papers_equations(name: str, plain: bool) -> 
     assert loss.mtp is not None and relative(loss.mtp, expected) < 1e-5
     model.eval()
     main = model.loss(tokens, labels, cu_seqlens)
-    weight = model.config.mtp.weight if model.config.mtp else 0.0
-    if not model.config.z_loss:
+    weight = model.config.mtp.loss_weight if model.config.mtp else 0.0
+    if not model.config.z_loss_weight:
         (main.total + weight * expected).backward()
         torch.testing.assert_close(loss.total, main.total + weight * expected, rtol=1e-5, atol=0)
         for key, parameter in model.named_parameters():
@@ -123,7 +141,7 @@ def test_its_experts_are_counted_and_its_weight_changes() -> None:
     assert loss.experts.counts.shape == (3, 8) and len(model.routers()) == 3
     assert loss.experts.counts.sum(1).tolist() == [96.0] * 3
     main = model.eval().loss(*batch).total
-    model.train().mtp_weight = 0.1
+    model.train().mtp_loss_weight = 0.1
     torch.testing.assert_close(model.loss(*batch).total, main + 0.1 * loss.mtp, rtol=1e-5, atol=0)
 
 
@@ -138,7 +156,7 @@ def test_counts_and_first_weights(name: str) -> None:
     state = dict(model.named_parameters())
     assert torch.equal(state["mtp.0.hidden_norm.weight"], torch.ones(32))
     for key in ("mtp.0.projection.weight", "mtp.0.block.attention.output.weight"):
-        std = standard_deviation(key, config.init_std, 2)
+        std = standard_deviation(key, config.initializer_range, 2)
         assert std == (0.02 if "projection" in key else 0.01)
         assert abs(float(state[key].detach().std()) / std - 1) < 0.1
 
@@ -146,7 +164,9 @@ def test_counts_and_first_weights(name: str) -> None:
 @pytest.mark.slow  # a minute of compiling
 def test_compiled_training_equals_eager() -> None:
     """Latent attention, experts and the layer that looks ahead. 1e-4: fusion changes the order of sums; a lost term is more than half."""
-    config = CONFIGS["latent"].model_copy(update={"layers": 1, "moe": _QUIET.model_copy(update={"dense_layers": 0, "top_k": 8})})
+    config = CONFIGS["latent"].model_copy(
+        update={"num_hidden_layers": 1, "moe": _QUIET.model_copy(update={"first_k_dense_replace": 0, "num_experts_per_tok": 8})}
+    )
     model, batch = build(config), documents()
     expected = model.loss(*batch)
     expected.total.backward()

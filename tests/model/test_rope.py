@@ -20,11 +20,11 @@ CHANGES = {
     "none": RopeChange(),
     "abf": RopeChange(theta=1_000_000.0),
     "linear": RopeChange(scaling="linear", factor=8),
-    "ntk": RopeChange(scaling="ntk", factor=8, original_length="128 tokens"),
-    "yarn": RopeChange(scaling="yarn", factor=8, original_length="128 tokens"),
-    "yarn-abf": RopeChange(theta=500_000.0, scaling="yarn", factor=32, original_length="128 tokens"),
-    "llama3": RopeChange(scaling="llama3", factor=8, original_length="128 tokens"),
-    "llama3-abf": RopeChange(theta=500_000.0, scaling="llama3", factor=32, original_length="128 tokens"),
+    "ntk": RopeChange(scaling="ntk", factor=8, original_max_position_embeddings="128 tokens"),
+    "yarn": RopeChange(scaling="yarn", factor=8, original_max_position_embeddings="128 tokens"),
+    "yarn-abf": RopeChange(theta=500_000.0, scaling="yarn", factor=32, original_max_position_embeddings="128 tokens"),
+    "llama3": RopeChange(scaling="llama3", factor=8, original_max_position_embeddings="128 tokens"),
+    "llama3-abf": RopeChange(theta=500_000.0, scaling="llama3", factor=32, original_max_position_embeddings="128 tokens"),
 }
 NAMES = {"none": "default", "linear": "linear", "ntk": "dynamic", "yarn": "yarn", "llama3": "llama3"}
 
@@ -32,7 +32,12 @@ NAMES = {"none": "default", "linear": "linear", "ntk": "dynamic", "yarn": "yarn"
 def theirs(rope: Rope) -> LlamaConfig:
     # dynamic NTK of factor 1 at `factor` times the length is NTK of that factor
     factor = 1.0 if rope.scaling == "ntk" else rope.factor
-    parameters = {"rope_type": NAMES[rope.scaling], "rope_theta": rope.theta, "partial_rotary_factor": rope.fraction, "factor": factor}
+    parameters = {
+        "rope_type": NAMES[rope.scaling],
+        "rope_theta": rope.theta,
+        "partial_rotary_factor": rope.partial_rotary_factor,
+        "factor": factor,
+    }
     if rope.scaling in ("yarn", "llama3"):
         parameters["original_max_position_embeddings"] = ORIGINAL
     if rope.scaling == "llama3":
@@ -47,7 +52,7 @@ def theirs(rope: Rope) -> LlamaConfig:
 def test_frequencies_equal_transformers(name: str, fraction: float) -> None:
     """Tolerance 1e-5: fp32 powers, taken in another order."""
     factors = {"low_freq_factor": 0.5, "high_freq_factor": 6.0}  # not the defaults
-    rope = CHANGES[name].apply(START.model_copy(update={"fraction": fraction, **factors}))
+    rope = CHANGES[name].apply(START.model_copy(update={"partial_rotary_factor": fraction, **factors}))
     found, scale = frequencies(rope, DIM)
     config = theirs(rope)
     if rope.scaling == "none":
@@ -61,7 +66,7 @@ def test_frequencies_equal_transformers(name: str, fraction: float) -> None:
     if rope.scaling == "yarn":
         assert scale == pytest.approx(0.1 * math.log(rope.factor) + 1)
     if name != "none":
-        assert (found - frequencies(START.model_copy(update={"fraction": fraction}), DIM)[0]).abs().max() > 1e-4
+        assert (found - frequencies(START.model_copy(update={"partial_rotary_factor": fraction}), DIM)[0]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["none", "abf", "linear", "yarn", "yarn-abf", "llama3", "llama3-abf"])

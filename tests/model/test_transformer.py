@@ -23,20 +23,28 @@ from lmworks.recipe.model import Balance, Model, Moe, Rope
 from lmworks.recipe.shapes import count, parameters
 from lmworks.shards.packing import IGNORE as SHARDS_IGNORE
 
-_SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
-_MOE = Moe(experts=8, top_k=2, expert_size=16, dense_layers=1, routed_scale=2.5)
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+_MOE = Moe(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
 CONFIGS = {
     "dense": Model(**_SMALL),
-    "mha": Model(**(_SMALL | {"kv_heads": 4})),
-    "mqa": Model(**(_SMALL | {"kv_heads": 1})),
-    "moe": Model(**_SMALL, moe=_MOE, qk_norm=True, attention_bias=True, rope=Rope(fraction=0.5), z_loss=1e-2),
-    "moe_groups": Model(**_SMALL, moe=_MOE.model_copy(update={"groups": 4, "top_groups": 2, "gate": "softmax"})),
-    "aux": Model(**_SMALL, moe=_MOE.model_copy(update={"balance": Balance(method="aux", sequence_aux_weight=0.1)})),
-    "nope": Model(**_SMALL, nope_every=2, tie_embeddings=True),
-    "no_rope": Model(**_SMALL, rope=Rope(fraction=0)),
+    "mha": Model(**(_SMALL | {"num_key_value_heads": 4})),
+    "mqa": Model(**(_SMALL | {"num_key_value_heads": 1})),
+    "moe": Model(**_SMALL, moe=_MOE, use_qk_norm=True, attention_bias=True, rope=Rope(partial_rotary_factor=0.5), z_loss_weight=1e-2),
+    "moe_groups": Model(**_SMALL, moe=_MOE.model_copy(update={"n_group": 4, "topk_group": 2, "scoring_func": "softmax"})),
+    "aux": Model(**_SMALL, moe=_MOE.model_copy(update={"balance": Balance(method="aux", sequence_aux_loss_weight=0.1)})),
+    "nope": Model(**_SMALL, no_rope_layer_interval=2, tie_word_embeddings=True),
+    "no_rope": Model(**_SMALL, rope=Rope(partial_rotary_factor=0)),
     "window": Model(**_SMALL, sliding_window="6 tokens", layer_types=("full_attention", "sliding_attention", "sliding_attention")),
-    "post_norm": Model(**_SMALL, norm_position="post", qk_norm=True, qk_norm_over="all_heads", moe=_MOE),
-    "softcap": Model(**_SMALL, logit_softcap=5.0, z_loss=1e-2),
+    "post_norm": Model(**_SMALL, norm_position="post", use_qk_norm=True, qk_norm_over="all_heads", moe=_MOE),
+    "softcap": Model(**_SMALL, final_logit_softcapping=5.0, z_loss_weight=1e-2),
 }
 
 
@@ -64,7 +72,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fast_equals_plain_in_loss_and_gradients(name: str) -> None:
     model, (tokens, labels, cu_seqlens) = build(CONFIGS[name]), sample()
-    model.head_chunk = 7
+    model.logit_chunk_size = 7
     results = []
     for plain in (False, True):
         model.plain(plain).zero_grad()
@@ -95,7 +103,7 @@ def test_masked_documents_equal_documents_alone(name: str) -> None:
     model.loss(tokens, keep.view_as(tokens), cu_seqlens).total.backward()
     only_first = [t for t in flat[:5].tolist() if t not in flat[5:].tolist()]
     assert only_first
-    if not model.config.tie_embeddings:
+    if not model.config.tie_word_embeddings:
         assert model.embedding.weight.grad[only_first].abs().max() == 0
 
 
@@ -174,7 +182,11 @@ def test_compiled_training_equals_eager(name: str, dtype: torch.dtype, tolerance
     """fp32: fusion changes the order of sums. bf16: fused code keeps fp32 between operations where eager code rounds, which is
     1% to 6% of a gradient's norm here; a lost term is more than half of it. Every expert is chosen, since a rounding that
     changes a choice would hide everything else."""
-    config = CONFIGS[name] if CONFIGS[name].moe is None else CONFIGS[name].model_copy(update={"moe": _MOE.model_copy(update={"top_k": 8})})
+    config = (
+        CONFIGS[name]
+        if CONFIGS[name].moe is None
+        else CONFIGS[name].model_copy(update={"moe": _MOE.model_copy(update={"num_experts_per_tok": 8})})
+    )
     model, (tokens, labels, cu_seqlens) = build(config), sample()
     model.compute_dtype = dtype
     expected = model.loss(tokens, labels, cu_seqlens).total

@@ -12,8 +12,9 @@ from lmworks.recipe.model import Mla, Model, Moe, Mtp
 from lmworks.recipe.training import Optimizer as Options
 
 MODEL = Model(
-    vocab_size=64, hidden_size=32, layers=3, heads=2, kv_heads=1, head_dim=16, ffn_size=48, qk_norm=True, attention_bias=True,
-    moe=Moe(experts=4, top_k=2, expert_size=16),
+    vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,
+    use_qk_norm=True, attention_bias=True,
+    moe=Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 )  # fmt: skip
 
 
@@ -46,14 +47,14 @@ def test_kind_and_decay(kind: str) -> None:
 
 
 def test_tied_embedding_is_an_embedding() -> None:
-    model = Transformer(MODEL.model_copy(update={"tie_embeddings": True}))
+    model = Transformer(MODEL.model_copy(update={"tie_word_embeddings": True}))
     groups = by_name(model)
     assert "head.weight" not in groups
     assert groups["embedding.weight"].weight_decay == 0
 
 
 def test_layer_decay() -> None:
-    groups = by_name(Transformer(MODEL), layer_decay=0.5)
+    groups = by_name(Transformer(MODEL), layer_lr_decay=0.5)
     expected = {
         "head.weight": 0.002, "norm.weight": 0.002, "layers.2.ffn_norm.weight": 0.002, "layers.1.ffn_norm.weight": 0.001,
         "layers.2.attention.query.weight": 0.01, "layers.1.attention.query.weight": 0.005, "layers.0.ffn.gate.weight": 0.0025,
@@ -84,9 +85,9 @@ def test_a_missing_rate_is_named() -> None:
 
 
 def test_multi_token_prediction_is_trained_as_the_last_layer() -> None:
-    ahead = MODEL.model_copy(update={"mtp": Mtp(layers=2)})
+    ahead = MODEL.model_copy(update={"mtp": Mtp(num_nextn_predict_layers=2)})
     for kind in ("muon", "adamw"):
-        groups = by_name(Transformer(ahead), kind=kind, layer_decay=0.5)
+        groups = by_name(Transformer(ahead), kind=kind, layer_lr_decay=0.5)
         for name in ("projection.weight", "block.attention.query.weight", "block.ffn.experts.up", "block.ffn.router.weight"):
             assert (groups[f"mtp.1.{name}"].kind, groups[f"mtp.1.{name}"].weight_decay) == (kind, 0.1), name
             assert groups[f"mtp.0.{name}"].learning_rate == 0.01
@@ -96,8 +97,21 @@ def test_multi_token_prediction_is_trained_as_the_last_layer() -> None:
 
 
 def test_latent_attention_is_made_of_matrices() -> None:
-    mla = Mla(q_rank=8, kv_rank=8, rope_dim=4, nope_dim=4, value_dim=4)
-    groups = by_name(Transformer(Model(vocab_size=64, hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=8, ffn_size=48, mla=mla)))
+    mla = Mla(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4)
+    groups = by_name(
+        Transformer(
+            Model(
+                vocab_size=64,
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                head_dim=8,
+                intermediate_size=48,
+                mla=mla,
+            )
+        )
+    )
     kinds = {name.removeprefix("layers.0.attention."): group.kind for name, group in groups.items() if ".attention." in name}
     matrices = ("query_down", "query_up", "kv_down", "kv_up", "output")
     norms = ("query_latent_norm", "kv_latent_norm")

@@ -17,13 +17,14 @@ from lmworks.recipe.model import Model, Moe
 from lmworks.recipe.training import Optimizer as Options
 
 MODEL = Model(
-    vocab_size=64, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=48, qk_norm=True, attention_bias=True,
-    moe=Moe(experts=4, top_k=2, expert_size=16),
+    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,
+    use_qk_norm=True, attention_bias=True,
+    moe=Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 )  # fmt: skip
 OPTIONS = {
-    "muon": Options(learning_rate=0.01, ema=0.9),
+    "muon": Options(learning_rate=0.01, ema_decay=0.9),
     "spectral": Options(learning_rate=0.02, adam_learning_rate=0.01, update_scale="spectral"),
-    "adamw": Options(kind="adamw", learning_rate=0.01, ema=0.9),
+    "adamw": Options(kind="adamw", learning_rate=0.01, ema_decay=0.9),
 }
 
 

@@ -20,8 +20,8 @@ LENGTH = 16
 
 def phase(steps: int, batch: int = 64, *, ramp: Ramp | None = None, scale: float = 1.0, name: str = "base", **schedule: object) -> Phase:
     return Phase(
-        name=name, tokens=Tokens(steps * batch), mixture={"a": 1.0}, sequence_length=Tokens(LENGTH), batch=Tokens(batch),
-        ramp=ramp, learning_rate_scale=scale, schedule=Schedule(**schedule),
+        name=name, tokens=Tokens(steps * batch), mixture={"a": 1.0}, sequence_length=Tokens(LENGTH), global_batch_size=Tokens(batch),
+        batch_ramp=ramp, learning_rate_scale=scale, lr_schedule=Schedule(**schedule),
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def build(phases: list[Phase], batches: list[list[int]]) -> Schedules:
 
 
 def constant_batches(phases: list[Phase]) -> list[list[int]]:
-    return [[int(p.batch)] * (p.tokens // p.batch) for p in phases]
+    return [[int(p.global_batch_size)] * (p.tokens // p.global_batch_size) for p in phases]
 
 
 def factors(phases: list[Phase], batches: list[list[int]] | None = None) -> list[float]:
@@ -49,30 +49,30 @@ def walk(phases: list[Phase], batches: list[list[int]]) -> list[float]:
     """The same by counting tokens step by step, written out per kind."""
     values: list[float] = []
     for p, tokens in zip(phases, batches, strict=True):
-        s, start, n, x = p.schedule, values[-1] if values else 0.0, sum(tokens), 0
+        s, start, n, x = p.lr_schedule, values[-1] if values else 0.0, sum(tokens), 0
 
-        def length(d: Duration, of: list[int], n: int = n, batch: int = p.batch) -> int:
+        def length(d: Duration, of: list[int], n: int = n, batch: int = p.global_batch_size) -> int:
             return sum(of[: int(d.value)]) if d.unit == "steps" else int(d.value) if d.unit == "tokens" else int(d.value * n / 100)
 
         warmup, decay = length(s.warmup, tokens), length(s.decay, tokens[::-1])
         for batch in tokens:
             x += batch
             top = p.learning_rate_scale
-            if p.ramp and p.ramp.rescale != "none":
-                top *= (batch / p.batch) ** (0.5 if p.ramp.rescale == "sqrt" else 1.0)
+            if p.batch_ramp and p.batch_ramp.rescale != "none":
+                top *= (batch / p.global_batch_size) ** (0.5 if p.batch_ramp.rescale == "sqrt" else 1.0)
             if x < warmup:
                 values.append(start * (1 - x / warmup) + top * x / warmup)
             elif s.kind == "constant":
                 values.append(top)
             elif s.kind == "linear":
-                values.append(top * ((n - x) + s.final * (x - warmup)) / (n - warmup))
+                values.append(top * ((n - x) + s.min_lr_ratio * (x - warmup)) / (n - warmup))
             elif s.kind == "cosine":
-                values.append(top * (s.final + (1 - s.final) * 0.5 * (1 + math.cos(math.pi * (x - warmup) / (n - warmup)))))
+                values.append(top * (s.min_lr_ratio + (1 - s.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * (x - warmup) / (n - warmup)))))
             elif s.kind == "multistep":
-                values.append(top * math.prod(s.drop_factor for share in s.drops if x > share * n))
+                values.append(top * math.prod(s.gamma for share in s.milestones if x > share * n))
             else:
                 left = (n - x) / decay if decay else 1.0
-                values.append(top if left >= 1 else top * (1 - (1 - s.final) * math.sqrt(1 - left)))
+                values.append(top if left >= 1 else top * (1 - (1 - s.min_lr_ratio) * math.sqrt(1 - left)))
     return values
 
 
@@ -95,7 +95,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Phase], list[list[int]]]:
             phase(
                 steps, full, ramp=ramp, scale=draw(st.sampled_from([1.0, 0.3, 2.0])), name=f"p{index}",
                 kind=draw(st.sampled_from(["constant", "linear", "cosine", "wsd", "multistep"])),
-                warmup=duration(warmup), decay=duration(decay), final=draw(st.sampled_from([0.0, 0.1, 1.0])),
+                warmup=duration(warmup), decay=duration(decay), min_lr_ratio=draw(st.sampled_from([0.0, 0.1, 1.0])),
             )
         )
         batches.append(tokens)
@@ -129,7 +129,7 @@ def test_never_negative_and_never_above_the_larger_of_peak_and_start(run: tuple[
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "wsd"])
 def test_reaches_the_peak_once_and_ends_at_final(kind: str) -> None:
-    values = factors([phase(100, kind=kind, warmup=duration("10 steps"), final=0.1)])
+    values = factors([phase(100, kind=kind, warmup=duration("10 steps"), min_lr_ratio=0.1)])
     assert values[0] == pytest.approx(0.1)  # the first step already moves
     assert values[9] == 1.0
     assert max(values) == 1.0
@@ -138,13 +138,13 @@ def test_reaches_the_peak_once_and_ends_at_final(kind: str) -> None:
 
 
 def test_wsd_is_stable_in_between() -> None:
-    values = factors([phase(100, kind="wsd", warmup=duration("10%"), decay=duration("20%"), final=0.0)])
+    values = factors([phase(100, kind="wsd", warmup=duration("10%"), decay=duration("20%"), min_lr_ratio=0.0)])
     assert values[9:80] == [1.0] * 71
     assert values[84] == pytest.approx(0.5)  # 1 - sqrt(5 / 20)
 
 
 def test_multistep_drops_at_its_shares() -> None:
-    values = factors([phase(100, kind="multistep", warmup=duration("0%"), drops=(0.8, 0.9), drop_factor=0.5)])
+    values = factors([phase(100, kind="multistep", warmup=duration("0%"), milestones=(0.8, 0.9), gamma=0.5)])
     assert values == [1.0] * 80 + [0.5] * 10 + [0.25] * 10
 
 
@@ -152,7 +152,7 @@ def test_multistep_drops_at_its_shares() -> None:
 def test_a_phase_goes_on_where_the_last_one_ended(scale: float) -> None:
     """No cold restart: over the boundary the rate moves by at most one step of the warm-up, up or down, and never through zero."""
     phases = [
-        phase(100, kind="wsd", final=0.1, name="base"),
+        phase(100, kind="wsd", min_lr_ratio=0.1, name="base"),
         phase(50, 128, kind="cosine", scale=scale, warmup=duration("10 steps"), name="mid"),
     ]
     values = factors(phases)
@@ -187,7 +187,7 @@ def test_the_end_of_the_warmup_is_known_in_steps() -> None:
 
 def test_a_decay_in_steps_counts_from_the_end() -> None:
     ramp = Ramp(start=Tokens(16), over=duration("4 steps"), rescale="none")
-    only = phase(8, 64, ramp=ramp, kind="wsd", warmup=duration("0%"), decay=duration("2 steps"), final=0.0)
+    only = phase(8, 64, ramp=ramp, kind="wsd", warmup=duration("0%"), decay=duration("2 steps"), min_lr_ratio=0.0)
     assert factors([only], [[16, 32, 48, 64, 64, 64]])[2:] == pytest.approx([1.0, 1.0, 1 - math.sqrt(0.5), 0.0])
 
 
@@ -199,14 +199,14 @@ def test_work_does_not_grow_with_steps() -> None:
         return 64 * step
 
     steps = 10**12
-    schedules = Schedules([phase(steps, kind="cosine", final=0.0)], [steps], linear)
+    schedules = Schedules([phase(steps, kind="cosine", min_lr_ratio=0.0)], [steps], linear)
     assert schedules.factor(steps // 50 - 1) == 1.0
     assert schedules.factor(steps - 1) == 0.0
     assert len(asked) < 1000
 
 
 def test_past_the_end_the_last_rate_stays() -> None:
-    schedules = build([phase(10, kind="linear", final=0.2)], [[64] * 10])
+    schedules = build([phase(10, kind="linear", min_lr_ratio=0.2)], [[64] * 10])
     assert schedules.factor(10) == schedules.factor(9) == pytest.approx(0.2)
 
 

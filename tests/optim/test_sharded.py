@@ -23,7 +23,7 @@ from rank_pool import RankPool
 # The arithmetic is one process' but for the order in which the squares of the gradient norm are added up: its last bit, 6e-8, goes
 # through clipping into every gradient and is carried on by the momentum. A wrong part or count is off by 1e-3 and more.
 TOLERANCE = 1e-6
-OPTIONS = Options(learning_rate=0.01, ema=0.9, weight_decay=0.1)
+OPTIONS = Options(learning_rate=0.01, ema_decay=0.9, weight_decay=0.1)
 STEPS, POISONED, LIMIT = 5, 2, 3.0
 
 Arrays = dict[str, np.ndarray]

@@ -24,26 +24,29 @@ from lmworks.shards.packing import IGNORE
 from lmworks.train.step import train_step
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48, "attention_bias": True,
-    "qk_norm": True, "rope": {"fraction": 0.5}, "z_loss": 1e-3, "init_std": 0.1,
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 48, "attention_bias": True,
+    "use_qk_norm": True, "rope": {"partial_rotary_factor": 0.5}, "z_loss_weight": 1e-3, "initializer_range": 0.1,
 }  # fmt: skip
 _MOE = {
-    "experts": 8, "top_k": 2, "expert_size": 16, "shared_experts": 1, "dense_layers": 1, "routed_scale": 1.5,
-    "balance": {"rate": 0.01, "sequence_aux_weight": 0.3},
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "balance": {"bias_update_rate": 0.01, "sequence_aux_loss_weight": 0.3},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _COMMON,
-    "tied": _COMMON | {"tie_embeddings": True, "nope_every": 2, "sliding_window": "8 tokens",
+    "tied": _COMMON | {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "sliding_window": "8 tokens",
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "moe": _COMMON | {"moe": _MOE},
-    "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "kv_heads", "rope")} | {
-        "moe": _MOE | {"groups": 4, "top_groups": 2}, "kv_heads": 4, "head_dim": 12,
-        "mla": {"q_rank": 16, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+    "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "num_key_value_heads",
+    "rope")} | {
+        "moe": _MOE | {"n_group": 4, "topk_group": 2}, "num_key_value_heads": 4, "head_dim": 12,
+        "mla": {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
     },
-    "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_weight": 0.5, "sequence_aux_weight": 0.3}}},
-    "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_weight": 0.0}}},
+    "aux": _COMMON | {"moe": _MOE | {"balance": {"method": "aux", "aux_loss_weight": 0.5, "sequence_aux_loss_weight": 0.3}}},
+    "sinkhorn": _COMMON | {"moe": _MOE | {"balance": {"method": "sinkhorn", "sequence_aux_loss_weight": 0.0}}},
     "post_norm": _COMMON | {"attention_bias": False, "rope": {}, "norm_position": "post", "qk_norm_over": "all_heads"},
-    "mtp": _COMMON | {"moe": _MOE, "mtp": {"layers": 1, "weight": 0.3}},
+    "mtp": _COMMON | {"moe": _MOE, "mtp": {"num_nextn_predict_layers": 1, "loss_weight": 0.3}},
 }  # fmt: skip
 STEPS, ROWS, LENGTH = 3, 8, 24
 CLIP = 0.5  # of the norm of the gradients, which is larger
@@ -64,7 +67,7 @@ class Trained:
 def recipe_of(kind: str, **train: Any) -> Recipe:
     tree = {
         "name": "parity", "model": MODELS[kind], "train": {"precision": "fp32", "compile": False, **train},
-        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "clip": CLIP, "eps": 1e-4},
+        "optimizer": {"learning_rate": 0.02, "adam_learning_rate": 0.02, "weight_decay": 0.1, "max_grad_norm": CLIP, "eps": 1e-4},
     }  # fmt: skip
     return Recipe.model_validate(tree)
 
@@ -83,7 +86,7 @@ def batch_of(step: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
     return Batch(tokens[:, :-1].copy(), labels, np.array([*begins, rows * length], np.int32), 0, step)
 
 
-def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = ROWS, length: int = LENGTH, **options: Any) -> Trained:
+def train(layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, **options: Any) -> Trained:
     """Some steps on this rank of a layout (or alone); every rank returns the whole tensors of its pipeline stages."""
     recipe = recipe_of(kind, **options)
     ranks = Ranks(Layout(**layout))
@@ -94,8 +97,8 @@ def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = R
     for step in range(STEPS):
         batch = batch_of(step, rows, length)
         result = train_step(
-            model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch=micro_batch,
-            rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
+            model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
+            rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
         )  # fmt: skip
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
@@ -108,9 +111,9 @@ def train(layout: dict[str, Any], kind: str, micro_batch: int = 1, rows: int = R
 
 
 @cache
-def alone(kind: str, micro_batch: int = 1, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
+def alone(kind: str, micro_batch_size: int = 1, rows: int = ROWS, length: int = LENGTH, precision: str = "fp32") -> Trained:
     """The same steps in one process, once for all tests that compare with it."""
-    return train({}, kind, micro_batch, rows, length, precision=precision)
+    return train({}, kind, micro_batch_size, rows, length, precision=precision)
 
 
 def train_bf16(layout: dict[str, Any], kind: str) -> Trained:

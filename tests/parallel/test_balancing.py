@@ -26,9 +26,9 @@ _LAYOUTS: list[Any] = [
 
 
 @pytest.mark.parametrize("kind", ["aux", "sinkhorn"])
-@pytest.mark.parametrize("micro_batch", [3, ROWS])
-def test_micro_batches_do_not_matter(kind: str, micro_batch: int) -> None:
-    compare(alone(kind), [alone(kind, micro_batch)])
+@pytest.mark.parametrize("micro_batch_size", [3, ROWS])
+def test_micro_batches_do_not_matter(kind: str, micro_batch_size: int) -> None:
+    compare(alone(kind), [alone(kind, micro_batch_size)])
 
 
 @pytest.mark.parametrize("kind", ["aux", "sinkhorn"])

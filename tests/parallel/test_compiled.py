@@ -28,7 +28,7 @@ SLOW: list[Case] = [
     ({"tp": 2}, "tied", "full"), ({"tp": 2}, "moe", "selective"), ({"tp": 2}, "mla", "none"),
     ({"cp": 2}, "tied", "selective"), ({"cp": 2}, "moe", "none"), ({"cp": 2}, "mla", "full"),
     ({"pp": 2}, "tied", "selective"), ({"pp": 2}, "moe", "none"),
-    ({"pp": 2, "stages_per_rank": 2, "schedule": "interleaved"}, "mla", "full"),
+    ({"pp": 2, "pipeline_stages_per_rank": 2, "pipeline_schedule": "interleaved"}, "mla", "full"),
     ({"dp_shard": 2, "ep": 2}, "moe", "none"), ({"dp_shard": 2, "ep": 2}, "moe", "selective"), ({"dp_shard": 2, "ep": 2}, "mla", "full"),
     ({"cp": 2, "ep": 2}, "moe", "selective"), ({"dp_shard": 4, "ep": 2, "zero": 3}, "mtp", "selective"),
     ({"dp_shard": 2, "ep": 2, "tp": 2}, "moe", "full"), ({"pp": 2, "dp_shard": 2, "ep": 2}, "moe", "selective"),

@@ -119,8 +119,8 @@ def test_what_a_rank_keeps_shrinks_with_the_ranks(ranks: RankPool, monkeypatch: 
 
 
 def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
-    layers = {"layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    config = Model.model_validate(MODELS["tied"] | layers | {"kv_heads": 4, "head_dim": 16})
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    config = Model.model_validate(MODELS["tied"] | layers | {"num_key_value_heads": 4, "head_dim": 16})
     mesh = Ranks(Layout(**layout))
     model = initialize(Transformer(config), 0)
     found = []

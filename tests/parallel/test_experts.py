@@ -47,7 +47,7 @@ def test_fewer_experts_than_ranks_are_cut_along_the_hidden_states(ranks: RankPoo
 
 
 def _train_few(layout: dict[str, Any]) -> Any:
-    moe = MODELS["moe"]["moe"] | {"experts": 2, "top_k": 1}
+    moe = MODELS["moe"]["moe"] | {"n_routed_experts": 2, "num_experts_per_tok": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "moe", MODELS["moe"] | {"moe": moe})
         return train(layout, "moe")

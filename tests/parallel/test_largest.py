@@ -70,7 +70,7 @@ def test_a_rank_holds_what_the_plan_says(layout: Layout | None, stage: int) -> N
         assert 2 * gathered == planned["weights"]
         assert 1 <= 4 * sum(local(parameter).numel() for parameter in parameters.values()) / planned["fp32 master"] < 1.1
         bytes_of = {"muon": 4, "adamw": 8}
-        groups = group_parameters(parameters.items(), recipe.optimizer, recipe.model.layers)
+        groups = group_parameters(parameters.items(), recipe.optimizer, recipe.model.num_hidden_layers)
         states = sum(bytes_of[group.kind] * local(p).numel() for group in groups for p in group.parameters.values())
         assert 1 <= states / planned["optimizer state"] < 1.1
         tp, ep = layout.tp, layout.ep

@@ -17,7 +17,7 @@ from rank_pool import RankPool
 LAYOUTS: list[dict[str, Any]] = [
     # one axis
     {"dp_shard": 2, "zero": 0}, {"dp_shard": 3, "zero": 1}, {"dp_shard": 4, "zero": 2}, {"dp_shard": 8, "zero": 3}, {"dp_replicate": 2},
-    {"tp": 2}, {"cp": 2}, {"cp": 4}, {"pp": 2}, {"pp": 4, "schedule": "zero-bubble"},
+    {"tp": 2}, {"cp": 2}, {"cp": 4}, {"pp": 2}, {"pp": 4, "pipeline_schedule": "zero-bubble"},
     # two
     {"dp_replicate": 2, "dp_shard": 2, "zero": 3}, {"dp_shard": 2, "tp": 2, "zero": 0}, {"dp_shard": 2, "tp": 2, "zero": 1},
     {"dp_shard": 2, "tp": 2, "zero": 2}, {"dp_shard": 3, "tp": 2, "zero": 3}, {"dp_replicate": 2, "tp": 2}, {"cp": 2, "tp": 2},

@@ -56,16 +56,29 @@ def test_equal_ranks_keep_what_their_devices_have(ranks, has_bf16: bool) -> None
 
 
 def sparse(expert_size: int, number: str, hidden: int = 32) -> Recipe:
-    moe = f"{{experts: 4, top_k: 2, expert_size: {expert_size}}}"
-    model = f"model={{hidden_size: {hidden}, layers: 2, heads: 2, kv_heads: 2, ffn_size: 64, moe: {moe}}}"
+    moe = f"{{n_routed_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: {expert_size}}}"
+    model = (
+        f"model={{hidden_size: {hidden}, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, "
+        f"intermediate_size: 64, moe: {moe}}}"
+    )
     return load_recipe("quickstart", [model, f"train.precision={number}", "train.compile=false", "tokenizer.vocab_size=512"]).recipe
 
 
 @pytest.mark.parametrize(
-    ("expert_size", "number", "hidden", "message"),
+    ("moe_intermediate_size", "number", "hidden", "message"),
     [
-        (20, "bf16", 32, "model.moe.expert_size 20 is not a multiple of 8, which grouped products of 16-bit numbers need; take 24"),
-        (18, "fp32", 32, "model.moe.expert_size 18 is not a multiple of 4, which grouped products of 32-bit numbers need; take 20"),
+        (
+            20,
+            "bf16",
+            32,
+            "model.moe.moe_intermediate_size 20 is not a multiple of 8, which grouped products of 16-bit numbers need; take 24",
+        ),
+        (
+            18,
+            "fp32",
+            32,
+            "model.moe.moe_intermediate_size 18 is not a multiple of 4, which grouped products of 32-bit numbers need; take 20",
+        ),
         (16, "bf16", 36, "model.hidden_size 36 is not a multiple of 8, which grouped products of 16-bit numbers need"),
     ],
 )
@@ -85,6 +98,8 @@ def built(expert_size: int, number: str) -> str:
 
 
 def test_slices_of_experts_that_grouped_products_cannot_take(ranks) -> None:
-    message = "model.moe.expert_size 24 / tp 2 = 12 is not a multiple of 8, which grouped products of 16-bit numbers need; take 32"
+    message = (
+        "model.moe.moe_intermediate_size 24 / tp 2 = 12 is not a multiple of 8, which grouped products of 16-bit numbers need; take 32"
+    )
     assert ranks.run(built, 2, 24, "bf16") == [message] * 2
     assert ranks.run(built, 2, 24, "fp32") == ["built"] * 2

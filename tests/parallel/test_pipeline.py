@@ -28,20 +28,20 @@ from rank_pool import RankPool
 
 KINDS = ("dense", "tied", "moe", "mla", "mtp")
 FAST: list[tuple[dict[str, Any], str]] = [
-    ({"pp": 2, "schedule": "gpipe"}, "tied"),
+    ({"pp": 2, "pipeline_schedule": "gpipe"}, "tied"),
     ({"pp": 4}, "mtp"),
-    ({"pp": 2, "layers_per_stage": [3, 1]}, "dense"),
-    ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, "moe"),
-    ({"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2}, "mtp"),
-    ({"pp": 2, "schedule": "zero-bubble"}, "tied"), ({"pp": 2}, "post_norm"),
+    ({"pp": 2, "layers_per_pipeline_stage": [3, 1]}, "dense"),
+    ({"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}, "moe"),
+    ({"pp": 2, "pipeline_schedule": "zero-bubble", "pipeline_stages_per_rank": 2}, "mtp"),
+    ({"pp": 2, "pipeline_schedule": "zero-bubble"}, "tied"), ({"pp": 2}, "post_norm"),
     ({"pp": 2, "dp_shard": 2, "zero": 0}, "tied"),
     ({"pp": 2, "dp_shard": 2, "zero": 1}, "mla"),
     ({"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1}, "mtp"),
 ]
 MORE: list[dict[str, Any]] = [
-    {"pp": 4, "schedule": "zero-bubble"},
-    {"pp": 2, "dp_shard": 2, "schedule": "interleaved", "stages_per_rank": 2},
-    {"pp": 2, "dp_shard": 2, "schedule": "zero-bubble"},
+    {"pp": 4, "pipeline_schedule": "zero-bubble"},
+    {"pp": 2, "dp_shard": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2},
+    {"pp": 2, "dp_shard": 2, "pipeline_schedule": "zero-bubble"},
 ]
 SLOW = [(layout, kind) for layout in [*(layout for layout, _ in FAST), *MORE] for kind in KINDS if (layout, kind) not in FAST]
 
@@ -66,17 +66,21 @@ def test_every_model_equals_one_process(ranks: RankPool, layout: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "micro_batch"),
+    ("layout", "rows", "micro_batch_size"),
     [
         ({"pp": 2, "dp_shard": 2}, 7, 2),  # one rank has a row less: single rows, and a blank one
         ({"pp": 4}, 3, 1),  # fewer micro-batches than stages
-        ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 7, 3),  # 7 rows make no equal rounds in pieces of 2 or 3
+        (
+            {"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2},
+            7,
+            3,
+        ),  # 7 rows make no equal rounds in pieces of 2 or 3
     ],
     ids=_name,
 )
-def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, micro_batch: int) -> None:
+def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, micro_batch_size: int) -> None:
     """Blank micro-batches that fill a round count nowhere: not in gradients, losses, nor tokens per expert."""
-    compare(alone("mtp", micro_batch, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch, rows))
+    compare(alone("mtp", micro_batch_size, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch_size, rows))
 
 
 @pytest.mark.parametrize("recomputed", ["full", "50%"])
@@ -90,7 +94,9 @@ def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Traine
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"), [({"pp": 2, "dp_shard": 2}, 7), ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 3)], ids=_name
+    ("layout", "rows"),
+    [({"pp": 2, "dp_shard": 2}, 7), ({"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}, 3)],
+    ids=_name,
 )
 def test_evaluates_what_one_process_evaluates(ranks: RankPool, layout: dict[str, Any], rows: int) -> None:
     """fp32 sums in another order: 1e-6."""
@@ -107,15 +113,15 @@ def _evaluated(layout: dict[str, Any], rows: int) -> float:
 def test_a_rank_holds_its_stages_and_no_more(ranks: RankPool) -> None:
     """Names are those of one process; only the embedding that the last stage needs for a tied head is there twice."""
     whole = _held({}, "tied")
-    first, last = ranks.run(_held, 2, {"pp": 2, "layers_per_stage": [3, 1]}, "tied")
+    first, last = ranks.run(_held, 2, {"pp": 2, "layers_per_pipeline_stage": [3, 1]}, "tied")
     assert first | last == whole
     assert first & last == {"embedding.weight"}
     assert {name.split(".")[1] for name in last if name.startswith("layers.")} == {"3"}
 
 
 def test_a_layout_that_cannot_be_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(UserError, match="layout: stages_per_rank and layers_per_stage say how a pipeline is cut"):
-        build(recipe_of("dense"), Ranks(Layout(stages_per_rank=2)), torch.device("cpu"))
+    with pytest.raises(UserError, match="layout: pipeline_stages_per_rank and layers_per_pipeline_stage say how a pipeline is cut"):
+        build(recipe_of("dense"), Ranks(Layout(pipeline_stages_per_rank=2)), torch.device("cpu"))
 
 
 def _held(layout: dict[str, Any], kind: str) -> set[str]:
@@ -159,11 +165,11 @@ SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 @pytest.mark.parametrize(
     ("layout", "count"),
     [
-        ({"pp": 4, "schedule": "gpipe"}, 6),
+        ({"pp": 4, "pipeline_schedule": "gpipe"}, 6),
         ({"pp": 4}, 6),
-        ({"pp": 2, "schedule": "interleaved", "stages_per_rank": 2}, 6),
-        ({"pp": 4, "schedule": "zero-bubble"}, 8),
-        ({"pp": 2, "schedule": "zero-bubble", "stages_per_rank": 2}, 4),
+        ({"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}, 6),
+        ({"pp": 4, "pipeline_schedule": "zero-bubble"}, 8),
+        ({"pp": 2, "pipeline_schedule": "zero-bubble", "pipeline_stages_per_rank": 2}, 4),
     ],
     ids=_name,
 )
@@ -171,9 +177,9 @@ def test_is_idle_and_keeps_activations_as_planned(ranks: RankPool, layout: dict[
     """What each rank ran, in its order, played on a clock: a forward takes one second, a backward two, half of it for the weights."""
     orders = ranks.run(_executed, layout["pp"], layout, count)
     wanted = Layout.model_validate(layout)
-    share, most = _play(orders, wanted.pp * wanted.stages_per_rank)
-    assert share == pytest.approx(bubble(wanted.pp, count, wanted.schedule, wanted.stages_per_rank))
-    assert most == [alive(wanted, rank, count) * wanted.stages_per_rank for rank in range(wanted.pp)]
+    share, most = _play(orders, wanted.pp * wanted.pipeline_stages_per_rank)
+    assert share == pytest.approx(bubble(wanted.pp, count, wanted.pipeline_schedule, wanted.pipeline_stages_per_rank))
+    assert most == [alive(wanted, rank, count) * wanted.pipeline_stages_per_rank for rank in range(wanted.pp)]
 
 
 def _executed(layout: dict[str, Any], count: int) -> list[Action]:

@@ -83,7 +83,7 @@ def _seen(layout: dict[str, Any]) -> list[Any]:
 
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks: RankPool) -> None:
-    heads = "layout: tp 4 does not divide model.kv_heads 2; the nearest that divides all is tp 2"
+    heads = "layout: tp 4 does not divide model.num_key_value_heads 2; the nearest that divides all is tp 2"
     assert set(ranks.run(_refused, 4, {"tp": 4}, 24)) == {heads}
     length = "sequences of 23 tokens cannot be shared by layout.tp 2: use a multiple of 2"
     assert set(ranks.run(_refused, 2, {"tp": 2}, 23)) == {length}

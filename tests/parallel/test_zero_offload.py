@@ -34,13 +34,17 @@ from rank_pool import RankPool
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (extra: deepspeed)")
 
-MODELS["wide"] = MODELS["dense"] | {"hidden_size": 512, "ffn_size": 1024, "layers": 1}  # what is below 1 MiB on a rank is not worth a disk
-MODELS["large"] = MODELS["dense"] | {"hidden_size": 512, "ffn_size": 2048, "layers": 4}
+MODELS["wide"] = MODELS["dense"] | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 1,
+}  # what is below 1 MiB on a rank is not worth a disk
+MODELS["large"] = MODELS["dense"] | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
 CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "1": ("moe", 1, {}, {}),
     "1-cpu": ("dense", 1, {"offload": "cpu"}, {"rows": 7}),
     "2": ("moe", 2, {}, {"activation_checkpointing": "selective"}),
-    "2-cpu": ("tied", 2, {"offload": "cpu"}, {"micro_batch": 2}),
+    "2-cpu": ("tied", 2, {"offload": "cpu"}, {"micro_batch_size": 2}),
     "3": ("mtp", 3, {}, {}),
     "3-cpu": ("mla", 3, {"offload": "cpu"}, {"rows": 7, "activation_checkpointing": "full"}),
     "3-cpu-weights": ("tied", 3, {"offload": "cpu", "offload_weights": "cpu"}, {}),
@@ -76,11 +80,13 @@ def engine(kind: str, zero: int, options: dict[str, Any] | None, world: int, **t
     return recipe, *with_optimizer(recipe, ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks))
 
 
-def step(recipe: Recipe, model: ParallelModel, optimizer: Any, number: int, rows: int = ROWS, micro_batch: int = 1, **options: Any) -> Any:
+def step(
+    recipe: Recipe, model: ParallelModel, optimizer: Any, number: int, rows: int = ROWS, micro_batch_size: int = 1, **options: Any
+) -> Any:
     batch = batch_of(number, rows, LENGTH)
     return train_step(
-        model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch=micro_batch,
-        rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01, **options,
+        model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
+        rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01, **options,
     )  # fmt: skip
 
 
@@ -93,7 +99,7 @@ def gradient(parameter: torch.nn.Parameter) -> np.ndarray:
 
 
 def trained(
-    kind: str, zero: int, options: dict[str, Any] | None, world: int, rows: int = ROWS, micro_batch: int = 1, **train: Any
+    kind: str, zero: int, options: dict[str, Any] | None, world: int, rows: int = ROWS, micro_batch_size: int = 1, **train: Any
 ) -> Found:  # fmt: skip
     recipe, model, optimizer = engine(kind, zero, options, world, **train)
     found, clip = Found(), model.clip
@@ -106,7 +112,7 @@ def trained(
     model.clip = noting  # type: ignore[method-assign]
     model.train()
     for number in range(STEPS):
-        result = step(recipe, model, optimizer, number, rows, micro_batch)
+        result = step(recipe, model, optimizer, number, rows, micro_batch_size)
         found.losses.append(float(result.loss))
         found.norms.append(float(result.grad_norm))
         found.extras += [float(value) for value in (result.z_loss, result.auxiliary_loss, result.mtp_loss) if value is not None]

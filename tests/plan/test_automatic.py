@@ -42,17 +42,17 @@ def test_a_pipeline_gets_the_schedule_that_leaves_it_idle_least() -> None:
     phase = recipe.train.phases[0]
     placed, _ = automatic(recipe, cluster, phase, 1)
     assert placed is not None and placed.layout.pp > 1
-    plain = place(recipe, cluster, placed.layout.model_copy(update={"schedule": "1f1b", "stages_per_rank": 1}), phase)
+    plain = place(recipe, cluster, placed.layout.model_copy(update={"pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 1}), phase)
 
     def idle(one: Placed) -> float:
-        return bubble(one.layout.pp, one.accumulation, one.layout.schedule, one.layout.stages_per_rank)
+        return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
 
-    assert placed.layout.schedule == "interleaved" and idle(placed) < idle(plain)
+    assert placed.layout.pipeline_schedule == "interleaved" and idle(placed) < idle(plain)
     assert list(problems(recipe, cluster, placed.layout, phase)) == [] and fits(placed, cluster)
     busy = load_recipe("glm46-355b-a32b").recipe
     small = load_cluster("8192xh800").model_copy(update={"nodes": 64, "memory_gib": 30})
     placed, _ = automatic(busy, small, busy.train.phases[0], 1)
-    assert placed is not None and placed.layout.pp > 1 and placed.layout.schedule == "1f1b", "64 micro-batches keep it busy"
+    assert placed is not None and placed.layout.pp > 1 and placed.layout.pipeline_schedule == "1f1b", "64 micro-batches keep it busy"
 
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
@@ -75,7 +75,7 @@ def test_auto_is_spelt_in_the_file_and_on_the_command_line(tmp_path: Path) -> No
 
 def test_a_run_that_has_begun_keeps_its_layout_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert kept(tmp_path) is None
-    resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", "train.micro_batch=2", f"run_dir={tmp_path}"])
+    resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", "train.micro_batch_size=2", f"run_dir={tmp_path}"])
     resolved.save(tmp_path)
     assert kept(tmp_path) is None, "nothing was trained yet"
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)

@@ -12,19 +12,57 @@ from lmworks.recipe.model import Model, Moe
 from lmworks.recipe.shapes import count as total
 from lmworks.recipe.shapes import parameters
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
-LATENT = {"kv_rank": 10, "rope_dim": 4, "nope_dim": 8, "value_dim": 6}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 VARIANTS = [
     Model.model_validate(SMALL),
-    Model.model_validate({**SMALL, "attention_bias": True, "qk_norm": True}),
-    Model.model_validate({**SMALL, "qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}),
-    Model.model_validate({**SMALL, "tie_embeddings": True, "nope_every": 2, "head_dim": 16}),
-    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 1}}),
-    Model.model_validate({**SMALL, "moe": {"experts": 6, "top_k": 1, "expert_size": 8, "dense_layers": 0, "shared_experts": 2}}),
-    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 2, "shared_experts": 0}}),
-    Model.model_validate({**SMALL, "moe": {"experts": 4, "top_k": 2, "expert_size": 12, "dense_layers": 2}, "mtp": {"layers": 2}}),
-    Model.model_validate({**SMALL, "kv_heads": 4, "head_dim": 12, "mla": {"q_rank": 10, **LATENT}, "mtp": {}}),
-    Model.model_validate({**SMALL, "kv_heads": 4, "head_dim": 12, "mla": LATENT}),
+    Model.model_validate({**SMALL, "attention_bias": True, "use_qk_norm": True}),
+    Model.model_validate({**SMALL, "use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}),
+    Model.model_validate({**SMALL, "tie_word_embeddings": True, "no_rope_layer_interval": 2, "head_dim": 16}),
+    Model.model_validate(
+        {**SMALL, "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}}
+    ),
+    Model.model_validate(
+        {
+            **SMALL,
+            "moe": {
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 8,
+                "first_k_dense_replace": 0,
+                "n_shared_experts": 2,
+            },
+        }
+    ),
+    Model.model_validate(
+        {
+            **SMALL,
+            "moe": {
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 12,
+                "first_k_dense_replace": 2,
+                "n_shared_experts": 0,
+            },
+        }
+    ),
+    Model.model_validate(
+        {
+            **SMALL,
+            "moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 2},
+            "mtp": {"num_nextn_predict_layers": 2},
+        }
+    ),
+    Model.model_validate({**SMALL, "num_key_value_heads": 4, "head_dim": 12, "mla": {"q_lora_rank": 10, **LATENT}, "mtp": {}}),
+    Model.model_validate({**SMALL, "num_key_value_heads": 4, "head_dim": 12, "mla": LATENT}),
 ]
 
 
@@ -46,8 +84,17 @@ def test_shipped_models_are_built_as_counted(name: str) -> None:
 
 
 def test_active_parameters_by_hand() -> None:
-    moe = Moe(experts=4, top_k=1, expert_size=10, shared_experts=1, dense_layers=1)
-    model = Model(vocab_size=100, hidden_size=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_size=16, moe=moe)
+    moe = Moe(n_routed_experts=4, num_experts_per_tok=1, moe_intermediate_size=10, n_shared_experts=1, first_k_dense_replace=1)
+    model = Model(
+        vocab_size=100,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=16,
+        moe=moe,
+    )
     attention = 8 * 8 + 2 * 4 * 8 + 8 * 8
     norms = 2 * 2 * 8 + 8
     expert = 3 * 8 * 10
@@ -55,7 +102,7 @@ def test_active_parameters_by_hand() -> None:
     assert counts.total == 2 * 100 * 8 + 2 * attention + norms + 3 * 8 * 16 + 4 * 8 + 4 * expert + expert
     assert counts.active == counts.total - 3 * expert
     assert counts.active_computed == counts.active - 100 * 8
-    tied = count(model.model_copy(update={"tie_embeddings": True}))
+    tied = count(model.model_copy(update={"tie_word_embeddings": True}))
     assert tied.total == counts.total - 800
     assert tied.active_computed == counts.active_computed
 

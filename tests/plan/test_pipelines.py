@@ -16,14 +16,23 @@ from lmworks.recipe.load import load_cluster, load_recipe
     ("layout", "reason"),
     [
         ({"pp": 64}, "pp 64 exceeds the 36 layers"),
-        ({"pp": 16, "schedule": "interleaved", "stages_per_rank": 3}, "pp 16 x stages_per_rank 3 exceeds the 36 layers"),
-        ({"pp": 4, "layers_per_stage": (9, 9, 9, 8)}, "layers_per_stage must be 4 numbers from 1 that add up to 36"),
-        ({"pp": 4, "layers_per_stage": (12, 12, 12)}, "layers_per_stage must be 4 numbers"),
-        ({"pp": 4, "layers_per_stage": (18, 18, 0, 0)}, "layers_per_stage must be 4 numbers"),
-        ({"pp": 4, "stages_per_rank": 2}, "schedule 1f1b has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"),
-        ({"pp": 4, "schedule": "interleaved"}, "schedule interleaved needs several stages on each rank; set stages_per_rank=2"),
-        ({"stages_per_rank": 2}, "say how a pipeline is cut; leave them out, or set pp"),
-        ({"pp": 4, "schedule": "zero-bubble"}, "schedule zero-bubble cuts the backward in two, which compiled layers cannot"),
+        (
+            {"pp": 16, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 3},
+            "pp 16 x pipeline_stages_per_rank 3 exceeds the 36 layers",
+        ),
+        ({"pp": 4, "layers_per_pipeline_stage": (9, 9, 9, 8)}, "layers_per_pipeline_stage must be 4 numbers from 1 that add up to 36"),
+        ({"pp": 4, "layers_per_pipeline_stage": (12, 12, 12)}, "layers_per_pipeline_stage must be 4 numbers"),
+        ({"pp": 4, "layers_per_pipeline_stage": (18, 18, 0, 0)}, "layers_per_pipeline_stage must be 4 numbers"),
+        (
+            {"pp": 4, "pipeline_stages_per_rank": 2},
+            "schedule 1f1b has one stage on each rank; set pipeline_stages_per_rank=1, or schedule=interleaved",
+        ),
+        (
+            {"pp": 4, "pipeline_schedule": "interleaved"},
+            "schedule interleaved needs several stages on each rank; set pipeline_stages_per_rank=2",
+        ),
+        ({"pipeline_stages_per_rank": 2}, "say how a pipeline is cut; leave them out, or set pp"),
+        ({"pp": 4, "pipeline_schedule": "zero-bubble"}, "schedule zero-bubble cuts the backward in two, which compiled layers cannot"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reason: str) -> None:
@@ -34,7 +43,7 @@ def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reaso
 
 def test_the_zero_bubble_schedule_does_not_go_with_selective_recomputation() -> None:
     recipe = load_recipe("smollm3-3b", ["train.compile=false", "train.activation_checkpointing=selective"]).recipe
-    wanted = Layout(pp=4, dp_shard=16, schedule="zero-bubble")
+    wanted = Layout(pp=4, dp_shard=16, pipeline_schedule="zero-bubble")
     found = list(problems(recipe, load_cluster("64xh100"), wanted))
     assert any("set train.activation_checkpointing to full or none, or schedule=1f1b" in reason for reason in found)
 
@@ -42,11 +51,11 @@ def test_the_zero_bubble_schedule_does_not_go_with_selective_recomputation() -> 
 def test_rounds_that_are_not_equal_are_refused_with_settings_that_are() -> None:
     """576 sequences over 64 data ranks are 9 each, and 9 micro-batches over 4 ranks make no two equal rounds."""
     recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("8192xh800").model_copy(update={"nodes": 32})
-    wanted = Layout(pp=4, dp_shard=64, schedule="interleaved", stages_per_rank=2)
+    wanted = Layout(pp=4, dp_shard=64, pipeline_schedule="interleaved", pipeline_stages_per_rank=2)
     (found,) = problems(recipe, cluster, wanted, recipe.train.phases[0])
     assert found.startswith("the 9 sequences that a rank has of a step")
-    assert "set train.micro_batch=3 or schedule=1f1b and stages_per_rank=1" in found
-    larger = load_recipe("smollm3-3b", ["train.micro_batch=3"]).recipe
+    assert "set train.micro_batch_size=3 or schedule=1f1b and pipeline_stages_per_rank=1" in found
+    larger = load_recipe("smollm3-3b", ["train.micro_batch_size=3"]).recipe
     assert not list(problems(larger, cluster, wanted, larger.train.phases[0]))
 
 
@@ -60,10 +69,10 @@ def test_schedules_of_one_micro_batch_stand_idle_alike() -> None:
 def test_activations_that_are_alive() -> None:
     """GPipe keeps all; 1F1B on the first rank one for each stage, on the last one; one stage on each rank is no interleaving."""
     assert alive(Layout(), 0, 8) == 1
-    assert [alive(Layout(pp=4, schedule="gpipe"), rank, 8) for rank in range(4)] == [8, 8, 8, 8]
+    assert [alive(Layout(pp=4, pipeline_schedule="gpipe"), rank, 8) for rank in range(4)] == [8, 8, 8, 8]
     assert [alive(Layout(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def test_the_schedule_is_named() -> None:
     assert describe(Layout(pp=4)) == "PP4, ZeRO-1"
-    assert describe(Layout(pp=4, schedule="interleaved", stages_per_rank=2)) == "PP4, interleaved 2 stages a rank, ZeRO-1"
+    assert describe(Layout(pp=4, pipeline_schedule="interleaved", pipeline_stages_per_rank=2)) == "PP4, interleaved 2 stages a rank, ZeRO-1"

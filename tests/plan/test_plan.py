@@ -59,8 +59,10 @@ def test_every_recipe_on_every_cluster(name: str, where: str) -> None:
         placed = phase.placed
         assert list(problems(resolved.recipe, cluster, placed.layout, source)) == []
         assert placed.memory.total <= cluster.memory_gib * GIB
-        per_step = placed.layout.dp_replicate * placed.layout.dp_shard * placed.micro_batch * placed.accumulation * source.sequence_length
-        assert per_step == source.batch
+        per_step = (
+            placed.layout.dp_replicate * placed.layout.dp_shard * placed.micro_batch_size * placed.accumulation * source.sequence_length
+        )
+        assert per_step == source.global_batch_size
 
 
 def test_tensor_parallelism_is_as_small_as_fits() -> None:
@@ -101,7 +103,7 @@ def test_tensor_ranks_share_the_tokens_of_a_sequence() -> None:
 
 
 def test_a_norm_over_all_heads_has_no_tensor_ranks() -> None:
-    recipe, cluster = load_recipe("smollm3-3b", ["model.qk_norm=true", "model.qk_norm_over=all_heads"]).recipe, load_cluster("64xh100")
+    recipe, cluster = load_recipe("smollm3-3b", ["model.use_qk_norm=true", "model.qk_norm_over=all_heads"]).recipe, load_cluster("64xh100")
     found = list(problems(recipe, cluster, Layout(dp_shard=32, tp=2)))
     assert found == ["tp 2 gives each rank some of the heads, and model.qk_norm_over all_heads norms all at once"]
     assert not list(problems(recipe, cluster, Layout(dp_shard=64)))
@@ -169,8 +171,8 @@ def test_deepspeed_gets_data_ranks_only() -> None:
     """Where the model of the automatic layout would be split, state leaves the device instead; other axes are named."""
     cluster = load_cluster("64xh100")
     small = cluster.model_copy(update={"memory_gib": 24.0})
-    phases = "train.phases=[{name: all, tokens: 1B, mixture: {web: 1.0}, sequence_length: 4Ki, batch: 1Mi}]"
-    base = [phases, *DEEPSPEED[:2], "train.micro_batch=1", "train.activation_checkpointing=full"]
+    phases = "train.phases=[{name: all, tokens: 1B, mixture: {web: 1.0}, sequence_length: 4Ki, global_batch_size: 1Mi}]"
+    base = [phases, *DEEPSPEED[:2], "train.micro_batch_size=1", "train.activation_checkpointing=full"]
     without = make_plan(load_recipe("smollm3-3b", base).recipe, "", small).phases[0].placed.layout
     assert without.tp > 1 or without.pp > 1
     recipe = load_recipe("smollm3-3b", [*base, DEEPSPEED[2], "layout.zero=2"]).recipe
@@ -225,11 +227,11 @@ def test_attention_pairs_are_counted(length: int, window: int, every: int) -> No
         {
             "vocab_size": 8,
             "hidden_size": 8,
-            "layers": 3,
-            "heads": 2,
-            "kv_heads": 1,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
             "head_dim": 4,
-            "ffn_size": 8,
+            "intermediate_size": 8,
             "sliding_window": f"{window} tokens",
             "layer_types": ["sliding_attention", "full_attention"] if every else [],
         }
@@ -247,7 +249,15 @@ def test_flops_of_a_forward_are_a_third() -> None:
     from lmworks.model.transformer import Transformer
 
     model = Model.model_validate(
-        {"vocab_size": 64, "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+        }
     )
     network, length = Transformer(model), 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -305,8 +315,9 @@ def test_plan_command() -> None:
 
 
 TINY = (
-    "train.compile=false", "model.layers=2", "model.hidden_size=64", "model.head_dim=16", "model.moe.expert_size=32", "model.ffn_size=64",
-    "train.phases.general.sequence_length=64 tokens", "train.phases.general.batch=512 tokens", "train.micro_batch=4",
+    "train.compile=false", "model.num_hidden_layers=2", "model.hidden_size=64", "model.head_dim=16", "model.moe.moe_intermediate_size=32",
+        "model.intermediate_size=64",
+    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_size=512 tokens", "train.micro_batch_size=4",
 )  # fmt: skip
 
 
@@ -359,10 +370,12 @@ def test_shipped_recipes_are_all_planned_here() -> None:
 def deepseek_v3(**change: Any) -> Model:
     """As published (config of deepseek-ai/DeepSeek-V3): 671.0B, of which a token uses 37.6B, and a layer of multi-token prediction."""
     return Model.model_validate({
-        "vocab_size": 129_280, "hidden_size": 7168, "layers": 61, "heads": 128, "kv_heads": 128, "head_dim": 192, "ffn_size": 18_432,
-        "norm_eps": 1e-6, "max_length": "4096 tokens",
-        "mla": {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128},
-        "moe": {"experts": 256, "top_k": 8, "expert_size": 2048, "dense_layers": 3, "routed_scale": 2.5, "groups": 8, "top_groups": 4},
+        "vocab_size": 129_280, "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "head_dim": 192, "intermediate_size": 18_432,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": "4096 tokens",
+        "mla": {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        "moe": {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
         "mtp": {}, **change,
     })  # fmt: skip
 
@@ -395,7 +408,7 @@ def test_activations_of_latent_attention_by_hand() -> None:
 def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
     recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
     without = recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": None})})
-    layout = Layout(pp=16, tp=8, dp_shard=64, ep=32, layers_per_stage=(6,) * 12 + (5,) * 4)
+    layout = Layout(pp=16, tp=8, dp_shard=64, ep=32, layers_per_pipeline_stage=(6,) * 12 + (5,) * 4)
     last, bare = (_stage_memory(one, cluster, layout, 2048, 1, 32, 15).components for one in (recipe, without))
     for stage in (0, 7):
         assert _stage_memory(recipe, cluster, layout, 2048, 1, 32, stage) == _stage_memory(without, cluster, layout, 2048, 1, 32, stage)

@@ -93,7 +93,7 @@ def test_documented_batch(recipe: Recipe, cluster: Cluster) -> None:
     """DP64, micro-batch 1, 2,048 tokens and accumulation 32 are 4.2M tokens."""
     assert round(schedule.batch_tokens(64, 1, 2048, 32) / 1e6, 1) == 4.2
     placed = choose(recipe, cluster, recipe.train.phases[0], DOCUMENTED)
-    assert (placed.micro_batch, placed.accumulation) == (1, 32)
+    assert (placed.micro_batch_size, placed.accumulation) == (1, 32)
     assert placed.memory.total < cluster.memory_gib * 2**30
 
 
@@ -127,7 +127,7 @@ def test_bubble() -> None:
 
 
 def test_gqa_divides_the_cache_by_twelve(recipe: Recipe, plan: Plan) -> None:
-    heads = recipe.model.model_copy(update={"kv_heads": recipe.model.heads})
+    heads = recipe.model.model_copy(update={"num_key_value_heads": recipe.model.num_attention_heads})
     assert kv_cache_bytes(heads, 200_000) == 12 * kv_cache_bytes(recipe.model, 200_000)
     assert plan.kv_cache_shrink == 12
     assert plan.kv_cache == 2 * 92 * 8 * 128 * 2 * 202_752

@@ -11,8 +11,8 @@ TEXT = """\
 name: small
 corpus:
   sources:
-    - {name: prose, kind: text, path: a.txt, domain: prose, licence: CC0-1.0}
-    - {name: code, kind: code, path: src, domain: code, licence: MIT}
+    - {name: prose, kind: text, path: a.txt, domain: prose, license: CC0-1.0}
+    - {name: code, kind: code, path: src, domain: code, license: MIT}
 model:
   preset: glm-tiny
 train:
@@ -21,12 +21,12 @@ train:
       tokens: 2M
       mixture: {prose: 0.75, code: 0.25}
       sequence_length: 512 tokens
-      batch: 8Ki
+      global_batch_size: 8Ki
     - name: anneal
       tokens: 256Ki
       mixture: {prose: 1.0}
       sequence_length: 1Ki
-      batch: 8Ki
+      global_batch_size: 8Ki
 """
 
 

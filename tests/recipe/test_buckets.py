@@ -19,7 +19,7 @@ BUCKETS = "buckets: [{name: high, minimum: 0.7, weight: 3}, {name: low, minimum:
 
 def source(name: str, **weights: float) -> Source:
     buckets = [Bucket(name=bucket, minimum=number / 10, weight=weight) for number, (bucket, weight) in enumerate(weights.items())]
-    return Source(name=name, kind="text", path="x", licence="test", buckets=buckets)
+    return Source(name=name, kind="text", path="x", license="test", buckets=buckets)
 
 
 def refusal(path: Path) -> str:

@@ -19,13 +19,13 @@ from parallel.parity import recipe_of
 
 RECIPE = """
 name: few
-corpus: {sources: [{name: web, kind: jsonl, path: web.jsonl, licence: CC0-1.0}]}
+corpus: {sources: [{name: web, kind: jsonl, path: web.jsonl, license: CC0-1.0}]}
 optimizer: {kind: adamw}
 layout: {dp_shard: 2, zero: 3}
 train:
   compile: false
   deepspeed: {offload: cpu}
-  phases: [{name: all, tokens: 1M tokens, mixture: {web: 1.0}, sequence_length: 256 tokens, batch: 4Ki tokens}]
+  phases: [{name: all, tokens: 1M tokens, mixture: {web: 1.0}, sequence_length: 256 tokens, global_batch_size: 4Ki tokens}]
 size: 10M
 """
 
@@ -51,7 +51,7 @@ def recipe(tmp_path) -> Any:
         (["train.deepspeed.offload=nvme"], "train.deepspeed", "nvme needs path"),
         (["layout.zero=2", "train.deepspeed.offload_weights=cpu"], "train.deepspeed.offload_weights", "set layout.zero=3"),
         (["optimizer.kind=muon"], "optimizer.kind", "set optimizer.kind=adamw"),
-        (["optimizer.ema=0.9"], "optimizer.ema", "set ema=0"),
+        (["optimizer.ema_decay=0.9"], "optimizer.ema_decay", "set ema_decay=0"),
         (["train.precision=fp16"], "train.precision", "set bf16 or fp32"),
         (["train.compile=true"], "train.compile", "set train.compile=false"),
         (["stability.recheck_every=10 steps"], "stability.recheck_every", "leave recheck_every out"),

@@ -24,7 +24,10 @@ def loaded(path: Path, *overrides: str) -> Recipe:
 
 def test_how_it_is_written_does_not_matter(write: Write) -> None:
     first = load_recipe(write()).fingerprint
-    assert load_recipe(write(("tokens: 2M", "tokens: 2000k"), ("batch: 8Ki", "batch: 8192 tokens"))).fingerprint == first
+    assert (
+        load_recipe(write(("tokens: 2M", "tokens: 2000k"), ("global_batch_size: 8Ki", "global_batch_size: 8192 tokens"))).fingerprint
+        == first
+    )
     assert load_recipe(write(("{prose: 0.75, code: 0.25}", "{code: 0.25, prose: 0.75}"))).fingerprint == first
     assert load_recipe(write(), ["seed=2"]).fingerprint != first
 
@@ -58,7 +61,7 @@ def test_a_phase_that_was_put_in_between_is_named(write: Write) -> None:
     old = loaded(write())
     inserted = (
         "    - name: anneal",
-        "    - {name: middle, tokens: 1M, mixture: {code: 1.0}, sequence_length: 512 tokens, batch: 8Ki}\n    - name: anneal",
+        "    - {name: middle, tokens: 1M, mixture: {code: 1.0}, sequence_length: 512 tokens, global_batch_size: 8Ki}\n    - name: anneal",
     )
     paths = [
         change.path
@@ -70,30 +73,34 @@ def test_a_phase_that_was_put_in_between_is_named(write: Write) -> None:
 
 
 def test_a_resume_refuses_by_name(write: Write) -> None:
-    old, new = loaded(write()), loaded(write(), "train.phases.general.batch=16Ki", "checkpoints.keep_last=5", "train.micro_batch=1")
+    old, new = (
+        loaded(write()),
+        loaded(write(), "train.phases.general.global_batch_size=16Ki", "checkpoints.keep_last=5", "train.micro_batch_size=1"),
+    )
     changes = changed_keys(old, new)
     with pytest.raises(UserError) as caught:
-        require_allowed(changes, ["train.micro_batch"])
+        require_allowed(changes, ["train.micro_batch_size"])
     message = str(caught.value)
-    assert "train.phases.general.batch (8192 tokens -> 16384 tokens)" in message
-    assert message.endswith("go on with --allow train.phases.general.batch")
-    assert "keep_last" not in message and "micro_batch" not in message
-    allowed = require_allowed(changes, ["train.micro_batch", "train.phases"])
-    assert {change.path for change in allowed} == {"train.phases.general.batch", "train.micro_batch"}
+    assert "train.phases.general.global_batch_size (8192 tokens -> 16384 tokens)" in message
+    assert message.endswith("go on with --allow train.phases.general.global_batch_size")
+    assert "keep_last" not in message and "micro_batch_size" not in message
+    allowed = require_allowed(changes, ["train.micro_batch_size", "train.phases"])
+    assert {change.path for change in allowed} == {"train.phases.general.global_batch_size", "train.micro_batch_size"}
 
 
 def test_a_node_that_one_of_them_lacks_is_one_change() -> None:
     old = {
-        "model": {"moe": None, "layers": 2}, "phases": [{"name": "a", "tokens": 1}], "imported": {}, "tune": None, "zero": 0,
+        "model": {"moe": None, "num_hidden_layers": 2}, "phases": [{"name": "a", "tokens": 1}], "imported": {}, "tune": None, "zero": 0,
         "gone": {"x": 1, "y": 2},
     }  # fmt: skip
     new = {
-        "model": {"moe": {"experts": 1, "top_k": 2}, "layers": 2}, "imported": {"z": "path"}, "tune": {"q": 1}, "gone": None, "zero": None,
+        "model": {"moe": {"n_routed_experts": 1, "num_experts_per_tok": 2}, "num_hidden_layers": 2}, "imported": {"z": "path"},
+        "tune": {"q": 1}, "gone": None, "zero": None,
         "phases": [{"name": "a", "tokens": 2}, {"name": "b", "tokens": 1, "mixture": {"c": 1}}],
     }  # fmt: skip
     changes = {change.path: change for change in changed_keys(old, new)}
     assert {path: change.keys for path, change in changes.items()} == {
-        "model.moe": ("model.moe.experts", "model.moe.top_k"), "phases.a.tokens": ("phases.a.tokens",),
+        "model.moe": ("model.moe.n_routed_experts", "model.moe.num_experts_per_tok"), "phases.a.tokens": ("phases.a.tokens",),
         "phases.b": ("phases.b.name", "phases.b.tokens", "phases.b.mixture.c"), "imported.z": ("imported.z",), "tune": ("tune.q",),
         "gone": ("gone.x", "gone.y"), "zero": ("zero",),
     }  # fmt: skip

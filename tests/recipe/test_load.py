@@ -39,16 +39,22 @@ def test_shipped_recipe_is_complete(name: str) -> None:
     derived = (
         model.vocab_size,
         model.hidden_size,
-        model.layers,
-        model.heads,
-        model.kv_heads,
+        model.num_hidden_layers,
+        model.num_attention_heads,
+        model.num_key_value_heads,
         model.head_dim,
-        model.ffn_size,
-        model.max_length,
+        model.intermediate_size,
+        model.max_position_embeddings,
     )
-    others = (recipe.run_dir, recipe.threads, recipe.optimizer.learning_rate, recipe.optimizer.adam_learning_rate, recipe.train.micro_batch)
+    others = (
+        recipe.run_dir,
+        recipe.threads,
+        recipe.optimizer.learning_rate,
+        recipe.optimizer.adam_learning_rate,
+        recipe.train.micro_batch_size,
+    )
     assert None not in derived + others
-    assert model.max_length == max(phase.sequence_length for phase in recipe.train.phases)
+    assert model.max_position_embeddings == max(phase.sequence_length for phase in recipe.train.phases)
     assert model.vocab_size >= recipe.tokenizer.vocab_size
 
 
@@ -66,24 +72,26 @@ def test_glm46_has_the_three_stages() -> None:
 
 
 def test_origins(write: Write) -> None:
-    resolved = load_recipe(write(), ["train.phases.anneal.batch=16Ki", "train.phases.0.tokens=3M", "optimizer.betas=[0.9, 0.99]"])
+    resolved = load_recipe(
+        write(), ["train.phases.anneal.global_batch_size=16Ki", "train.phases.0.tokens=3M", "optimizer.betas=[0.9, 0.99]"]
+    )
     origins = {path: str(origin) for path, origin in resolved.origins.items()}
     assert origins["name"].startswith("recipe") and origins["name"].endswith("small.yaml:1")
     assert origins["train.phases.general.mixture.code"].endswith("small.yaml:12")
-    assert origins["model.moe.experts"] == "preset glm-tiny"
-    assert origins["train.phases.anneal.batch"] == "override --set train.phases.anneal.batch=16Ki"
+    assert origins["model.moe.n_routed_experts"] == "preset glm-tiny"
+    assert origins["train.phases.anneal.global_batch_size"] == "override --set train.phases.anneal.global_batch_size=16Ki"
     assert origins["train.phases.general.tokens"] == "override --set train.phases.0.tokens=3M"
     assert origins["run_dir"].startswith("derived: ") and "arXiv" in origins["optimizer.learning_rate"]
     assert origins["seed"] == "default"
-    assert resolved.recipe.train.phases[1].batch == 16_384
+    assert resolved.recipe.train.phases[1].global_batch_size == 16_384
     assert resolved.recipe.optimizer.betas == (0.9, 0.99)
 
 
 def test_a_preset_gives_way_key_by_key(write: Write) -> None:
-    path = write(("preset: glm-tiny", "preset: glm-tiny\n  layers: 3\n  moe: {top_k: 4}"))
+    path = write(("preset: glm-tiny", "preset: glm-tiny\n  num_hidden_layers: 3\n  moe: {num_experts_per_tok: 4}"))
     model = load_recipe(path).recipe.model
     assert model.moe is not None
-    assert (model.layers, model.moe.top_k, model.moe.experts, model.hidden_size) == (3, 4, 16, 256)
+    assert (model.num_hidden_layers, model.moe.num_experts_per_tok, model.moe.n_routed_experts, model.hidden_size) == (3, 4, 16, 256)
     dense = load_recipe(path, ["model.moe=null"])
     assert dense.recipe.model.moe is None
     assert str(dense.origins["model.moe"]) == "override --set model.moe=null"
@@ -198,8 +206,8 @@ def test_no_such_recipe() -> None:
 
 
 def test_a_model_needs_a_shape(write: Write) -> None:
-    assert "the model has no hidden_size and no layers; write size: 125M, model.preset: NAME" in refusal(
-        write(("  preset: glm-tiny", "  qk_norm: true"))
+    assert "the model has no hidden_size and no num_hidden_layers; write size: 125M, model.preset: NAME" in refusal(
+        write(("  preset: glm-tiny", "  use_qk_norm: true"))
     )
 
 

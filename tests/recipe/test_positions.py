@@ -15,15 +15,15 @@ from lmworks.recipe.positions import positions, warnings
 from lmworks.recipe.show import as_json, phases
 
 Write = Callable[..., Path]
-LONG = "sequence_length: 1Ki\n      batch: 8Ki\n"
+LONG = "sequence_length: 1Ki\n      global_batch_size: 8Ki\n"
 
 
 def long(rope: str, length: str = "4Ki") -> tuple[str, str]:
-    return LONG, f"sequence_length: {length}\n      batch: 8Ki\n" + (f"      rope: {rope}\n" if rope else "")
+    return LONG, f"sequence_length: {length}\n      global_batch_size: 8Ki\n" + (f"      rope: {rope}\n" if rope else "")
 
 
 def test_a_change_is_said_and_extends_the_context(write: Write) -> None:
-    resolved = load_recipe(write(long("{scaling: yarn, factor: 8, original_length: 512 tokens}")))
+    resolved = load_recipe(write(long("{scaling: yarn, factor: 8, original_max_position_embeddings: 512 tokens}")))
     first, second = positions(resolved.recipe)
     assert first.text == "theta 10,000"
     assert second.text == "theta 10,000 -> theta 10,000, yarn x8 from 512 tokens, scores x1.46"
@@ -39,7 +39,8 @@ def test_a_change_is_said_and_extends_the_context(write: Write) -> None:
     [
         ("", "anneal: sequences grow from 512 to 4,096 tokens and positions stay (theta 10,000); to extend them set "
          "train.phases.anneal.rope.theta (ABF)"),
-        ("{scaling: ntk, factor: 2, original_length: 512 tokens}", "anneal: ntk x2 extends 512 tokens to 1,024, but sequences have 4,096; "
+        ("{scaling: ntk, factor: 2, original_max_position_embeddings: 512 tokens}",
+        "anneal: ntk x2 extends 512 tokens to 1,024, but sequences have 4,096; "
          "set train.phases.anneal.rope.factor to 8 or more"),
     ],
 )  # fmt: skip
@@ -56,8 +57,8 @@ def test_positions_that_are_outgrown_are_warned_of(write: Write, rope: str, told
     ("rope", "told"),
     [
         ("{factor: 4}", "rope.factor 4 does nothing without rope.scaling"),
-        ("{scaling: yarn, factor: 4}", "rope.scaling yarn needs rope.original_length"),
-        ("{scaling: llama3, factor: 4}", "rope.scaling llama3 needs rope.original_length"),
+        ("{scaling: yarn, factor: 4}", "rope.scaling yarn needs rope.original_max_position_embeddings"),
+        ("{scaling: llama3, factor: 4}", "rope.scaling llama3 needs rope.original_max_position_embeddings"),
     ],
 )
 def test_changes_that_make_no_sense_are_refused(write: Write, rope: str, told: str) -> None:

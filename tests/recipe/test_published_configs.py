@@ -58,23 +58,23 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
     model = resolved.recipe.model
     assert count(model) == parameters
     assert resolved.origins["model.hidden_size"].kind == "preset"
-    assert model.vocab_size == config["vocab_size"] and int(model.max_length or 0) == config["max_position_embeddings"]
+    assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
 
 
 def test_keys_of_the_recipe_go_over_those_of_the_config(write: Callable[..., Path], tmp_path: Path) -> None:
     path = tmp_path / "llama.json"
     path.write_text(json.dumps(_LLAMA, indent=2))
-    recipe = write(("preset: glm-tiny", f"preset: {path}\n  layers: 2\n  rope: {{factor: 16}}"))
+    recipe = write(("preset: glm-tiny", f"preset: {path}\n  num_hidden_layers: 2\n  rope: {{factor: 16}}"))
     app = typer.Typer()
     recipe_commands.register(app)
-    shown = CliRunner().invoke(app, ["show", str(recipe), "--set", "model.ffn_size=512"], catch_exceptions=False)
+    shown = CliRunner().invoke(app, ["show", str(recipe), "--set", "model.intermediate_size=512"], catch_exceptions=False)
     assert shown.exit_code == 0
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     for said in ("hidden_size: 4096 preset llama", "scaling: llama3 preset llama", "low_freq_factor: 1.0 preset llama"):
         assert any(said in line for line in lines), (said, shown.stdout)
     rope = load_recipe(recipe).recipe.model.rope
-    assert (rope.scaling, rope.theta, rope.factor, int(rope.original_length or 0)) == ("llama3", 500_000, 16, 8192)
-    assert load_recipe(recipe).recipe.model.layers == 2
+    assert (rope.scaling, rope.theta, rope.factor, int(rope.original_max_position_embeddings or 0)) == ("llama3", 500_000, 16, 8192)
+    assert load_recipe(recipe).recipe.model.num_hidden_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,10 @@ def test_keys_of_the_recipe_go_over_those_of_the_config(write: Callable[..., Pat
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "config.json is of class GPT2LMHeadModel; lmworks reads DeepseekV3ForCausalLM, "),
         ({"mlp_bias": True}, "config.json has mlp_bias; in lmworks feed-forward layers have no biases"),
-        ({"num_attention_heads": 5}, "config.json describes no model that lmworks has: model.kv_heads 8 must divide model.heads 5"),
+        (
+            {"num_attention_heads": 5},
+            "config.json describes no model that lmworks has: model.num_key_value_heads 8 must divide model.num_attention_heads 5",
+        ),
         ({"num_attention_heads": 0}, "config.json "),
         ({"hidden_size": "wide"}, "config.json "),
     ],

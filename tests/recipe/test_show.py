@@ -41,7 +41,7 @@ def test_every_value_is_shown_with_its_origin(write: Write) -> None:
     assert set(flat(as_tree(resolved.recipe))) == set(resolved.origins)
     for line in (
         "seed: 7  override --set seed=7",
-        "experts: 16  preset glm-tiny",
+        "n_routed_experts: 16  preset glm-tiny",
         "run_dir: runs/small  derived: runs/ and the name",
         "momentum: 0.95  default",
     ):

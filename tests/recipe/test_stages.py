@@ -14,7 +14,15 @@ from lmworks.recipe.model import Model
 from lmworks.recipe.stages import _balanced, rank_layers, runnable, stage_layers
 
 MODEL = Model.model_validate(
-    {"vocab_size": 64, "hidden_size": 32, "layers": 12, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
+    {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+    }
 )
 
 
@@ -33,7 +41,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], share: float
     assert dearest(ends) == min(map(dearest, combinations(range(1, len(costs)), stages - 1)))
 
 
-@pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 3, "stages_per_rank": 2}, {"pp": 2, "layers_per_stage": (9, 3)}])
+@pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 3, "pipeline_stages_per_rank": 2}, {"pp": 2, "layers_per_pipeline_stage": (9, 3)}])
 def test_every_layer_lies_on_one_rank(layout: dict[str, int]) -> None:
     stages = stage_layers(MODEL, Layout.model_validate(layout))
     assert [layer for stage in stages for layer in stage] == list(range(12))
@@ -61,4 +69,4 @@ def test_a_large_model_with_multi_token_prediction() -> None:
     [("gpipe", 1, 1), ("1f1b", 5, 5), ("interleaved", 8, 8), ("interleaved", 9, 10), ("interleaved", 3, 3), ("zero-bubble", 13, 15)],
 )  # fmt: skip
 def test_the_next_number_of_micro_batches_that_a_schedule_runs(schedule: str, micro_batches: int, possible: int) -> None:
-    assert runnable(Layout(pp=4, schedule=schedule), micro_batches) == possible  # type: ignore[arg-type]
+    assert runnable(Layout(pp=4, pipeline_schedule=schedule), micro_batches) == possible  # type: ignore[arg-type]

@@ -38,8 +38,9 @@ from object_storage import Server, client, served
 LMWORKS = (sys.executable, "-m", "lmworks.cli.main")
 # Two short phases: enough for several saves, and for a resumed run to differ if anything were lost.
 SHORT = ("train.phases.general.tokens=2600 tokens", "train.phases.long.tokens=512 tokens", "tune=null", "train.save_every=3 steps",
-         "train.phases.general.schedule={warmup: 1 steps, decay: 1 steps}", "train.phases.long.schedule={kind: linear, warmup: 1 steps}",
-         "train.validate_every=100%", "train.sample_every=100%", "model.dropout=0.1")  # fmt: skip
+         "train.phases.general.lr_schedule={warmup: 1 steps, decay: 1 steps}",
+             "train.phases.long.lr_schedule={kind: linear, warmup: 1 steps}",
+         "train.validate_every=100%", "train.sample_every=100%", "model.residual_dropout=0.1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

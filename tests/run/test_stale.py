@@ -98,8 +98,14 @@ def test_a_change_of_any_key_makes_again_what_the_page_says(finished: Tiny, monk
 # What a stage looks at without what it makes depending on it.
 ASIDE = {
     "tokenizer": ["train.phases.*.tokens"],  # see the row of that key
-    "pretrain": ["name", "evaluate.prompts", "model.max_length"],  # samples on the way
-    "tune": ["name", "evaluate.questions", "model.max_length", "model.init_std", "train.phases.*.sequence_length"],  # and the micro-batch
+    "pretrain": ["name", "evaluate.prompts", "model.max_position_embeddings"],  # samples on the way
+    "tune": [
+        "name",
+        "evaluate.questions",
+        "model.max_position_embeddings",
+        "model.initializer_range",
+        "train.phases.*.sequence_length",
+    ],  # and the micro-batch
 }
 
 
@@ -162,10 +168,10 @@ def test_stages_read_no_key_that_is_not_declared(tiny_copy: Tiny, monkeypatch: p
 
 def test_what_comes_out_the_same_makes_nothing_else_again(tiny_copy: Tiny, tmp_path: Path) -> None:
     recipe = tmp_path / "other.yaml"
-    recipe.write_text(tiny_copy.recipe.read_text().replace("domain: docs, licence: PSF-2.0", "domain: docs, licence: Apache-2.0"))
+    recipe.write_text(tiny_copy.recipe.read_text().replace("domain: docs, license: PSF-2.0", "domain: docs, license: Apache-2.0"))
     told = told_by(Tiny(recipe, tiny_copy.run_dir), last="shards")
     assert done(told) == ["corpus"]
-    assert "again, since corpus.sources.docs.licence (PSF-2.0 -> Apache-2.0); what was built on it follows" in why(told, "corpus")
+    assert "again, since corpus.sources.docs.license (PSF-2.0 -> Apache-2.0); what was built on it follows" in why(told, "corpus")
     assert why(told, "corpus").count("tokenizer, shards") == 1
     assert done(told_by(Tiny(recipe, tiny_copy.run_dir), last="shards")) == []
 
@@ -314,7 +320,7 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
 def test_a_new_phase_needs_one_word(tiny_copy: Tiny, tmp_path: Path) -> None:
     tiny_copy.walk(last="pretrain")
     recipe = tmp_path / "more.yaml"
-    last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, batch: 256 tokens}\n"
+    last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, global_batch_size: 256 tokens}\n"
     recipe.write_text(tiny_copy.recipe.read_text().replace("tune:\n", f"{last}tune:\n"))
     longer = Tiny(recipe, tiny_copy.run_dir)
     with pytest.raises(UserError, match=r"began: train.phases.last \(added\); undo it, .* go on with --allow train.phases.last$"):

@@ -144,23 +144,24 @@ def test_a_stage_that_broke_is_done_again(tiny_copy: Tiny, monkeypatch: pytest.M
 
 
 def test_a_changed_recipe_is_refused_by_name_until_it_is_allowed(run: Tiny) -> None:
-    change = ("optimizer.clip=0.5", "train.phases.long.learning_rate_scale=0.25", "checkpoints.keep_last=3")
+    change = ("optimizer.max_grad_norm=0.5", "train.phases.long.learning_rate_scale=0.25", "checkpoints.keep_last=3")
     before = hashes(run.run_dir)
     said = (
-        r"the recipe changed since this run began: optimizer.clip \(1.0 -> 0.5\), "
+        r"the recipe changed since this run began: optimizer.max_grad_norm \(1.0 -> 0.5\), "
         r"train.phases.long.learning_rate_scale \(0.5 -> 0.25\); undo it, choose another run_dir, or go on with "
-        r"--allow optimizer.clip --allow train.phases.long.learning_rate_scale$"
+        r"--allow optimizer.max_grad_norm --allow train.phases.long.learning_rate_scale$"
     )
     with pytest.raises(UserError, match=said):
         run.walk(*change)
     with pytest.raises(UserError, match=r"--allow train.phases.long.learning_rate_scale$"):
-        run.walk(*change, allow=["optimizer.clip"])
+        run.walk(*change, allow=["optimizer.max_grad_norm"])
     assert hashes(run.run_dir) == before
-    told = run.walk(*change, allow=["optimizer.clip", "train.phases"])
+    told = run.walk(*change, allow=["optimizer.max_grad_norm", "train.phases"])
     assert done(told) == ["pretrain", "tune", "evaluate", "export"]  # the text and its tokens stay
     (event,) = [event for event in read_ledger(run.run_dir / "ledger.jsonl") if event["event"] == "recipe_changed"]
     assert event["allowed"] == [
-        {"key": "optimizer.clip", "old": 1.0, "new": 0.5}, {"key": "train.phases.long.learning_rate_scale", "old": 0.5, "new": 0.25}
+        {"key": "optimizer.max_grad_norm", "old": 1.0, "new": 0.5}, {"key": "train.phases.long.learning_rate_scale", "old": 0.5,
+        "new": 0.25}
     ]  # fmt: skip
     assert event["harmless"] == [{"key": "checkpoints.keep_last", "old": 2, "new": 3}]
     assert run.walk(*change) == [(stage, "skip") for stage in ALL]  # and it is the recipe of the run from now on
@@ -188,7 +189,7 @@ def test_a_harmless_change_passes_and_makes_nothing_again(run: Tiny, change: str
 @pytest.mark.parametrize(
     ("changes", "again"),
     [
-        (("model.dropout=0.1", "model.moe.balance.rate=0.002", "model.z_loss=0"), ["pretrain"]),
+        (("model.residual_dropout=0.1", "model.moe.balance.bias_update_rate=0.002", "model.z_loss_weight=0"), ["pretrain"]),
         (("train.phases.long.sequence_length=128 tokens",), ["pretrain"]),  # the tokens are the same
     ],
 )

@@ -70,10 +70,11 @@ def vocabulary(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def model(vocabulary: Vocabulary) -> Transformer:
-    moe = Moe(experts=4, top_k=2, expert_size=32, dense_layers=1)
+    moe = Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
     config = Model(
-        vocab_size=vocabulary.size, hidden_size=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn_size=128, qk_norm=True,
-        moe=moe, init_std=0.3, max_length=f"{CONTEXT} tokens",
+        vocab_size=vocabulary.size, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=128, use_qk_norm=True,
+        moe=moe, initializer_range=0.3, max_position_embeddings=f"{CONTEXT} tokens",
     )  # fmt: skip
     return initialize(Transformer(config), seed=5).eval()
 

@@ -97,7 +97,7 @@ def test_several_choices_and_stops(client: openai.OpenAI) -> None:
 
 
 def test_tools_and_parts_reach_the_template(start, model: Transformer, vocabulary: Vocabulary) -> None:  # type: ignore[no-untyped-def]
-    longer = Transformer(model.config.model_copy(update={"max_length": 512}))
+    longer = Transformer(model.config.model_copy(update={"max_position_embeddings": 512}))
     longer.load_state_dict(model.state_dict())
     client = openai.OpenAI(base_url=f"{start(context=512, model=longer).url}/v1", api_key="none", max_retries=0)
     tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
@@ -241,7 +241,7 @@ def test_bad_completion_requests(client: openai.OpenAI, body: dict, message: str
 
 @pytest.mark.parametrize("options", [
     {"temperature": 1e-300}, {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1.0}, {"top_p": 1e-300}, {"seed": -(10**400)},
-    {"top_k": 10**30}, {"user": "me", "metadata": {"a": 1}, "store": False, "seed": None, "nothing": None},
+    {"num_experts_per_tok": 10**30}, {"user": "me", "metadata": {"a": 1}, "store": False, "seed": None, "nothing": None},
 ], ids="-".join)  # fmt: skip
 def test_odd_requests_are_answered(server, options: dict) -> None:  # type: ignore[no-untyped-def]
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "f\ud800", "arguments": {}}}]}

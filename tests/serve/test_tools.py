@@ -38,8 +38,9 @@ def taught(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFac
     folder = Path(shutil.copytree(tokenizer.directory, tmp_path_factory.mktemp("taught") / "tokenizer"))
     (folder / "chat_template.jinja").write_text(shipped_template("glm-4.6"), encoding="utf-8")
     speaker = tokenizers.load(folder)
-    config = Model(vocab_size=speaker.vocab_size, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn_size=128, qk_norm=True,
-                   max_length=f"{CONTEXT} tokens")  # fmt: skip
+    config = Model(vocab_size=speaker.vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, intermediate_size=128, use_qk_norm=True,
+                   max_position_embeddings=f"{CONTEXT} tokens")  # fmt: skip
     pupil = initialize(Transformer(config), seed=1).train()
     lessons = [speaker.encode_chat([*ASKED, CALLING], TOOLS), speaker.encode_chat([*ASKED, CALLING, *ANSWERS, TOLD], TOOLS)]
     # after the calls the tool is to speak: the first lesson ends there, not with the conversation

@@ -22,9 +22,21 @@ MODULES = ("argparse", "ast", "calendar", "copy", "datetime", "difflib", "enum",
 
 def small_recipe() -> Recipe:
     phases = [
-        {"name": "general", "tokens": "40Ki", "mixture": {"code": 0.5, "docs": 0.3, "words": 0.2}, "sequence_length": "64 tokens",
-         "batch": "1Ki", "ramp": {"start": "256 tokens", "over": "10 steps"}},
-        {"name": "long", "tokens": "20Ki", "mixture": {"docs": 0.6, "code": 0.4}, "sequence_length": "256 tokens", "batch": "2Ki"},
+        {
+            "name": "general",
+            "tokens": "40Ki",
+            "mixture": {"code": 0.5, "docs": 0.3, "words": 0.2},
+            "sequence_length": "64 tokens",
+            "global_batch_size": "1Ki",
+            "batch_ramp": {"start": "256 tokens", "over": "10 steps"},
+        },
+        {
+            "name": "long",
+            "tokens": "20Ki",
+            "mixture": {"docs": 0.6, "code": 0.4},
+            "sequence_length": "256 tokens",
+            "global_batch_size": "2Ki",
+        },
     ]
     return Recipe.model_validate({
         "name": "shards", "seed": 7, "threads": 1, "shards": {"shard_tokens": "9000 tokens"},

@@ -38,7 +38,13 @@ def test_every_label_comes_once_per_epoch_and_no_document_that_fits_is_cut(
     folder = tmp_path_factory.mktemp("shards")
     write_token_shards(folder, {"a": [[40, 2], *lengths]})
     rows = Batches(recipe_of([("p", 1, 16, {"a": 1.0})], seed, shards=BEST_FIT), folder).order.shares()[0].sequences
-    phase = {"name": "p", "tokens": f"{2 * rows * 16} tokens", "mixture": {"a": 1.0}, "sequence_length": "16 tokens", "batch": "16 tokens"}
+    phase = {
+        "name": "p",
+        "tokens": f"{2 * rows * 16} tokens",
+        "mixture": {"a": 1.0},
+        "sequence_length": "16 tokens",
+        "global_batch_size": "16 tokens",
+    }
     tree = recipe_of([("p", 1, 16, {"a": 1.0})], seed, shards=BEST_FIT).model_dump()
     batches = Batches(Recipe.model_validate(tree | {"train": {"phases": [phase]}}), folder)
     expected: Counter[int] = Counter()

@@ -14,10 +14,10 @@ TOKENS = {"web.high": 40_000, "web.middle": 160_000, "web.low": 500_000, "books"
 
 def recipe(mixture: dict[str, float], optional: bool = False) -> Recipe:
     buckets = [Bucket(name="high", minimum=0.7, weight=3), Bucket(name="middle", minimum=0.3), Bucket(name="low", minimum=0, weight=0)]
-    common = {"kind": "text", "path": "unused", "licence": "test"}
+    common = {"kind": "text", "path": "unused", "license": "test"}
     sources = [Source.model_validate({"name": "web", "buckets": buckets, "optional": optional, **common})]
     sources.append(Source.model_validate({"name": "books", **common}))
-    phase = {"name": "one", "tokens": "128Ki", "mixture": mixture, "sequence_length": "64 tokens", "batch": "1Ki"}
+    phase = {"name": "one", "tokens": "128Ki", "mixture": mixture, "sequence_length": "64 tokens", "global_batch_size": "1Ki"}
     return Recipe.model_validate({"name": "r", "corpus": Corpus(sources=sources), "train": {"phases": [phase]}})
 
 

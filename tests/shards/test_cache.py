@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_with(cache: Path, size: int, packing: str = "concatenate", ahead: str = "0 steps", remote: str | None = None) -> Recipe:
-    settings = {"dir": str(cache), "bytes": f"{size} bytes", "ahead": ahead, "remote": remote}
+    settings = {"dir": str(cache), "max_bytes": f"{size} bytes", "prefetch": ahead, "remote": remote}
     return recipe_of(PHASES, shards={"packing": packing, "max_epochs": 100, "cache": settings})
 
 
@@ -205,7 +205,7 @@ except UserError as error:
 
 def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, encoding="utf-8", check=True)
-    assert done.stdout == f"the disk of {tmp_path} has no room for 16,777,216 bytes; lower shards.cache.bytes\n"
+    assert done.stdout == f"the disk of {tmp_path} has no room for 16,777,216 bytes; lower shards.cache.max_bytes\n"
     assert list(tmp_path.glob("blocks-*")) == []
     with pytest.raises(UserError, match=r"shards\.cache\.bytes 1,000 is too small"):
         BlockCache(tmp_path, 1000)

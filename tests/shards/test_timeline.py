@@ -13,7 +13,7 @@ from lmworks.shards.timeline import PhaseSteps, Timeline
 def phase(name: str, tokens: int, length: int, batch: int, start: int | None = None, over: str = "") -> Phase:
     ramp = None if start is None else {"start": f"{start} tokens", "over": over}
     return Phase.model_validate({"name": name, "tokens": f"{tokens} tokens", "mixture": {"web": 1.0}, "sequence_length": f"{length} tokens",
-                                 "batch": f"{batch} tokens", "ramp": ramp})
+                                 "global_batch_size": f"{batch} tokens", "batch_ramp": ramp})
 
 
 ramps = st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(1, 90), st.integers(1, 5000))

@@ -27,7 +27,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe() -> Recipe:
-    phase = {"name": "one", "tokens": "1M", "mixture": {"code": 0.5, "docs": 0.3, "world": 0.2}, "sequence_length": "1Ki", "batch": "8Ki"}
+    phase = {
+        "name": "one",
+        "tokens": "1M",
+        "mixture": {"code": 0.5, "docs": 0.3, "world": 0.2},
+        "sequence_length": "1Ki",
+        "global_batch_size": "8Ki",
+    }
     return Recipe.model_validate(
         {"name": "test", "tokenizer": {"vocab_size": 1024, "sample_bytes": "600kB", "special_tokens": 66}, "train": {"phases": [phase]}})
 

@@ -60,7 +60,7 @@ def test_sample_is_keyed_by_the_seed_and_never_repeats_a_document(tmp_path: Path
 def test_weights_are_over_all_phases_and_leave_out_what_is_not_there(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_source(tmp_path, name, ["text"])
-    common = {"sequence_length": "1Ki", "batch": "1Ki"}
+    common = {"sequence_length": "1Ki", "global_batch_size": "1Ki"}
     phases = [{"name": "one", "tokens": "3M", "mixture": {"a": 1.0}, **common},
               {"name": "two", "tokens": "1M", "mixture": {"b": 0.5, "absent": 0.5}, **common}]
     weights = source_weights(Recipe.model_validate({"name": "t", "train": {"phases": phases}}), tmp_path)

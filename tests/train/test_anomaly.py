@@ -27,13 +27,21 @@ from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHORT = ("train.phases.general.tokens=2048 tokens", "train.phases.long.tokens=1024 tokens")  # 10 and 4 steps
-MOE = {"experts": 4, "top_k": 2, "expert_size": 16, "groups": 2, "top_groups": 1}
-MLA = {"kv_rank": 16, "q_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
 
 def model(**options: Any) -> Transformer:
-    shape = {"hidden_size": 32, "layers": 3, "heads": 4, "kv_heads": 4, "head_dim": 12, "ffn_size": 48, "vocab_size": 64}
-    return initialize(Transformer(Model(**shape, max_length="64 tokens", **options)), 3)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+    }
+    return initialize(Transformer(Model(**shape, max_position_embeddings="64 tokens", **options)), 3)
 
 
 def first(found: Transformer) -> str | None:
@@ -44,8 +52,9 @@ def first(found: Transformer) -> str | None:
 
 
 @pytest.mark.parametrize("options", [
-    {"qk_norm": True}, {"moe": MOE}, {"mla": MLA}, {"mtp": {"layers": 1}}, {"sliding_window": "4 tokens", "logit_softcap": 30.0},
-    {"dropout": 0.1, "attention_dropout": 0.1, "tie_embeddings": True},
+    {"use_qk_norm": True}, {"moe": MOE}, {"mla": MLA}, {"mtp": {"num_nextn_predict_layers": 1}}, {"sliding_window": "4 tokens",
+    "final_logit_softcapping": 30.0},
+    {"residual_dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("plain", [False, True])
 def test_nothing_sound_is_blamed(options: dict[str, Any], plain: bool) -> None:
@@ -176,7 +185,7 @@ def test_looking_again_leaves_no_trace(tiny_copy: Tiny, monkeypatch: pytest.Monk
             poison(patch, [4], nan_loss)
             if not looks:
                 patch.setattr("lmworks.train.trainer.first_non_finite", lambda *given: None)
-            run.pretrain("model.dropout=0.1", *SHORT)
+            run.pretrain("model.residual_dropout=0.1", *SHORT)
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(other.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(other.run_dir)
 

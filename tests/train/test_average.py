@@ -25,7 +25,7 @@ from lmworks.train.validation import validate
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-EMA = "optimizer.ema=0.9"
+EMA = "optimizer.ema_decay=0.9"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_tuning_begins_with_the_average(run: Tiny, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("lmworks.train.trainer.Trainer.run", stop)
     monkeypatch.setattr("lmworks.train.trainer.Trainer.resume", lambda self: 0)
-    run.walk(EMA, "tune.batch=512 tokens", last="tune")
+    run.walk(EMA, "tune.global_batch_size=512 tokens", last="tune")
     assert same_bits(begun[0], part_of(run, "average/")) == []
 
 

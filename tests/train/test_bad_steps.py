@@ -55,7 +55,7 @@ def poison(patch: pytest.MonkeyPatch, steps: Collection[int], spoil: Callable[[L
 def test_a_bad_step_changes_nothing_that_matters(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Loss], Loss]) -> None:
     """Between the checkpoints before and after the step no bit differs: weights, biases, optimizer, counts, random state."""
     poison(monkeypatch, [14], spoil)
-    tiny_copy.pretrain(*EVERY, "optimizer.ema=0.9")
+    tiny_copy.pretrain(*EVERY, "optimizer.ema_decay=0.9")
     run = tiny_copy.run_dir
     assert same_bits(checkpoint(run, 15), checkpoint(run, 14)) == []
     changed = same_bits(checkpoint(run, 16), checkpoint(run, 15))

@@ -214,7 +214,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     chats = {f"chat-{n}": {"prompt": "", "messages": [said("a", f"Hello {n}"), said("b", f"Hi {n}"), said("a", "Bye")]} for n in range(30)}
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("chitchat_dataset/dataset.json", json.dumps(chats))
-    return {"name": "chats", "kind": "wheel", "package": "chitchat-dataset==0.0.1", "licence": "MIT",
+    return {"name": "chats", "kind": "wheel", "package": "chitchat-dataset==0.0.1", "license": "MIT",
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
@@ -285,8 +285,8 @@ def test_evaluation_items_are_kept_out_of_conversations(tokenizer: Tokenizer, tm
     assert manifest["data"]["mine"]["examples"][0]["detail"] == "riddles/0"
     said = "".join(tokenizer.decode(ids) for ids, _ in everything(tmp_path / "out", "mine"))
     assert "seventh" not in said and "It is 59." in said
-    failing = recipe_of(mine, length=512, corpus={"decontaminate": {"gate": "fail"}})
+    failing = recipe_of(mine, length=512, corpus={"decontaminate": {"action": "fail"}})
     with pytest.raises(UserError, match=r"tune\.data\.mine: .*a\.jsonl:\d+ holds the evaluation item riddles/0"):
         build_chat_data(failing, tokenizer, tmp_path / "failing", gate=gate)
-    reported = recipe_of(mine, length=512, corpus={"decontaminate": {"gate": "report"}})
+    reported = recipe_of(mine, length=512, corpus={"decontaminate": {"action": "report"}})
     assert build_chat_data(reported, tokenizer, tmp_path / "reported", gate=gate)["data"]["mine"]["left_out"] == {}

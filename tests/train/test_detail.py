@@ -22,7 +22,8 @@ from tiny_run import Tiny
 
 def model() -> Transformer:
     config = Model(
-        hidden_size=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn_size=48, vocab_size=64, qk_norm=True, max_length="64 tokens",
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=64,
+        use_qk_norm=True, max_position_embeddings="64 tokens",
     )  # fmt: skip
     return initialize(Transformer(config), 3).eval()
 
@@ -84,7 +85,7 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
     assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]
     lines = [line for line in found if "layers/0/grad_norm" in line]
     assert [line["step"] for line in lines] == [line["step"] for line in found if line["step"] % 5 == 0]
-    layers = asked.resolve().recipe.model.layers
+    layers = asked.resolve().recipe.model.num_hidden_layers
     assert layers
     for line in lines:
         norms = [line[f"layers/{layer}/grad_norm"] for layer in range(layers)]

@@ -44,7 +44,7 @@ def estimated(tiny: Tiny, *overrides: str) -> tuple[Consolidation, list[Batch], 
 
 
 def test_the_estimate_is_the_mean_square_of_gradients_of_sequences(tiny: Tiny) -> None:
-    made, earlier, model = estimated(tiny, "model.dropout=0.3")
+    made, earlier, model = estimated(tiny, "model.residual_dropout=0.3")
     (plain,) = model.parts
     assert plain.training, "as it was"
     assert all(parameter.grad is None for parameter in plain.parameters())

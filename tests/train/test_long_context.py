@@ -25,7 +25,7 @@ from tiny_run import Tiny
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
 TOKENS = ("1536Ki", "256Ki", "384Ki", "256Ki", "256Ki", "256Ki")
-YARN = {"scaling": "yarn", "original_length": "2048 tokens"}
+YARN = {"scaling": "yarn", "original_max_position_embeddings": "2048 tokens"}
 ROPES: tuple[dict[str, Any] | None, ...] = (
     None, {"theta": 40_000.0}, {"theta": 200_000.0}, YARN | {"factor": 2.0}, YARN | {"factor": 3.0}, YARN | {"factor": 4.0},
 )  # fmt: skip
@@ -44,13 +44,13 @@ corpus:
   validation_fraction: 0.1
   validation_bytes: 200KB
   sources:
-    - {{name: code, kind: code, path: {texts}, include: "*.py", domain: code, language: code, licence: PSF-2.0}}
+    - {{name: code, kind: code, path: {texts}, include: "*.py", domain: code, language: code, license: PSF-2.0}}
 tokenizer: {{vocab_size: 768, sample_bytes: 1MB}}
-model: {{hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, head_dim: 32, ffn_size: 128, qk_norm: true}}
+model: {{hidden_size: 64, layers: 2, heads: 2, num_key_value_heads: 2, head_dim: 32, intermediate_size: 128, qk_norm: true}}
 optimizer: {{learning_rate: 0.02, adam_learning_rate: 0.02}}
 stability: {{spike: null}}
 train:
-  micro_batch: 1
+  micro_batch_size: 1
   precision: fp32
   compile: false
   validate_every: 100%
@@ -69,8 +69,8 @@ def phase(index: int) -> str:
     length = LENGTHS[index]
     lines = {
         "name": f"to-{length}", "tokens": TOKENS[index], "mixture": {"code": 1.0}, "sequence_length": f"{length} tokens",
-        "batch": f"{4096 if index == 0 else 8192 // length * length} tokens",
-        "schedule": {"kind": "linear", "warmup": "5%", "final": 0.1}, "learning_rate_scale": 1.0 if index == 0 else 0.5,
+        "global_batch_size": f"{4096 if index == 0 else 8192 // length * length} tokens",
+        "lr_schedule": {"kind": "linear", "warmup": "5%", "min_lr_ratio": 0.1}, "learning_rate_scale": 1.0 if index == 0 else 0.5,
         "needle": length == LENGTHS[-1], "rope": ROPES[index],
     }  # fmt: skip
     return f"    - {json.dumps({key: value for key, value in lines.items() if value is not None})}"

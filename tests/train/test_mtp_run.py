@@ -21,8 +21,9 @@ from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, sa
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CHANGES = (
-    "model.mtp={layers: 1, weight: 0.3}", "train.phases.long.mtp_weight=0.1", "model.qk_norm=false", "model.kv_heads=null",
-    "model.mla={q_rank: 12, kv_rank: 16, rope_dim: 4, nope_dim: 8, value_dim: 8}",
+    "model.mtp={num_nextn_predict_layers: 1, loss_weight: 0.3}", "train.phases.long.mtp_loss_weight=0.1", "model.use_qk_norm=false",
+        "model.num_key_value_heads=null",
+    "model.mla={q_lora_rank: 12, kv_lora_rank: 16, rope_dim: 4, nope_dim: 8, value_dim: 8}",
 )  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def test_a_run_with_both(tiny_copy: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
 
     def watched(self: Transformer, *inputs: torch.Tensor) -> object:
         if self.training:
-            weights[now["step"]] = self.mtp_weight
+            weights[now["step"]] = self.mtp_loss_weight
         return honest(self, *inputs)
 
     monkeypatch.setattr(Transformer, "loss", watched)
@@ -68,6 +69,7 @@ def test_the_weight_may_change_and_the_layers_may_not(tiny: Tiny) -> None:
     recipe = tiny.resolve(*CHANGES).recipe
     assert final_mtp_weight(recipe) == 0.1 and final_mtp_weight(tiny.resolve().recipe) is None
     lighter, deeper = (
-        recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": mtp})}) for mtp in (Mtp(weight=0.2), Mtp(layers=2))
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"mtp": mtp})})
+        for mtp in (Mtp(loss_weight=0.2), Mtp(num_nextn_predict_layers=2))
     )
     assert identity(lighter) == identity(recipe) != identity(deeper)

@@ -144,7 +144,7 @@ def test_the_ledger_has_the_phases(run: Tiny) -> None:
 def test_experts_are_counted_once(run: Tiny, tiny: Tiny, tmp_path: Path) -> None:
     """However often the run validates and samples, however the step is cut, and also where layers are computed again."""
     tokens = 4864 + 3072
-    for number, overrides in enumerate((("train.micro_batch=1",), ("train.activation_checkpointing=full",))):
+    for number, overrides in enumerate((("train.micro_batch_size=1",), ("train.activation_checkpointing=full",))):
         other = tiny.copy(tmp_path / str(number))
         other.pretrain(*overrides)
         assert checkpoint(other.run_dir)["experts/counts"].sum(-1).tolist() == [2 * tokens] * 2
@@ -154,8 +154,8 @@ def test_experts_are_counted_once(run: Tiny, tiny: Tiny, tmp_path: Path) -> None
 def test_looking_at_the_model_changes_nothing(run: Tiny, tiny_copy: Tiny) -> None:
     """Validation and samples after every step against almost none, with dropout so that a random number too many would show."""
     seldom, often = tiny_copy.copy(tiny_copy.run_dir.parent / "seldom"), tiny_copy
-    seldom.pretrain("train.validate_every=100%", "train.sample_every=100%", "model.dropout=0.1")
-    often.pretrain("train.validate_every=1 steps", "train.sample_every=1 steps", "model.dropout=0.1")
+    seldom.pretrain("train.validate_every=100%", "train.sample_every=100%", "model.residual_dropout=0.1")
+    often.pretrain("train.validate_every=1 steps", "train.sample_every=1 steps", "model.residual_dropout=0.1")
     assert same_bits(checkpoint(often.run_dir), checkpoint(seldom.run_dir)) == []
     assert sum("validation/bits_per_byte" in line for line in curve(often.run_dir)) == STEPS
     assert sum("validation/bits_per_byte" in line for line in curve(seldom.run_dir)) == 1

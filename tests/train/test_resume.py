@@ -22,7 +22,7 @@ from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, sa
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # So that a random number too many or too few shows, and a sample that is written twice.
-OPTIONS = ("model.dropout=0.1", "train.sample_every=7 steps")
+OPTIONS = ("model.residual_dropout=0.1", "train.sample_every=7 steps")
 
 
 def require_equal(run: Tiny, undisturbed: Tiny, steps: int = STEPS) -> None:
@@ -63,9 +63,9 @@ def test_fifty_kills(tiny: Tiny, tmp_path: Path, compiled: bool) -> None:
     with the ramp left out, since each shape takes its minute."""
     kills = 8 if compiled else 50
     compiling = f"train.compile={str(compiled).lower()}"
-    options = ["shards.max_epochs=400", "model.dropout=0.1", "train.save_every=1 steps", "train.precision=bf16",
+    options = ["shards.max_epochs=400", "model.residual_dropout=0.1", "train.save_every=1 steps", "train.precision=bf16",
                "train.phases.general.tokens=40000 tokens", "train.phases.long.tokens=20000 tokens", compiling]  # fmt: skip
-    options += ["train.phases.general.ramp=null"] if compiled else []
+    options += ["train.phases.general.batch_ramp=null"] if compiled else []
     reference = tiny.copy(tmp_path / "reference")
     reference.pretrain(*options)
     run = tiny.copy(tmp_path / "run")
@@ -89,8 +89,9 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
     # what the trainer sets is put back with them
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False):
         yield (
-            "train.compile=true", "train.precision=bf16", "model.layers=2", "train.micro_batch=64", "train.phases.general.batch=384 tokens",
-            "train.phases.general.ramp={start: 128 tokens, over: 9 steps}", "train.validate_every=100%", "train.sample_every=100%",
+            "train.compile=true", "train.precision=bf16", "model.num_hidden_layers=2", "train.micro_batch_size=64",
+                "train.phases.general.global_batch_size=384 tokens",
+            "train.phases.general.batch_ramp={start: 128 tokens, over: 9 steps}", "train.validate_every=100%", "train.sample_every=100%",
         )  # fmt: skip
     torch._dynamo.reset()
 

@@ -139,7 +139,7 @@ def test_the_update_of_a_spike_is_not_applied(tiny_copy: Tiny, monkeypatch: pyte
 
 
 def test_a_lowered_rate_comes_back(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = ("stability.spike.action=lower", "stability.spike.lower_to=0.5", "stability.spike.lower_steps=2")
+    lower = ("stability.spike.action=reduce_lr", "stability.spike.reduced_lr_factor=0.5", "stability.spike.reduced_lr_steps=2")
     tiny = tiny_copy.copy(tiny_copy.run_dir.parent / "undisturbed")
     tiny.pretrain()
     spoil_steps(monkeypatch, [HIGH], high_loss)

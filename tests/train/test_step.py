@@ -40,8 +40,10 @@ def make(tiny: Tiny, *overrides: str) -> tuple[ParallelModel, Optimizer]:
     return model, build_optimizer(model, recipe.optimizer)
 
 
-def step(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch: int, **options: Any) -> StepResult:
-    return train_step(model, optimizer, batch, **{"micro_batch": micro_batch, "rate": 1.0, "clip": 0.0, "balance_rate": 0.01} | options)
+def step(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch_size: int, **options: Any) -> StepResult:
+    return train_step(
+        model, optimizer, batch, **{"micro_batch_size": micro_batch_size, "rate": 1.0, "clip": 0.0, "bias_update_rate": 0.01} | options
+    )
 
 
 def gradients(model: ParallelModel | Transformer) -> dict[str, torch.Tensor]:
@@ -71,9 +73,9 @@ def test_how_the_batch_is_cut_does_not_matter(tiny: Tiny, batch: Batch) -> None:
     whole = step(model, optimizer, batch, 8)
     expected, moved = gradients(model), weights(model)
     assert farthest(start, moved) > 1e-2  # the step is large against the tolerance below
-    for micro_batch in (1, 2, 3, 4):
+    for micro_batch_size in (1, 2, 3, 4):
         model, optimizer = make(tiny)
-        result = step(model, optimizer, batch, micro_batch)
+        result = step(model, optimizer, batch, micro_batch_size)
         assert float(result.loss) == pytest.approx(float(whole.loss), rel=1e-6)
         assert float(result.grad_norm) == pytest.approx(float(whole.grad_norm), rel=1e-5)
         assert result.valid_tokens == 98
@@ -141,7 +143,9 @@ def test_activation_checkpointing_changes_nothing(tiny: Tiny, batch: Batch, prec
     """Recomputed layers give the same bits, draw the same dropout, and count each token once."""
     found = {}
     for mode in ("none", "selective", "full", "40%"):
-        model, optimizer = make(tiny, f"train.precision={precision}", f"train.activation_checkpointing={mode}", f"model.dropout={dropout}")
+        model, optimizer = make(
+            tiny, f"train.precision={precision}", f"train.activation_checkpointing={mode}", f"model.residual_dropout={dropout}"
+        )
         torch.manual_seed(3)
         result = step(model, optimizer, batch, 4)
         found[mode] = (weights(model), gradients(model), result, torch.get_rng_state())
@@ -197,7 +201,7 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(tiny: Tiny, batch:
 @pytest.mark.parametrize("device", ["host", "device"])
 def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, state, bias; on the host by leaving the update out, and on a device by selecting."""
-    model, optimizer = make(tiny, "optimizer.kind=muon", "optimizer.ema=0.9")
+    model, optimizer = make(tiny, "optimizer.kind=muon", "optimizer.ema_decay=0.9")
     step(model, optimizer, batch, 4)
     before, state = weights(model), {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
     honest = Transformer.loss

@@ -79,7 +79,7 @@ def test_a_spike_is_left_out_and_too_many_lead_back(tmp_path):
 
 
 def test_the_rate_is_lowered_and_comes_back_linearly(tmp_path):
-    told = Told(tmp_path, spike={"action": "lower", "lower_to": 0.2, "lower_steps": 4})
+    told = Told(tmp_path, spike={"action": "reduce_lr", "reduced_lr_factor": 0.2, "reduced_lr_steps": 4})
     told.calm(0, 50)
     assert told.policy.rate(50) == 1
     assert told.step(50, 9.0) is None
@@ -111,7 +111,7 @@ def test_a_resumed_policy_decides_as_an_undisturbed_one(tmp_path):
     losses = 2 + 0.01 * draw.standard_normal(200)
     losses[[70, 71, 90, 91, 92, 150]] = 6.0
     losses[[100, 101, 120, 121, 122]] = NAN
-    spike = {"action": "lower", "max_in_a_row": 3, "lower_steps": 7, "window": 64}
+    spike = {"action": "reduce_lr", "max_in_a_row": 3, "reduced_lr_steps": 7, "window": 64}
 
     def run(every: int | None) -> list[Any]:
         told, decided = Told(tmp_path, max_bad_steps=3, spike=spike), []

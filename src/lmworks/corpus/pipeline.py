@@ -119,7 +119,7 @@ def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: 
 
 def _check(corpus: Corpus) -> None:
     if not corpus.sources:
-        raise UserError("the recipe has no corpus.sources: add one, for example {name: mine, kind: text, path: my-texts/, licence: mine}")
+        raise UserError("the recipe has no corpus.sources: add one, for example {name: mine, kind: text, path: my-texts/, license: mine}")
     names = [source.name for source in corpus.sources]
     if len(set(names)) < len(names):
         raise UserError(
@@ -168,9 +168,9 @@ def _write_lost_again(job: Job) -> None:
 
 def _require_clean(recipe: Recipe, report: Report) -> None:
     gate = recipe.corpus.decontaminate
-    if gate and gate.gate == "fail" and report.contamination:
+    if gate and gate.action == "fail" and report.contamination:
         first = report.contamination[0]
         raise UserError(
             f"{len(report.contamination)} training documents hold protected text, the first {first['id']} that of {first['against']}; see "
-            "rejected.jsonl, take them out of their sources, or set corpus.decontaminate.gate to drop"
+            "rejected.jsonl, take them out of their sources, or set corpus.decontaminate.action to drop"
         )

@@ -28,7 +28,7 @@ class SourceReport:
     name: str
     domain: str
     language: str
-    licence: str
+    license: str
     parts: int = 0
     came: Count = field(default_factory=Count)
     quarantined: Counts = field(default_factory=dict)
@@ -38,7 +38,7 @@ class SourceReport:
 
     @classmethod
     def of(cls, source: Source, parts: int = 0) -> SourceReport:
-        return cls(source.name, source.domain, source.language, source.licence, parts)
+        return cls(source.name, source.domain, source.language, source.license, parts)
 
     def add_read(self, counts: Mapping[str, Any]) -> None:
         """The counts of the stage `read` for a part."""
@@ -182,7 +182,7 @@ def table(report: Report) -> Table:
         shown.add_column(name, justify="right")
     shown.add_column("dropped for")
     for source in report.sources:
-        head = f"{source.domain} {source.language}, {source.licence}"
+        head = f"{source.domain} {source.language}, {source.license}"
         kept = total((source.train, source.validation))
         shown.add_row(Text(source.name, "bold"), *_numbers(source.came, kept), head)
         if len(report.sources) <= _MOST_SOURCES:

@@ -193,7 +193,7 @@ def _source(source: Json) -> dict[str, Any]:
     copies = sum(one["documents"] for one in source["duplicates"].values())
     return {
         "name": source["name"],
-        "about": f"{source['domain']}, {source['language']}, {source['licence']}",
+        "about": f"{source['domain']}, {source['language']}, {source['license']}",
         "read": f"{read['documents']:,}",
         "train": f"{train['documents']:,}",
         "kept": _share(train, read, "bytes"),

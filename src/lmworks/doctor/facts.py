@@ -69,9 +69,9 @@ def _about(run: Run) -> str:
     if run.recipe is None:
         return ""
     model = run.recipe.model
-    kind = f"Mixture of {model.moe.experts} experts, {model.moe.top_k} per token" if model.moe else "Dense decoder"
+    kind = f"Mixture of {model.moe.n_routed_experts} experts, {model.moe.num_experts_per_tok} per token" if model.moe else "Dense decoder"
     phases = " then ".join(f"{phase.name} ({compact(int(phase.tokens))} tokens)" for phase in run.recipe.train.phases)
-    shape = f"{model.layers} layers of width {model.hidden_size}; vocabulary {model.vocab_size or 0:,}"
+    shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}; vocabulary {model.vocab_size or 0:,}"
     return f"{kind}; {shape}. Trained on {phases or 'nothing'}."
 
 
@@ -271,7 +271,7 @@ def corpus(run: Run) -> Json:
             {
                 "name": source.get("name", ""),
                 "domain": source.get("domain", ""),
-                "licence": source.get("licence", ""),
+                "license": source.get("license", ""),
                 "came": size(came),
                 "documents": f"{_dict(source.get('came')).get('documents', 0):,}",
                 "parts": _shares(parts, came),

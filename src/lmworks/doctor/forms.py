@@ -28,7 +28,7 @@ RESULTS = {
     "not_clean": {"*": str},
 }
 _SOURCE = {
-    "name": str, "domain": str, "licence": str, "came": _COUNT, "train": _COUNT, "validation": _COUNT, "not_drawn": _COUNT,
+    "name": str, "domain": str, "license": str, "came": _COUNT, "train": _COUNT, "validation": _COUNT, "not_drawn": _COUNT,
     "quarantined": {"*": _COUNT}, "steps": [{"step": str, "dropped": {"*": _COUNT}}],
 }  # fmt: skip
 CORPUS = {"sources": [_SOURCE], "missing": {"*": str}}

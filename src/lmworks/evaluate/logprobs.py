@@ -68,12 +68,12 @@ class BatchedLogProbs:
     """Rows of similar length in one batch, padded on the right, where causal attention cannot look.
 
     A row whose tokens begin another row is not run at all: its logits are the other's first ones. All one-token choices of
-    an item thus cost one row. The head is run only where a continuation stands, `head_chunk` places at a time.
+    an item thus cost one row. The head is run only where a continuation stands, `logit_chunk_size` places at a time.
     `batch_tokens` bounds B * T (a single longer row is still run).
     """
 
-    def __init__(self, model: Transformer, max_length: int | None = None, batch_tokens: int = 8192, head_chunk: int = 1024) -> None:
-        self.model, self.max_length, self.batch_tokens, self.head_chunk = model, max_length, batch_tokens, head_chunk
+    def __init__(self, model: Transformer, max_length: int | None = None, batch_tokens: int = 8192, logit_chunk_size: int = 1024) -> None:
+        self.model, self.max_length, self.batch_tokens, self.logit_chunk_size = model, max_length, batch_tokens, logit_chunk_size
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Request], advance: Advance | None = None) -> list[float]:
@@ -115,7 +115,7 @@ class BatchedLogProbs:
         hidden_ND = hidden_BTD.flatten(0, 1)[torch.tensor(place, device=device)]
         target_N = torch.tensor(wanted, device=device)
         values: list[float] = []
-        for hidden, target in zip(hidden_ND.split(self.head_chunk), target_N.split(self.head_chunk), strict=True):
+        for hidden, target in zip(hidden_ND.split(self.logit_chunk_size), target_N.split(self.logit_chunk_size), strict=True):
             logits = self.model.logits(hidden)
             values += (logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)).double().tolist()
         for index, value in zip(owner, values, strict=True):

@@ -94,7 +94,7 @@ def doubt(name: str, asked: Sequence[Question], searched: Sequence[Path], recipe
     if not missed:
         return None
     gate, path = recipe.corpus.decontaminate, corpus_dir / "report.json"
-    if gate is None or gate.gate == "report":
+    if gate is None or gate.action == "report":
         return f"corpus.decontaminate is {'null' if gate is None else 'set to report only'}"
     unread = read_json(path).get("unread", {}) if path.exists() else {}
     return str(unread.get(name, f"not all text trained on was searched for {missed} of its {len(asked)} items"))

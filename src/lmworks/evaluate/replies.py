@@ -47,7 +47,7 @@ class Answerer:
 
         make = chat_prompt if self.chat else plain_prompt
         prompts = [make(self.tokenizer, question) for question in questions]
-        limit = int(self.model.config.max_length) if self.model.config.max_length else None
+        limit = int(self.model.config.max_position_embeddings) if self.model.config.max_position_embeddings else None
         options = GenerateOptions(max_new_tokens=self.max_new_tokens, stop_ids=tuple(self.tokenizer.stop_ids))
         replies = [""] * len(prompts)
         fitting = sorted((i for i, prompt in enumerate(prompts) if not limit or len(prompt) < limit), key=lambda i: len(prompts[i]))

@@ -148,7 +148,7 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     """Tokens that the model was trained to look back on: the last phase's sequence length, or what the model states."""
     if recipe.train.phases:
         return int(recipe.train.phases[-1].sequence_length)
-    return int(model.config.max_length or 2048)
+    return int(model.config.max_position_embeddings or 2048)
 
 
 def _cloze(

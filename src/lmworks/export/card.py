@@ -47,20 +47,27 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     total = count(config)
     idle, kind = 0, "dense"
     if config.moe is not None:
-        sparse = (config.layers or 0) - config.moe.dense_layers
-        idle = 3 * (config.moe.experts - config.moe.top_k) * (config.hidden_size or 0) * config.moe.expert_size * sparse
+        sparse = (config.num_hidden_layers or 0) - config.moe.first_k_dense_replace
+        idle = (
+            3
+            * (config.moe.n_routed_experts - config.moe.num_experts_per_tok)
+            * (config.hidden_size or 0)
+            * config.moe.moe_intermediate_size
+            * sparse
+        )
         kind = (
-            f"mixture of {config.moe.experts} experts; each token uses {config.moe.top_k} of them and {config.moe.shared_experts} shared; "
-            f"dense layers first: {config.moe.dense_layers}"
+            f"mixture of {config.moe.n_routed_experts} experts; each token uses {config.moe.num_experts_per_tok} of them and "
+            f"{config.moe.n_shared_experts} shared; "
+            f"dense layers first: {config.moe.first_k_dense_replace}"
         )
     trained = [(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]  # in whole steps, which seldom fill a budget
     phases = [f"{phase.name} {steps.tokens:,} tokens in sequences of {int(phase.sequence_length):,}" for phase, steps in trained]
     tuned = f" Then tuned on {int(recipe.tune.tokens):,} tokens of conversations, to write the assistant's part." if recipe.tune else ""
     rows = [
         ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} used per token)"), ("kind", kind),
-        ("layers, width", f"{config.layers}, {config.hidden_size}"),
+        ("layers, width", f"{config.num_hidden_layers}, {config.hidden_size}"),
         ("attention", _attention(config)),
-        ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_length or 0):,} tokens"),
+        ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_position_embeddings or 0):,} tokens"),
     ]  # fmt: skip
     begun = f"on from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from nothing"
     text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
@@ -82,16 +89,17 @@ def _ended_early(run_dir: Path) -> str:
 
 def _attention(config: Model) -> str:
     if config.mla is None:
-        return f"{config.heads} query heads, {config.kv_heads} key-value heads of {config.head_dim}"
-    return f"{config.heads} heads of {config.head_dim}, keys and values from latents of {config.mla.kv_rank} and {config.mla.rope_dim}"
+        return f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads of {config.head_dim}"
+    latents = f"{config.mla.kv_lora_rank} and {config.mla.qk_rope_head_dim}"
+    return f"{config.num_attention_heads} heads of {config.head_dim}, keys and values from latents of {latents}"
 
 
 def _sources(corpus: dict[str, Any]) -> str:
     used = _used(corpus)
     if not used:
         return ""
-    heads = ("source", "domain", "language", "MB after cleaning", "licence")
-    rows = [(one["name"], one["domain"], one["language"], f"{one['train']['bytes'] / 1e6:.1f}", one["licence"]) for one in used]
+    heads = ("source", "domain", "language", "MB after cleaning", "license")
+    rows = [(one["name"], one["domain"], one["language"], f"{one['train']['bytes'] / 1e6:.1f}", one["license"]) for one in used]
     return "## Trained on\n\n" + _markdown(heads, rows)
 
 

@@ -124,7 +124,7 @@ def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path,
     write_json(directory / "generation_config.json", stops | {"do_sample": True} | SAMPLING)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer.directory / name, directory / name)
-    longest = {"model_max_length": int(model.config.max_length)} if model.config.max_length else {}
+    longest = {"model_max_length": int(model.config.max_position_embeddings)} if model.config.max_position_embeddings else {}
     write_json(directory / _TOKENIZER_CONFIG, read_json(tokenizer.directory / _TOKENIZER_CONFIG) | longest)
 
 

@@ -137,9 +137,9 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
     config = _final(model)
     known, family = _known(config), family_of(config)
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known.architecture)
-    names = gguf.get_tensor_name_map(number, model.config.layers)
+    names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
     for ours, tensor in model.state_dict().items():
-        if ours == "head.weight" and model.config.tie_embeddings:
+        if ours == "head.weight" and model.config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding where there is no output
         if ours.startswith("mtp."):
             continue  # llama.cpp would keep multi-token prediction and not run it
@@ -151,7 +151,7 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
         assert name, f"gguf has no name for {theirs}"
         wide = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
         match = _QUERY_OR_KEY.match(ours) if known.neighbors else None
-        heads = 0 if match is None else model.config.heads if match[1] == "query" else model.config.kv_heads
+        heads = 0 if match is None else model.config.num_attention_heads if match[1] == "query" else model.config.num_key_value_heads
         yield _Item(name, tensor, dtype if wide else torch.float32, heads or 0)
     if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a factor of its own
         assert config.head_dim
@@ -173,21 +173,21 @@ def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None
 
 def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
     config, gguf = model.config, _package()
-    assert config.layers and config.hidden_size and config.ffn_size and config.vocab_size
-    assert config.heads and config.kv_heads and config.head_dim
+    assert config.num_hidden_layers and config.hidden_size and config.intermediate_size and config.vocab_size
+    assert config.num_attention_heads and config.num_key_value_heads and config.head_dim
     family = family_of(config)
-    writer.add_block_count(config.layers)
-    writer.add_context_length(int(config.max_length or 2048))
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(int(config.max_position_embeddings or 2048))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.ffn_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     rope = rope_parameters(family, config, model.rope)
-    writer.add_rope_dimension_count(int(config.head_dim * model.rope.fraction))
+    writer.add_rope_dimension_count(int(config.head_dim * model.rope.partial_rotary_factor))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

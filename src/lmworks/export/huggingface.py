@@ -48,7 +48,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
     config = to_config(model.config, model.rope, tokens) | {"dtype": str(dtype).removeprefix("torch.")}
     directory.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
-    if model.config.tie_embeddings:
+    if model.config.tie_word_embeddings:
         state.pop("head.weight", None)
     if not carries_mtp(model.config):
         state = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.")}
@@ -103,7 +103,7 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
             refuse_foreign(handles, Transformer(model).state_dict(), model, family)
         neighbours = bool(config.get("rope_interleave", True))
         for name, tensor in state.items():
-            ours = "embedding.weight" if name == "head.weight" and model.tie_embeddings else name
+            ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
             part = local_part(ours, tensor)
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
@@ -132,12 +132,12 @@ def read_model(directory: Path) -> Transformer:
     with explain_damage(directory / "config.json"):
         described = from_config(config)
     sizes = _sizes(directory)
-    if described.mtp and not any(name.startswith(f"model.layers.{described.layers}.") for name in sizes):
+    if described.mtp and not any(name.startswith(f"model.layers.{described.num_hidden_layers}.") for name in sizes):
         described = described.model_copy(update={"mtp": None})  # transformers leaves the layer behind, and its number in the config
     _refuse_empty_promises(described, sizes, directory)
     model = Transformer(described)
     state = dict(model.state_dict())
-    if model.config.tie_embeddings:
+    if model.config.tie_word_embeddings:
         state.pop("head.weight", None)
     neighbours = bool(config.get("rope_interleave", True))
     from_huggingface(_tensors(directory), state, model.config, family_in(config), neighbours=neighbours)
@@ -159,7 +159,7 @@ def _refuse_empty_promises(described: Config, sizes: dict[str, int], directory: 
     """Raise `UserError` if the config describes far more weights than there are, before memory is taken for them. Whether each fits is
     seen when they are read."""
     there, wanted = sum(sizes.values()), None
-    if (described.layers or 0) <= len(sizes) and (described.moe is None or described.moe.experts <= len(sizes)):
+    if (described.num_hidden_layers or 0) <= len(sizes) and (described.moe is None or described.moe.n_routed_experts <= len(sizes)):
         try:
             with torch.device("meta"):
                 wanted = sum(tensor.numel() for tensor in Transformer(described).state_dict().values())

@@ -77,10 +77,10 @@ def has_place(ours: str, family: Family) -> bool:
 
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
     """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never held twice."""
-    assert model.layers
+    assert model.num_hidden_layers
     family = family_of(model)
     for name, tensor in state.items():
-        numbered = _outward(name, model.layers)
+        numbered = _outward(name, model.num_hidden_layers)
         if not has_place(numbered, family):
             if tensor.any():
                 raise UserError(f"{name} is not zero, and {family.name} has no place for it; this model cannot be exported as that class")
@@ -91,7 +91,10 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
         else:
             yield theirs, _neighbours(numbered, tensor, model)
         if name in _COPIES and carries_mtp(model) and model.mtp:
-            yield from ((_COPIES[name].replace("{i}", str(model.layers + depth)), tensor.clone()) for depth in range(model.mtp.layers))
+            yield from (
+                (_COPIES[name].replace("{i}", str(model.num_hidden_layers + depth)), tensor.clone())
+                for depth in range(model.mtp.num_nextn_predict_layers)
+            )
 
 
 @torch.no_grad()
@@ -102,10 +105,10 @@ def from_huggingface(
 
     `neighbours` says how rotated dimensions of latent attention lie in `tensors`.
     """
-    assert model.layers
+    assert model.num_hidden_layers
     missing = {
         (name, expert)
-        for name, tensor in state.items() if has_place(_outward(name, model.layers), family)
+        for name, tensor in state.items() if has_place(_outward(name, model.num_hidden_layers), family)
         for expert in (range(len(tensor)) if ".experts." in name else (None,))
     }  # fmt: skip
     copies: list[tuple[str, str, Tensor]] = []
@@ -117,7 +120,7 @@ def from_huggingface(
             copies.append((theirs, original, tensor))
             continue
         numbered, expert = _our_name(theirs, family)
-        ours = _inward(numbered, model.layers)
+        ours = _inward(numbered, model.num_hidden_layers)
         if ours == "head.weight" and ours not in state:
             continue  # tied, and stored twice
         if (ours, expert) not in missing:
@@ -138,8 +141,8 @@ def from_huggingface(
 
 def sources(part: Part, model: Model, family: Family) -> Iterator[tuple[str, Part]]:
     """What this rank holds of one of our tensors as parts of tensors of theirs, by their names; of stacked experts one each."""
-    assert model.layers
-    numbered = _outward(part.name, model.layers)
+    assert model.num_hidden_layers
+    numbered = _outward(part.name, model.num_hidden_layers)
     if not has_place(numbered, family):
         return
     theirs = huggingface_name(numbered, family)
@@ -157,24 +160,24 @@ def _row(part: Part, at: int) -> Tensor:
 
 def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
     """Raise `UserError` for a tensor of theirs that is none of `state`, all tensors of `model`."""
-    assert model.layers
+    assert model.num_hidden_layers
     for theirs in names:
         if theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern, _ in _COPY_OF):
             continue
-        if _inward(_our_name(theirs, family)[0], model.layers) not in state:
+        if _inward(_our_name(theirs, family)[0], model.num_hidden_layers) not in state:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 
 def rotates(name: str, model: Model) -> bool:
     """Whether rows of one of our tensors lie in another order there."""
-    assert model.layers
-    return model.mla is not None and _ROTATED.match(_outward(name, model.layers)) is not None
+    assert model.num_hidden_layers
+    return model.mla is not None and _ROTATED.match(_outward(name, model.num_hidden_layers)) is not None
 
 
 def from_neighbours(name: str, tensor: Tensor, model: Model) -> Tensor:
     """A whole tensor of theirs in our order of rows."""
-    assert model.layers
-    return _neighbours(_outward(name, model.layers), tensor, model, back=True)
+    assert model.num_hidden_layers
+    return _neighbours(_outward(name, model.num_hidden_layers), tensor, model, back=True)
 
 
 def carries_mtp(model: Model) -> bool:
@@ -200,7 +203,7 @@ def _neighbours(name: str, tensor: Tensor, model: Model, back: bool = False) -> 
     mla = model.mla
     if mla is None or not _ROTATED.match(name):
         return tensor
-    heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.nope_dim + mla.rope_dim))
-    still, turned = heads.split((heads.shape[1] - mla.rope_dim, mla.rope_dim), dim=1)
+    heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
+    still, turned = heads.split((heads.shape[1] - mla.qk_rope_head_dim, mla.qk_rope_head_dim), dim=1)
     turned = turned.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2)
     return torch.cat((still, turned), dim=1).flatten(0, 1)

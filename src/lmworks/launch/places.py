@@ -38,7 +38,7 @@ class Launch:
         at_home = _LOOPBACK if self.address == _LOOPBACK else None
         return Agent(
             Folder.of(self.run_dir), Sizes(self.least, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name, self.work,
-            float(self.recipe.launch.grace), at_home, hosts_it=False, module=self.module,
+            float(self.recipe.launch.grace_period), at_home, hosts_it=False, module=self.module,
         )  # fmt: skip
 
     def script(self, host: Host, port: int) -> str:

@@ -45,7 +45,7 @@ class Job:
         """What `sbatch` is given. It ends by itself when the run is done, queues itself again after a pre-emption or a crash, and leaves
         out nodes that were excluded."""
         folder, node = Folder.of(self.run_dir), self.recipe.launch.slurm
-        agent = Agent(folder, self.nodes, self.ranks, "@MEETING", "@JOB", self.work, float(self.recipe.launch.grace))
+        agent = Agent(folder, self.nodes, self.ranks, "@MEETING", "@JOB", self.work, float(self.recipe.launch.grace_period))
         elastic = self.nodes.least < self.nodes.most
         return "\n".join([
             "#!/bin/bash",
@@ -100,7 +100,7 @@ class Job:
             "partition": node.partition,
             "account": node.account,
             "qos": node.qos,
-            "time": node.time,
+            "time": node.time_limit,
             "nodes": str(self.nodes.most) if self.nodes.least == self.nodes.most else f"{self.nodes.least}-{self.nodes.most}",
             "exclude": ",".join(host.name for host in read_table(folder.hosts) if host.excluded),
             "ntasks-per-node": "1",

@@ -22,8 +22,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
-        assert config.hidden_size and config.heads and config.kv_heads and config.head_dim
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        assert config.hidden_size and config.num_attention_heads and config.num_key_value_heads and config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.uses_rope = config.has_positions(layer)
         self.slides = config.slides(layer)
         self.dropout = config.attention_dropout
@@ -32,8 +32,8 @@ class Attention(nn.Module):
         self.value = Linear(config.hidden_size, self.kv_heads * self.head_dim, config.attention_bias)
         self.output = Linear(self.heads * self.head_dim, config.hidden_size)
         normed = (self.heads, self.kv_heads) if config.qk_norm_over == "all_heads" else (1, 1)  # heads of one norm
-        self.query_norm = RMSNorm(normed[0] * self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(normed[1] * self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.query_norm = RMSNorm(normed[0] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
+        self.key_norm = RMSNorm(normed[1] * self.head_dim, config.rms_norm_eps) if config.use_qk_norm else None
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:

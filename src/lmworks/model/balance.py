@@ -29,10 +29,10 @@ def update_biases(layers: Sequence[MoE], counts_LE: Tensor, rate: float, balance
     if balance.method != "bias" or rate == 0:
         return
     error = load_error(counts_LE.float())
-    step = rate * (error.sign() if balance.update == "sign" else error.clamp(-1, 1))
+    step = rate * (error.sign() if balance.bias_update == "sign" else error.clamp(-1, 1))
     for layer, ffn in enumerate(layers):
         bias = ffn.router.bias
-        moved = (bias + step[layer]).clamp(-balance.clamp, balance.clamp)
+        moved = (bias + step[layer]).clamp(-balance.bias_clamp, balance.bias_clamp)
         bias.copy_(moved if finite is None else torch.where(finite, moved, bias))
 
 

@@ -31,19 +31,19 @@ class Cache:
     """Rows of different lengths in one tensor: row b holds `lengths[b]` tokens; what lies beyond is never looked at.
 
     Prompts are padded on the right: padding is overwritten as the row grows, and masked until then. Latent attention keeps one latent in
-    the place of all keys and values, and the rotated key beside it: (kv_rank + rope_dim) numbers a token and layer.
+    the place of all keys and values, and the rotated key beside it: (kv_lora_rank + rope_dim) numbers a token and layer.
     `heads` are those of keys and values kept here, all where left out.
     """
 
     def __init__(
         self, config: Model, rows: int, capacity: int, device: torch.device, dtype: torch.dtype, heads: int | None = None
     ) -> None:  # fmt: skip
-        assert config.layers and config.kv_heads and config.head_dim
-        heads, sizes = heads or config.kv_heads, (config.head_dim, config.head_dim)
+        assert config.num_hidden_layers and config.num_key_value_heads and config.head_dim
+        heads, sizes = heads or config.num_key_value_heads, (config.head_dim, config.head_dim)
         if mla := config.mla:
-            heads, sizes = 1, (mla.kv_rank, mla.rope_dim)
+            heads, sizes = 1, (mla.kv_lora_rank, mla.qk_rope_head_dim)
         self._keys, self._values = (
-            torch.zeros(config.layers, rows, heads, capacity, size, device=device, dtype=dtype) for size in sizes
+            torch.zeros(config.num_hidden_layers, rows, heads, capacity, size, device=device, dtype=dtype) for size in sizes
         )
         self.capacity = capacity
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)

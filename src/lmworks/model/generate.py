@@ -69,7 +69,7 @@ def stream(model: Transformer, prompts: list[list[int]], options: GenerateOption
     if not prompts or not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
     longest = max(len(prompt) for prompt in prompts)
-    limit = int(model.config.max_length) if model.config.max_length else longest + options.max_new_tokens
+    limit = int(model.config.max_position_embeddings) if model.config.max_position_embeddings else longest + options.max_new_tokens
     if longest >= limit:
         raise UserError(f"the prompt has {longest} tokens, but the model's context is {limit}; shorten the prompt")
     capacity = min(longest + options.max_new_tokens, limit)

@@ -60,9 +60,9 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
     """The table of all initialisations; None means the constant of `constant`.
 
     | parameter                          | value                                                       |
-    | embedding, head, router            | normal, init_std                                            |
-    | query, key, value, gate, up        | normal, init_std                                            |
-    | output and down (into the residual)| normal, init_std / sqrt(2 * layers) (GPT-2)                 |
+    | embedding, head, router            | normal, initializer_range                                            |
+    | query, key, value, gate, up        | normal, initializer_range                                            |
+    | output and down (into the residual)| normal, initializer_range / sqrt(2 * layers) (GPT-2)                 |
     | norms 1, biases 0                  | constant                                                    |
     """
     if "norm" in name or name.endswith("bias"):
@@ -82,9 +82,9 @@ def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Ten
 
     `part` says which box of a parameter lies here, as a plain tensor, and where in the whole it begins.
     """
-    assert model.config.layers
+    assert model.config.num_hidden_layers
     for name, parameter in model.named_parameters():
-        std = standard_deviation(name, model.config.init_std, model.config.layers)
+        std = standard_deviation(name, model.config.initializer_range, model.config.num_hidden_layers)
         here, begins = part(parameter)
         if std is None:
             here.fill_(0.0 if name.endswith("bias") else 1.0)

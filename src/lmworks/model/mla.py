@@ -25,16 +25,16 @@ class LatentAttention(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         mla = config.mla
-        assert mla is not None and config.hidden_size and config.heads
-        D, H, C = config.hidden_size, config.heads, mla.nope_dim + mla.rope_dim
-        self.query = None if mla.q_rank else Linear(D, H * C)
-        self.query_down = Linear(D, mla.q_rank) if mla.q_rank else None
-        self.query_latent_norm = RMSNorm(mla.q_rank, mla.norm_eps) if mla.q_rank else None
-        self.query_up = Linear(mla.q_rank, H * C) if mla.q_rank else None
-        self.kv_down = Linear(D, mla.kv_rank + mla.rope_dim)
-        self.kv_latent_norm = RMSNorm(mla.kv_rank, mla.norm_eps)
-        self.kv_up = Linear(mla.kv_rank, H * (mla.nope_dim + mla.value_dim))
-        self.output = Linear(H * mla.value_dim, D)
+        assert mla is not None and config.hidden_size and config.num_attention_heads
+        D, H, C = config.hidden_size, config.num_attention_heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        self.query = None if mla.q_lora_rank else Linear(D, H * C)
+        self.query_down = Linear(D, mla.q_lora_rank) if mla.q_lora_rank else None
+        self.query_latent_norm = RMSNorm(mla.q_lora_rank, mla.rms_norm_eps) if mla.q_lora_rank else None
+        self.query_up = Linear(mla.q_lora_rank, H * C) if mla.q_lora_rank else None
+        self.kv_down = Linear(D, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_latent_norm = RMSNorm(mla.kv_lora_rank, mla.rms_norm_eps)
+        self.kv_up = Linear(mla.kv_lora_rank, H * (mla.qk_nope_head_dim + mla.v_head_dim))
+        self.output = Linear(H * mla.v_head_dim, D)
         self.mla = mla
         self.dropout = config.attention_dropout
         self.score_scale = 1.0  # beside 1 / sqrt(C); YaRN's, on the whole score where `Attention` has it in the rotation
@@ -44,9 +44,9 @@ class LatentAttention(nn.Module):
         query_BHTC = self._queries(x_BTD)
         if self.score_scale != 1:
             query_BHTC = query_BHTC * self.score_scale
-        nope_BHTN, turned = query_BHTC.split((self.mla.nope_dim, self.mla.rope_dim), dim=-1)
+        nope_BHTN, turned = query_BHTC.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
         turned_BHTR = rotate(turned, *rope)
-        latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_rank, self.mla.rope_dim), dim=-1)
+        latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
         if cache is not None:
             latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
@@ -62,13 +62,13 @@ class LatentAttention(nn.Module):
         else:
             assert self.query_down is not None and self.query_latent_norm is not None and self.query_up is not None
             query = self.query_up(self.query_latent_norm(self.query_down(x_BTD)))
-        return query.view(*query.shape[:2], -1, self.mla.nope_dim + self.mla.rope_dim).transpose(1, 2)
+        return query.view(*query.shape[:2], -1, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim).transpose(1, 2)
 
     def _mix(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
         """Attention with keys and values expanded; (B, H, T, V)."""
         B, H, S = latent_B1SL.shape[0], nope_BHTN.shape[1], latent_B1SL.shape[2]
         expanded = self.kv_up(latent_B1SL[:, 0]).view(B, S, H, -1).transpose(1, 2)
-        key_BHSN, value_BHSV = expanded.split((self.mla.nope_dim, self.mla.value_dim), dim=-1)
+        key_BHSN, value_BHSV = expanded.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=-1)
         query_BHTC = torch.cat((nope_BHTN, turned_BHTR), dim=-1)
         key_BHSC = torch.cat((key_BHSN, key_B1SR.expand(-1, H, -1, -1)), dim=-1)
         attend = attend_plain if self.plain else attend_fast
@@ -76,11 +76,11 @@ class LatentAttention(nn.Module):
 
     def _mix_latents(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
         """The same without expanding: q (U l) = (q U) l, so that all heads attend to the latents themselves."""
-        up_HXL = self.kv_up.weight.to(nope_BHTN.dtype).view(-1, self.mla.nope_dim + self.mla.value_dim, self.mla.kv_rank)
-        key_up_HNL, value_up_HVL = up_HXL.split((self.mla.nope_dim, self.mla.value_dim), dim=1)
+        up_HXL = self.kv_up.weight.to(nope_BHTN.dtype).view(-1, self.mla.qk_nope_head_dim + self.mla.v_head_dim, self.mla.kv_lora_rank)
+        key_up_HNL, value_up_HVL = up_HXL.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         query = torch.cat((nope_BHTN @ key_up_HNL, turned_BHTR), dim=-1)
         # the scores are those of heads of C dimensions, and attention divides by the root of what it is given
-        query = query * (query.shape[-1] / (self.mla.nope_dim + self.mla.rope_dim)) ** 0.5
+        query = query * (query.shape[-1] / (self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim)) ** 0.5
         dropout = self.dropout if self.training else 0.0
         mixed_BHTL = attend_fast(query, torch.cat((latent_B1SL, key_B1SR), dim=-1), latent_B1SL, mask, dropout)
         return mixed_BHTL @ value_up_HVL.mT

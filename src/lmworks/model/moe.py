@@ -21,9 +21,9 @@ class Experts(nn.Module):
 
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(moe.experts, moe.expert_size, size))
-        self.up = nn.Parameter(torch.empty(moe.experts, moe.expert_size, size))
-        self.down = nn.Parameter(torch.empty(moe.experts, size, moe.expert_size))
+        self.gate = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
+        self.up = nn.Parameter(torch.empty(moe.n_routed_experts, moe.moe_intermediate_size, size))
+        self.down = nn.Parameter(torch.empty(moe.n_routed_experts, size, moe.moe_intermediate_size))
         self.plain = False
 
     def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
@@ -38,7 +38,7 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(moe, size)
         self.experts = Experts(moe, size)
-        self.shared = SwiGLU(size, moe.expert_size * moe.shared_experts) if moe.shared_experts else None
+        self.shared = SwiGLU(size, moe.moe_intermediate_size * moe.n_shared_experts) if moe.n_shared_experts else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Routing]:
         routing = self.router(x_BTD)

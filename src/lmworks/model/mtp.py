@@ -25,11 +25,11 @@ class MtpLayer(nn.Module):
     def __init__(self, config: Model, block: nn.Module) -> None:
         super().__init__()
         assert config.hidden_size
-        self.embedding_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.projection = Linear(2 * config.hidden_size, config.hidden_size)
         self.block = block
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, *context: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The normed hidden state (B, T, D), and what the block says of its experts; `context` is what a block takes beside x."""

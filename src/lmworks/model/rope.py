@@ -21,7 +21,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     `llama3`, with a ramp over rotations (Llama 3.1, arXiv:2407.21783).
     A raised `theta` alone is ABF (Xiong et al. 2023, arXiv:2309.16039).
     """
-    rotated = int(head_dim * rope.fraction)
+    rotated = int(head_dim * rope.partial_rotary_factor)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / max(rotated, 1)
     if rope.scaling == "ntk":
         return (rope.theta * rope.factor ** (rotated / (rotated - 2))) ** -exponents, 1.0
@@ -29,12 +29,12 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     if rope.scaling == "linear":
         return base / rope.factor, 1.0
     if rope.scaling == "yarn":
-        assert rope.original_length is not None  # the recipe refuses YaRN without it
-        ramp = _yarn_ramp(rope, rotated, int(rope.original_length))
+        assert rope.original_max_position_embeddings is not None  # the recipe refuses YaRN without it
+        ramp = _yarn_ramp(rope, rotated, int(rope.original_max_position_embeddings))
         return base / rope.factor * ramp + base * (1 - ramp), 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     if rope.scaling == "llama3":
-        assert rope.original_length is not None
-        rotations = int(rope.original_length) * base / (2 * math.pi)
+        assert rope.original_max_position_embeddings is not None
+        rotations = int(rope.original_max_position_embeddings) * base / (2 * math.pi)
         kept = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return base / rope.factor * (1 - kept) + base * kept, 1.0
     return base, 1.0

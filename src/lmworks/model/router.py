@@ -38,8 +38,8 @@ class Router(nn.Module):
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
         self.moe = moe
-        self.weight = nn.Parameter(torch.empty(moe.experts, size))
-        self.register_buffer("bias", torch.zeros(moe.experts))
+        self.weight = nn.Parameter(torch.empty(moe.n_routed_experts, size))
+        self.register_buffer("bias", torch.zeros(moe.n_routed_experts))
         self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
         # For method aux: the share of the whole step's tokens that chose each expert (E,); None where this forward is the whole batch.
         self.register_buffer("load", None, persistent=False)
@@ -52,29 +52,29 @@ class Router(nn.Module):
         gates_NE = self.gates(logits_NE)
         if moe.balance.method == "sinkhorn" and self.training:
             balanced_BTE = sinkhorn(logits_NE.detach().view(B, T, -1))
-            experts_NK = balanced_BTE.flatten(0, 1).topk(moe.top_k, dim=-1, sorted=False).indices
+            experts_NK = balanced_BTE.flatten(0, 1).topk(moe.num_experts_per_tok, dim=-1, sorted=False).indices
         else:
             experts_NK = self._select(gates_NE.detach(), logits_NE.detach())
         weights_NK = gates_NE.gather(1, experts_NK)
-        if moe.normalize_top_k:
+        if moe.norm_topk_prob:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         chosen_NE = torch.zeros_like(gates_NE).scatter_(1, experts_NK, 1.0).detach()
         aux = self._auxiliary(gates_NE, chosen_NE, B, T) if self.training and torch.is_grad_enabled() else None
-        return Routing(experts_NK, weights_NK * moe.routed_scale, chosen_NE.sum(0), aux)
+        return Routing(experts_NK, weights_NK * moe.routed_scaling_factor, chosen_NE.sum(0), aux)
 
     def gates(self, logits_NE: Tensor) -> Tensor:
         """What the weights are made of."""
-        return logits_NE.sigmoid() if self.moe.gate == "sigmoid" else logits_NE.softmax(-1)
+        return logits_NE.sigmoid() if self.moe.scoring_func == "sigmoid" else logits_NE.softmax(-1)
 
     def _select(self, gates_NE: Tensor, logits_NE: Tensor) -> Tensor:
         moe = self.moe
         scores_NE = gates_NE + self.bias
-        if moe.groups > 1:
-            grouped_NGE = scores_NE.view(-1, moe.groups, moe.experts // moe.groups)
+        if moe.n_group > 1:
+            grouped_NGE = scores_NE.view(-1, moe.n_group, moe.n_routed_experts // moe.n_group)
             group_NG = grouped_NGE.topk(min(2, grouped_NGE.shape[-1]), dim=-1).values.sum(-1)
-            kept_NG = torch.zeros_like(group_NG).scatter_(1, group_NG.topk(moe.top_groups, dim=-1, sorted=False).indices, 1.0)
+            kept_NG = torch.zeros_like(group_NG).scatter_(1, group_NG.topk(moe.topk_group, dim=-1, sorted=False).indices, 1.0)
             scores_NE = grouped_NGE.masked_fill(kept_NG[..., None] == 0, float("-inf")).view_as(scores_NE)
-        return scores_NE.topk(moe.top_k, dim=-1, sorted=False).indices
+        return scores_NE.topk(moe.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def _auxiliary(self, gates_NE: Tensor, chosen_NE: Tensor, B: int, T: int) -> Tensor | None:
         """E/K * sum_e f_e P_e with f the share of tokens that chose e and P the mean normalized gate, summed over tokens.
@@ -84,16 +84,16 @@ class Router(nn.Module):
         a step is cut does not matter.
         """
         moe, balance = self.moe, self.moe.balance
-        batch_weight = balance.aux_weight if balance.method == "aux" else 0.0
-        if not balance.sequence_aux_weight and not batch_weight:
+        batch_weight = balance.aux_loss_weight if balance.method == "aux" else 0.0
+        if not balance.sequence_aux_loss_weight and not batch_weight:
             return None
         shares_BTE = (gates_NE / gates_NE.sum(-1, keepdim=True)).view(B, T, -1)
         chosen_BTE = chosen_NE.view(B, T, -1)
-        total = balance.sequence_aux_weight * (shares_BTE.sum(1) * self.mean_load(chosen_BTE)).sum()
+        total = balance.sequence_aux_loss_weight * (shares_BTE.sum(1) * self.mean_load(chosen_BTE)).sum()
         if batch_weight:
             load_E = chosen_NE.mean(0) if self.load is None else self.load
             total = total + batch_weight * (shares_BTE.sum((0, 1)) * load_E).sum()
-        return moe.experts / moe.top_k * total
+        return moe.n_routed_experts / moe.num_experts_per_tok * total
 
     def mean_load(self, chosen_BTE: Tensor) -> Tensor:
         """The share of tokens that chose each expert, over whole sequences; (B, E)."""

@@ -58,16 +58,16 @@ class Block(nn.Module):
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
-        assert config.hidden_size and config.ffn_size
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        assert config.hidden_size and config.intermediate_size
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention: LatentAttention | Attention
         self.attention = LatentAttention(config) if config.mla else Attention(config, layer)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        sparse = config.moe is not None and layer >= config.moe.dense_layers
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        sparse = config.moe is not None and layer >= config.moe.first_k_dense_replace
         self.ffn: MoE | SwiGLU
-        self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.ffn_size)
+        self.ffn = MoE(config.moe, config.hidden_size) if sparse and config.moe else SwiGLU(config.hidden_size, config.intermediate_size)
         self.post_norm = config.norm_position == "post"
-        self.dropout = config.dropout
+        self.dropout = config.residual_dropout
 
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | None, cache: LayerCache | None = None
@@ -98,19 +98,19 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Model) -> None:
         super().__init__()
-        assert config.vocab_size and config.hidden_size and config.layers and config.head_dim
+        assert config.vocab_size and config.hidden_size and config.num_hidden_layers and config.head_dim
         self.config = config
         self.compute_dtype = torch.float32
-        self.head_chunk = 1024
+        self.logit_chunk_size = 1024
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_embeddings:
+        if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight  # type: ignore[assignment]
-        mtp_layers = config.mtp.layers if config.mtp else 0
-        self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.layers + depth)) for depth in range(mtp_layers))
-        self.mtp_weight = config.mtp.weight if config.mtp else 0.0
+        mtp_layers = config.mtp.num_nextn_predict_layers if config.mtp else 0
+        self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
+        self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
         self._plain = False
         self._chunk_loss = chunk_loss
         self.set_rope(config.rope)
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         mla = self.config.mla
         assert self.config.head_dim
         self.rope = rope
-        inverse, self.rope_scale = frequencies(rope, mla.rope_dim if mla else self.config.head_dim)
+        inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else self.config.head_dim)
         if mla:  # only a part of each head rotates, and YaRN's scale is meant for the whole score
             for block in self.every_block():
                 block.attention.score_scale = self.rope_scale**2
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """The head on given hidden states; (B, T, V) in fp32."""
-        return soft_cap(self.head(hidden_BTD).float(), self.config.logit_softcap)
+        return soft_cap(self.head(hidden_BTD).float(), self.config.final_logit_softcapping)
 
     def loss(
         self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None,
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         if self.mtp and self.training:
             ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
             mtp_total, mtp, mtp_experts = self.mtp_loss(hidden_BTD, ahead, spans, cache)
-            total, experts = total + self.mtp_weight * mtp_total, experts.joined(mtp_experts)
+            total, experts = total + self.mtp_loss_weight * mtp_total, experts.joined(mtp_experts)
         return Loss(total if experts.aux is None else total + experts.aux, head, experts, mtp)
 
     def mtp_loss(
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         totals, entropies, experts = [], [], Experts(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
             mask = spans.window_mask if layer.block.attention.slides else spans.mask  # type: ignore[union-attr]
-            place = cache.layer((self.config.layers or 0) + depth) if cache else None
+            place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
             hidden_BTD, counts, aux = layer(hidden_BTD, self.embed(tokens_BT), rope, mask, place)
             total, head = self.head_loss(hidden_BTD, labels_BT)
             totals.append(total)
@@ -199,10 +199,10 @@ class Transformer(nn.Module):
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
         """The summed objective of normed hidden states, and its parts."""
         inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
-        softcap, z_weight = self.config.logit_softcap, self.config.z_loss
+        softcap, z_weight = self.config.final_logit_softcapping, self.config.z_loss_weight
         if self._plain:
             return head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
-        return head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.head_chunk, chunk_loss=self._chunk_loss)
+        return head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.logit_chunk_size, chunk_loss=self._chunk_loss)
 
     def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Experts]:
         """The normed output of the last layer (B, T, D), and what the experts did."""
@@ -250,7 +250,7 @@ class Transformer(nn.Module):
     def numbered_blocks(self) -> list[tuple[int, Any]]:
         """`every_block` with the numbers of the layers, of which a pipeline stage has only some; those of prediction go on counting."""
         numbers = [int(name) for name, _ in self.layers.named_children()]
-        numbers += [(self.config.layers or 0) + depth for depth in range(len(self.mtp))]
+        numbers += [(self.config.num_hidden_layers or 0) + depth for depth in range(len(self.mtp))]
         return list(zip(numbers, self.every_block(), strict=True))
 
     def routers(self) -> list[MoE]:

@@ -52,7 +52,7 @@ def group_parameters(
 ) -> list[Group]:  # fmt: skip
     """Group the parameters that require gradients, in the order of their names' first appearance.
 
-    With `layer_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm, the head and multi-token
+    With `layer_lr_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm, the head and multi-token
     prediction at 1. `layers` is n where the parameters are those of a pipeline stage; left out, one more than the largest i.
     """
     named = [(clean_name(name), parameter) for name, parameter in named_parameters]
@@ -71,7 +71,7 @@ def group_parameters(
         kind: Literal["muon", "adamw"] = "muon" if options.kind == "muon" and is_matrix(name, parameter) else "adamw"
         layer = _layer(name)
         above = layers - 1 - layer if layer is not None else layers if name.startswith("embedding.") else 0
-        rate = (peak if kind == "muon" else adam_peak) * options.layer_decay**above
+        rate = (peak if kind == "muon" else adam_peak) * options.layer_lr_decay**above
         decay = options.weight_decay if decays(name, parameter) else 0.0
         groups.setdefault((kind, rate, decay), Group(kind, rate, decay)).parameters[name] = parameter
     return list(groups.values())

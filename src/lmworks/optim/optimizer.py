@@ -61,7 +61,7 @@ class Optimizer:
             dtype=torch.float32 if compute_dtype == torch.float32 else torch.bfloat16, process_groups=process_groups,
         )  # fmt: skip
         self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
-        self.ema = Ema(self.parameters, options.ema) if options.ema else None
+        self.ema = Ema(self.parameters, options.ema_decay) if options.ema_decay else None
 
     def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None:
         """One update from the gradients at `factor` (`Schedules.factor(step)`) times the peak rates.
@@ -124,7 +124,7 @@ def build_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer of a model whose parameters have lmworks' names. Shard it and move it to its device first: the state follows it.
 
-    Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_decay` counts from the top). Sharded matrices travel
+    Of a pipeline stage, `layers` is how many the whole model has (`optimizer.layer_lr_decay` counts from the top). Sharded matrices travel
     in those of `process_groups` that have just the right ranks, else in new ones, with torch's time-out.
     """
     return Optimizer(group_parameters(model.named_parameters(), options, layers), options, process_groups, model.compute_dtype)

@@ -26,14 +26,15 @@ class _Curve:
         # Also catches a function that gives the tokens of one step where the tokens before it are meant.
         assert tokens_before(0) == 0
         assert self.length > 0
-        schedule = phase.schedule
+        schedule = phase.lr_schedule
         self.warmup = self._tokens(schedule.warmup, "warmup", tokens_before)
         decay = 0
         if schedule.kind == "wsd":
             decay = self._tokens(schedule.decay, "decay", lambda last: self.length - tokens_before(steps - last))
         if self.warmup + decay > self.length:
             raise UserError(
-                f"phase {phase.name}: schedule.warmup ({schedule.warmup.text()}) and schedule.decay ({schedule.decay.text()}) are together "
+                f"phase {phase.name}: lr_schedule.warmup ({schedule.warmup.text()}) and lr_schedule.decay ({schedule.decay.text()}) "
+                f"are together "
                 f"longer than its {self.length:,} tokens; shorten one"
             )
         self.stable = self.length - decay
@@ -43,7 +44,7 @@ class _Curve:
     def _tokens(self, duration: Duration, name: str, tokens_of_steps: Callable[[int], int]) -> int:
         """The length of `duration` in tokens; steps under a ramp are not equally long, so they are asked for."""
         if duration.unit != "steps":
-            tokens = duration.tokens(step_tokens=self.phase.batch, phase_tokens=self.length)
+            tokens = duration.tokens(step_tokens=self.phase.global_batch_size, phase_tokens=self.length)
         else:
             tokens = tokens_of_steps(int(duration.value)) if duration.value <= self.steps else self.length + 1
         if tokens > self.length:
@@ -67,11 +68,11 @@ class _Curve:
         return bisect_left(range(self.steps), self.warmup, key=self.tokens_before)
 
     def _shape(self, x: int) -> float:
-        schedule, final = self.phase.schedule, self.phase.schedule.final
+        schedule, final = self.phase.lr_schedule, self.phase.lr_schedule.min_lr_ratio
         if schedule.kind == "constant":
             return 1.0
         if schedule.kind == "multistep":
-            return schedule.drop_factor ** sum(x > share * self.length for share in schedule.drops)
+            return schedule.gamma ** sum(x > share * self.length for share in schedule.milestones)
         if schedule.kind == "wsd":
             if x <= self.stable:
                 return 1.0
@@ -84,10 +85,10 @@ class _Curve:
 
     def _rescale(self, batch: int) -> float:
         """What a batch that is still smaller than the phase's takes off the rate (Malladi et al. 2022, arXiv:2205.10287: the root)."""
-        ramp = self.phase.ramp
+        ramp = self.phase.batch_ramp
         if ramp is None or ramp.rescale == "none":
             return 1.0
-        ratio = batch / self.phase.batch
+        ratio = batch / self.phase.global_batch_size
         return math.sqrt(ratio) if ramp.rescale == "sqrt" else ratio
 
 

@@ -32,9 +32,9 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
     Raises `UserError` if the experts do not divide.
     """
     moe, ep = model.config.moe, ranks.size("ep")
-    if ep > 1 and (moe is None or moe.experts % ep):
-        have = f"the {moe.experts} experts" if moe else "a dense model, which has no experts"
-        nearest = max(n for n in range(1, ep) if moe.experts % n == 0) if moe else 1
+    if ep > 1 and (moe is None or moe.n_routed_experts % ep):
+        have = f"the {moe.n_routed_experts} experts" if moe else "a dense model, which has no experts"
+        nearest = max(n for n in range(1, ep) if moe.n_routed_experts % n == 0) if moe else 1
         raise UserError(f"layout.ep {ep} does not divide {have}; the nearest that does is ep {nearest}")
     axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
     mesh = ranks.mesh(*axes)

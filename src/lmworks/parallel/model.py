@@ -98,9 +98,9 @@ class ParallelModel:
     def eval(self) -> None:
         self.train(False)
 
-    def set_mtp_weight(self, weight: float) -> None:
+    def set_mtp_loss_weight(self, weight: float) -> None:
         for part in self.parts:
-            part.mtp_weight = weight
+            part.mtp_loss_weight = weight
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
@@ -128,20 +128,21 @@ class ParallelModel:
         size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
         return rank * count // size, (rank + 1) * count // size
 
-    def forward_backward(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
-        """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch` of them at a time.
+    def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> Sums:
+        """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` of them at a
+        time.
 
         `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
         are of this rank alone until `total` adds them up.
         """
         if self.pipeline:
-            return self._pipelined(self.pipeline, batch, rows, micro_batch, scale)
+            return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
         (model,) = self.parts
         sums, counts = [], []
         largest = -(-rows // self.ranks.size("dp"))
-        pieces = list(micro_batches(batch, -(-largest // micro_batch), micro_batch))
+        pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
         if self.config.moe is not None and self.config.moe.balance.method == "aux":
-            self._count(model, pieces, self.config.moe.top_k)
+            self._count(model, pieces, self.config.moe.num_experts_per_tok)
         for index, (piece, real) in enumerate(pieces):
             loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
@@ -186,21 +187,21 @@ class ParallelModel:
                 square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
         return float(self.ranks.sum(self.ranks.sum(square, "weights"), "pp").sqrt())
 
-    def rehearse(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> None:
+    def rehearse(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """The work of `forward_backward` once more, for those who watch it; its gradients are dropped, and those that were there."""
         for parameter in self.parameters():
             parameter.grad = None
-        self.forward_backward(batch, rows, micro_batch, scale)
+        self.forward_backward(batch, rows, micro_batch_size, scale)
         for parameter in self.parameters():
             parameter.grad = None
 
-    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> Sums:
+    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> Sums:
         """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the
         batch, they are single rows, and blank ones at the end."""
         own, rest = divmod(rows, self.ranks.size("dp"))
-        micro_batch = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch) or 1
-        count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch)
-        pieces = list(micro_batches(batch, count, micro_batch, blank=micro_batch))
+        micro_batch_size = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch_size) or 1
+        count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch_size)
+        pieces = list(micro_batches(batch, count, micro_batch_size, blank=micro_batch_size))
         found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)
         cross_entropy, z, auxiliary, mtp = found
         return Sums(cross_entropy, z, auxiliary, mtp, counts_LE)
@@ -214,7 +215,7 @@ class ParallelModel:
         scalars = self.ranks.sum(self.ranks.sum(scalars, "loss"), "pp")
         counts_LE = None
         if (moe := self.config.moe) is not None and (layers := self.all_sparse):
-            counts_LE = torch.zeros(layers, moe.experts, device=self.device)
+            counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
             if sums.counts_LE is not None:
                 counts_LE[self.sparse] = sums.counts_LE.float()
             counts_LE = self.ranks.sum(self.ranks.sum(counts_LE, "loss"), "pp")
@@ -258,8 +259,13 @@ class ParallelModel:
     def all_sparse(self) -> int:
         """Sparse layers of the whole model."""
         moe = self.config.moe
-        assert self.config.layers
-        return max(0, self.config.layers - moe.dense_layers) + (self.config.mtp.layers if self.config.mtp else 0) if moe else 0
+        assert self.config.num_hidden_layers
+        return (
+            max(0, self.config.num_hidden_layers - moe.first_k_dense_replace)
+            + (self.config.mtp.num_nextn_predict_layers if self.config.mtp else 0)
+            if moe
+            else 0
+        )
 
 
 def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterator[tuple[Batch, bool]]:
@@ -277,7 +283,7 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
 
 def _sparse_layers(part: Transformer) -> list[int]:
     """The numbers, among the sparse layers of the whole model, of those in this part; in the order of `routers()`."""
-    moe, layers = part.config.moe, part.config.layers
+    moe, layers = part.config.moe, part.config.num_hidden_layers
     assert layers
     names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]
-    return [int(number) + (layers if kind == "mtp" else 0) - moe.dense_layers for kind, number, *_ in names if moe is not None]
+    return [int(number) + (layers if kind == "mtp" else 0) - moe.first_k_dense_replace for kind, number, *_ in names if moe is not None]

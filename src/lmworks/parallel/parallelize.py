@@ -39,7 +39,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]
     for part in parts:
         part.compute_dtype = dtype
-        part.head_chunk = int(recipe.train.head_chunk)
+        part.logit_chunk_size = int(recipe.train.logit_chunk_size)
         if ranks.size("tp") > 1:
             tensor.shard_tensors(part, ranks)
         if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.routers()):
@@ -78,7 +78,7 @@ def compile_layers(part: Transformer) -> None:
 def materialise(part: Transformer, seed: int, device: torch.device) -> None:
     """Give a model built on the meta device its memory and its first weights."""
     part.to_empty(device=device)
-    if part.config.tie_embeddings and part.head is not None:
+    if part.config.tie_word_embeddings and part.head is not None:
         part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` gives each place memory of its own
     initialize(part, seed, here)
     part.set_rope(part.rope)

@@ -32,7 +32,7 @@ Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens, and with context paralle
 
 def stage_numbers(layout: Layout, rank: int) -> range:
     """The stages of a rank of `pp`, in the order of the forward pass."""
-    return range(rank, layout.pp * layout.stages_per_rank, layout.pp)
+    return range(rank, layout.pp * layout.pipeline_stages_per_rank, layout.pp)
 
 
 def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
@@ -40,9 +40,9 @@ def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
 
     The last stage has a copy of the embedding where it needs one: a tied head, or multi-token prediction.
     """
-    last = number == layout.pp * layout.stages_per_rank - 1
+    last = number == layout.pp * layout.pipeline_stages_per_rank - 1
     here = stage_layers(model.config, layout)[number]
-    for layer in range(model.config.layers or 0):
+    for layer in range(model.config.num_hidden_layers or 0):
         if layer not in here:
             del model.layers._modules[str(layer)]  # `del model.layers[layer]` would give the others new names
     if number and not (last and shares_embedding(model)):
@@ -56,7 +56,7 @@ def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
 
 def shares_embedding(model: Transformer) -> bool:
     """Whether the last stage uses the embedding as well as the first."""
-    return model.config.tie_embeddings or model.config.mtp is not None
+    return model.config.tie_word_embeddings or model.config.mtp is not None
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Pipeline:
     def __init__(self, parts: list[Transformer], ranks: Ranks) -> None:
         self.parts, self.ranks, self.layout = parts, ranks, ranks.layout
         self.numbers = stage_numbers(self.layout, ranks.rank("pp"))
-        self.stages = self.layout.pp * self.layout.stages_per_rank
+        self.stages = self.layout.pp * self.layout.pipeline_stages_per_rank
         self.device = next(parts[0].parameters()).device
         self._step = _NOTHING
         self._schedule: tuple[tuple[int, ...], Any] | None = None
@@ -188,7 +188,7 @@ class Pipeline:
             for part, number in zip(self.parts, self.numbers, strict=True)
         ]  # fmt: skip
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss, "scale_grads": False}
-        match self.layout.schedule:
+        match self.layout.pipeline_schedule:
             case "interleaved":
                 return ScheduleInterleaved1F1B(stages, **options)  # type: ignore[arg-type]
             case "zero-bubble":

@@ -20,7 +20,7 @@ def checkpoint_activations(model: Transformer, recomputation: Recomputation) -> 
 
     What the forward returns (expert counts, auxiliary loss) is that of the first pass: recomputation counts nothing twice.
     """
-    preserve = model.config.dropout + model.config.attention_dropout > 0
+    preserve = model.config.residual_dropout + model.config.attention_dropout > 0
     for layer, block in model.numbered_blocks():
         policy = recomputation.of(layer)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}

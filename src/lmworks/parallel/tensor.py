@@ -90,11 +90,15 @@ def problems(config: Model, tp: int) -> list[str]:
 
 
 def _sizes(config: Model) -> dict[str, int]:
-    sizes = {"heads": config.heads, "ffn_size": config.ffn_size, "vocab_size": config.vocab_size}
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
     if not config.mla:
-        sizes["kv_heads"] = config.kv_heads
+        sizes["num_key_value_heads"] = config.num_key_value_heads
     if config.moe:
-        sizes["moe.expert_size"] = config.moe.expert_size
+        sizes["moe.moe_intermediate_size"] = config.moe.moe_intermediate_size
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -207,8 +211,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
 def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     """Embedding and head by vocabulary, where this stage has them; the loss, and what a caller of the model gets to see."""
     config, mesh = model.config, ranks.mesh("tp")
-    assert config.vocab_size and config.kv_heads
-    own, heads = config.vocab_size // stream.size, config.kv_heads // stream.size
+    assert config.vocab_size and config.num_key_value_heads
+    own, heads = config.vocab_size // stream.size, config.num_key_value_heads // stream.size
     first = own * ranks.rank("tp")
 
     def embed(self: Transformer, tokens_BT: Tensor) -> Tensor:
@@ -234,7 +238,7 @@ def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     for end in (model.embedding, model.head):
         if end is not None:
             _place(end, mesh, Shard(0))
-    if config.tie_embeddings and model.embedding is not None and model.head is not None:
+    if config.tie_word_embeddings and model.embedding is not None and model.head is not None:
         model.head._parameters["weight"] = model.embedding._parameters["weight"]
     model._chunk_loss = partial(chunk_loss, first=first, group=stream.group)
     derive(model, {"embed": embed, "hidden": hidden, "logits": logits, "head_loss": head_loss, "cache": cache})

@@ -83,8 +83,10 @@ class ZeroModel(ParallelModel):
         model.compute_dtype = dtype_for(recipe.train.precision, device)
         _enter_by_call(model)
         self._deepspeed, self._world, self._sharded = deepspeed, dist.get_world_size(), ranks.layout.zero == 3
-        self.flat = FlatAdamW(group_parameters(model.named_parameters(), recipe.optimizer, recipe.model.layers), recipe.optimizer)
-        settings = _settings(options, ranks.layout.zero, recipe.optimizer.clip, max(p.numel() for p in model.parameters()))
+        self.flat = FlatAdamW(
+            group_parameters(model.named_parameters(), recipe.optimizer, recipe.model.num_hidden_layers), recipe.optimizer
+        )
+        settings = _settings(options, ranks.layout.zero, recipe.optimizer.max_grad_norm, max(p.numel() for p in model.parameters()))
         if self._sharded:
             sparse = {type(ffn) for ffn in model.routers()}  # gathered as one: what a router returns is no plain tensor to hook
             if sparse:
@@ -119,10 +121,10 @@ class ZeroModel(ParallelModel):
         return _joined(parts)
 
     @torch.no_grad()
-    def rehearse(self, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> None:
+    def rehearse(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """Forward only: DeepSpeed would add the gradients of a backward pass to those of the next step."""
         largest = -(-rows // self.ranks.size("dp"))
-        for piece, _ in micro_batches(batch, -(-largest // micro_batch), micro_batch):
+        for piece, _ in micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size):
             self.parts[0].loss(*self._inputs(piece))
 
     def clip(self, limit: float) -> Tensor:

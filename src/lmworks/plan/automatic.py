@@ -20,12 +20,12 @@ class Decided:
     """A layout, the micro-batch that fits with it, and why it is this one."""
 
     layout: Layout
-    micro_batch: int
+    micro_batch_size: int
     why: str
 
     def overrides(self) -> list[str]:
         """What makes a recipe one of this layout."""
-        return [*self.layout.overrides(), f"train.micro_batch={self.micro_batch}"]
+        return [*self.layout.overrides(), f"train.micro_batch_size={self.micro_batch_size}"]
 
 
 def decide(recipe: Recipe, cluster: Cluster) -> Decided:
@@ -40,7 +40,7 @@ def decide(recipe: Recipe, cluster: Cluster) -> Decided:
         f"{describe(chosen.layout)}: the least pipeline, context, tensor and expert parallelism with which every phase fits "
         f"{devices(cluster):,} x {cluster.device} ({needs / GIB:.1f} of {cluster.memory_gib:g} GiB)"
     )
-    return Decided(chosen.layout, chosen.micro_batch, why)
+    return Decided(chosen.layout, chosen.micro_batch_size, why)
 
 
 def kept(run_dir: Path) -> Decided | None:
@@ -49,8 +49,8 @@ def kept(run_dir: Path) -> Decided | None:
     if not path.exists() or not listing.begun(run_dir / "checkpoints"):
         return None
     recipe = load_resolved(path)
-    assert recipe.train.micro_batch
-    return Decided(recipe.layout, recipe.train.micro_batch, f"{describe(recipe.layout)}: as the run began")
+    assert recipe.train.micro_batch_size
+    return Decided(recipe.layout, recipe.train.micro_batch_size, f"{describe(recipe.layout)}: as the run began")
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:

@@ -49,6 +49,6 @@ def count(model: Model) -> Counts:
         active[parameter.component] = active.get(parameter.component, 0) + parameter.size * parameter.active
     rounded = {name: round(value) for name, value in active.items()}
     return Counts(
-        sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_embeddings, components, rounded,
+        sum(components.values()), sum(rounded.values()), components["embedding"], model.tie_word_embeddings, components, rounded,
         mtp, round(mtp_active),
     )  # fmt: skip

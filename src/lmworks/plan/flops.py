@@ -38,13 +38,13 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
 
 def per_token(model: Model, length: int) -> Flops:
     """Training operations per token at sequence length `length`."""
-    assert model.heads and model.head_dim and model.layers
-    counts, ahead = count(model), model.mtp.layers if model.mtp else 0
-    per_pair = 3 * 2.0 * model.heads * (model.head_dim + (model.mla.value_dim if model.mla else model.head_dim))
-    pairs = [keys_seen(model, layer, length) for layer in range(model.layers + ahead)]
+    assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
+    counts, ahead = count(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
+    per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
+    pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # the head is as large
-    mtp = 6.0 * (counts.mtp_active + again) + per_pair * sum(pairs[model.layers :])
-    return Flops(6.0 * counts.active_computed, per_pair * sum(pairs[: model.layers]), mtp)
+    mtp = 6.0 * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
+    return Flops(6.0 * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]), mtp)
 
 
 def training_flops(active: float, tokens: float) -> float:

@@ -30,7 +30,7 @@ class Placed:
     """A legal layout for one phase, with its micro-batch and its memory on the fullest rank."""
 
     layout: Layout
-    micro_batch: int
+    micro_batch_size: int
     accumulation: int
     memory: Memory
 
@@ -39,8 +39,8 @@ def describe(layout: Layout) -> str:
     """Short text such as `TP8 x PP16 x DP64, EP32, ZeRO-1`."""
     axes = [("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("HSDP", layout.dp_replicate), ("DP", layout.dp_shard)]
     text = " x ".join(f"{name}{size}" for name, size in axes if size > 1) or "one device"
-    chunks = f" {layout.stages_per_rank} stages a rank" if layout.stages_per_rank > 1 else ""
-    schedule = f", {layout.schedule}{chunks}" if layout.pp > 1 and layout.schedule != "1f1b" else ""
+    chunks = f" {layout.pipeline_stages_per_rank} stages a rank" if layout.pipeline_stages_per_rank > 1 else ""
+    schedule = f", {layout.pipeline_schedule}{chunks}" if layout.pp > 1 and layout.pipeline_schedule != "1f1b" else ""
     return text + (f", EP{layout.ep}" if layout.ep > 1 else "") + schedule + (f", ZeRO-{layout.zero}" if world_size(layout) > 1 else "")
 
 
@@ -52,18 +52,20 @@ def devices(cluster: Cluster) -> int:
 def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | None = None) -> Iterator[str]:
     """Why a layout cannot be; nothing if it is legal. With a phase also whether its batch and length divide."""
     model = recipe.model
-    assert model.heads and model.kv_heads and model.ffn_size and model.layers and model.vocab_size
+    assert (
+        model.num_attention_heads and model.num_key_value_heads and model.intermediate_size and model.num_hidden_layers and model.vocab_size
+    )
     count = devices(cluster)
     if world_size(layout) != count:
         product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
         yield f"{product} is {world_size(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
         yield f"tp {layout.tp} must lie within a node of {cluster.devices_per_node}: between nodes its traffic is too slow"
-    sizes = [("heads", model.heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size)]
+    sizes = [("heads", model.num_attention_heads), ("intermediate_size", model.intermediate_size), ("vocab_size", model.vocab_size)]
     if not model.mla:
-        sizes.insert(1, ("kv_heads", model.kv_heads))
+        sizes.insert(1, ("num_key_value_heads", model.num_key_value_heads))
     if model.moe:
-        sizes.append(("moe.expert_size", model.moe.expert_size))
+        sizes.append(("moe.moe_intermediate_size", model.moe.moe_intermediate_size))
     for name, size in sizes:
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
@@ -77,14 +79,14 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
-    elif model.moe and model.moe.experts % layout.ep:
-        yield f"ep {layout.ep} does not divide the {model.moe.experts} experts"
+    elif model.moe and model.moe.n_routed_experts % layout.ep:
+        yield f"ep {layout.ep} does not divide the {model.moe.n_routed_experts} experts"
     if ranks % layout.ep:
         yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks lie inside the data and context ranks"
     if layout.zero >= 2 and layout.pp > 1:
         yield f"ZeRO-{layout.zero} does not combine with a pipeline (each micro-batch would gather and scatter all again); ZeRO-1 does"
     if phase is not None:
-        sequences = phase.batch // phase.sequence_length
+        sequences = phase.global_batch_size // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
         if sequences % replicas:
             yield f"the {sequences:,} sequences of a step of phase {phase.name} do not divide over {replicas:,} data ranks"
@@ -98,16 +100,16 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, rows: int) -> Iterator[str]:
     """Interleaved schedules go in equal rounds. (In a ramp of the batch blank micro-batches fill up.)"""
-    most = recipe.train.micro_batch or 1
+    most = recipe.train.micro_batch_size or 1
     if pipelined_micro_batch(layout, rows, most) is not None:
         return
     ways = []
     if (larger := next((size for size in range(most, rows + 1) if pipelined_micro_batch(layout, rows, size)), None)) is not None:
-        ways.append(f"train.micro_batch={larger}")
-    ways.append("schedule=1f1b and stages_per_rank=1")
+        ways.append(f"train.micro_batch_size={larger}")
+    ways.append("schedule=1f1b and pipeline_stages_per_rank=1")
     yield (
         f"the {rows:,} sequences that a rank has of a step of phase {phase.name} do not make micro-batches that schedule "
-        f"{layout.schedule} can run over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
+        f"{layout.pipeline_schedule} can run over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
     )
 
 
@@ -118,13 +120,13 @@ def _divisors(number: int, most: int) -> list[int]:
 def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterator[Layout]:
     """Every legal layout, in the order of preference: little pipeline, little context, little tensor, little expert parallelism."""
     model = recipe.model
-    assert model.layers
+    assert model.num_hidden_layers
     count = devices(cluster)
-    for pp in _divisors(count, model.layers):
+    for pp in _divisors(count, model.num_hidden_layers):
         for cp in _divisors(count // pp, max(1, phase.sequence_length // _SHORTEST_CP_SLICE)):
             for tp in _divisors(count // pp // cp, cluster.devices_per_node):
                 dp = count // pp // cp // tp
-                for ep in _divisors(model.moe.experts, dp * cp) if model.moe else [1]:
+                for ep in _divisors(model.moe.n_routed_experts, dp * cp) if model.moe else [1]:
                     layout = Layout.model_construct(pp=pp, dp_replicate=1, dp_shard=dp, cp=cp, tp=tp, ep=ep, zero=zero)
                     if not any(problems(recipe, cluster, layout, phase)):
                         yield layout
@@ -132,9 +134,9 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placed:
     """The layout with the largest micro-batch, up to the recipe's, that fits with a margin; with one sequence if none does."""
-    per_rank = phase.batch // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
+    per_rank = phase.global_batch_size // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
     best = None
-    for micro in range(min(recipe.train.micro_batch or 1, per_rank), 0, -1):
+    for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
         if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
             best = Placed(
                 layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
@@ -184,11 +186,11 @@ def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placed, phases: Sequen
     """The same axes under another schedule, where 1F1B leaves the pipeline idle and one that is legal and fits in all phases less so."""
 
     def idle(one: Placed) -> float:
-        return bubble(one.layout.pp, one.accumulation, one.layout.schedule, one.layout.stages_per_rank)
+        return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
 
     best = placed
     for schedule, chunks in _SCHEDULES if idle(placed) > _IDLE else ():
-        layout = placed.layout.model_copy(update={"schedule": schedule, "stages_per_rank": chunks})
+        layout = placed.layout.model_copy(update={"pipeline_schedule": schedule, "pipeline_stages_per_rank": chunks})
         if any(problem for phase in phases for problem in problems(recipe, cluster, layout, phase)):
             continue
         tried, *rest = [place(recipe, cluster, layout, phase) for phase in phases]
@@ -233,7 +235,7 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
     if chosen is not None:
         return chosen
     if leanest is None:
-        count, sequences = devices(cluster), phase.batch // phase.sequence_length
+        count, sequences = devices(cluster), phase.global_batch_size // phase.sequence_length
         step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
         reason = f"no layout divides the work over {count:,} devices: {step}"
     else:

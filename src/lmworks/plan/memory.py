@@ -78,21 +78,21 @@ def state_bytes(parameters: float, kind: str = "adamw") -> float:
 
 def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
     """Keys and values of one sequence, or the latents and rotated keys of latent attention, at `element` bytes each."""
-    assert model.kv_heads and model.head_dim and model.layers
+    assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
     if model.mla:
-        return float(model.layers * (model.mla.kv_rank + model.mla.rope_dim) * length * element)
+        return float(model.num_hidden_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element)
     kept = 0
-    for layer in range(model.layers):
+    for layer in range(model.num_hidden_layers):
         kept += min(length, model.sliding_window) if model.sliding_window and model.slides(layer) else length
-    return 2.0 * model.kv_heads * model.head_dim * kept * element
+    return 2.0 * model.num_key_value_heads * model.head_dim * kept * element
 
 
 def kv_cache_shrink(model: Model) -> float:
     """How many times smaller the cache is than with a key and a value of its own for every head."""
-    assert model.heads and model.kv_heads and model.head_dim
+    assert model.num_attention_heads and model.num_key_value_heads and model.head_dim
     if model.mla:
-        return model.heads * (model.head_dim + model.mla.value_dim) / (model.mla.kv_rank + model.mla.rope_dim)
-    return model.heads / model.kv_heads
+        return model.num_attention_heads * (model.head_dim + model.mla.v_head_dim) / (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+    return model.num_attention_heads / model.num_key_value_heads
 
 
 def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
@@ -100,30 +100,33 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
 
     `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
     """
-    D, H, K, d = model.hidden_size, model.heads, model.kv_heads, model.head_dim
-    assert D and H and K and d and model.ffn_size
+    D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    assert D and H and K and d and model.intermediate_size
     tp = layout.tp
     if (mla := model.mla) is not None:
-        latents = 2 * ((mla.q_rank or 0) + mla.kv_rank) + mla.rope_dim  # before their norm and after it
-        projected = H * d + H * (mla.nope_dim + mla.value_dim)
-        heads = latents * tp + projected + 2 * H * d + H * mla.value_dim  # whole latents; q and k put together, out
-        projected += ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim) * tp
+        latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
+        projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
+        heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # whole latents; q and k put together, out
+        projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
     else:
-        heads = (2 * H + K) * d + (H + K) * d * (2 if model.qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
+        heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
     everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last is softmax's normaliser
     if cpu_length:
         everything += H * cpu_length / 2 * (4 + element)
     products = element * (D + projected + D) / tp
     if not is_moe(model, layer):
-        everything += element * 3 * model.ffn_size / tp
-        products += element * (2 * model.ffn_size + D) / tp
+        everything += element * 3 * model.intermediate_size / tp
+        products += element * (2 * model.intermediate_size + D) / tp
     else:
         moe = model.moe
         assert moe is not None
-        shared = moe.shared_experts * moe.expert_size
-        everything += element * (moe.top_k * (D + 3 * moe.expert_size) + 3 * shared) / tp + 8 * moe.experts
-        products += element * (moe.top_k * (2 * moe.expert_size + D) + 2 * shared + (D if shared else 0)) / tp + 4 * moe.experts
+        shared = moe.n_shared_experts * moe.moe_intermediate_size
+        everything += element * (moe.num_experts_per_tok * (D + 3 * moe.moe_intermediate_size) + 3 * shared) / tp + 8 * moe.n_routed_experts
+        products += (
+            element * (moe.num_experts_per_tok * (2 * moe.moe_intermediate_size + D) + 2 * shared + (D if shared else 0)) / tp
+            + 4 * moe.n_routed_experts
+        )
     kept = {"everything": everything, "products": min(products, everything), "input": element * D / tp}
     return {policy.name: kept[policy.keeps] for policy in POLICIES.values()}
 
@@ -131,26 +134,26 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
 @lru_cache(maxsize=16)
 def _layer_groups(model: Model) -> tuple[list[Parameter], list[Parameter] | None, int]:
     """The parameters of a dense layer, of a sparse one, and how many are dense: all layers of a kind are alike."""
-    assert model.layers
-    dense = min(model.moe.dense_layers, model.layers) if model.moe else model.layers
+    assert model.num_hidden_layers
+    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
     first = list(layer_parameters(model.model_copy(update={"moe": None}), 0))
-    return first, list(layer_parameters(model, model.layers - 1)) if dense < model.layers else None, dense
+    return first, list(layer_parameters(model, model.num_hidden_layers - 1)) if dense < model.num_hidden_layers else None, dense
 
 
 @lru_cache(maxsize=16)
 def _ends(model: Model) -> dict[str, Parameter]:
-    return {p.name: p for p in parameters(model.model_copy(update={"layers": 0, "mtp": None}))}
+    return {p.name: p for p in parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None}))}
 
 
 @lru_cache(maxsize=16)
 def _mtp_layers(model: Model) -> list[list[Parameter]]:
-    return [list(mtp_parameters(model, depth)) for depth in range(model.mtp.layers if model.mtp else 0)]
+    return [list(mtp_parameters(model, depth)) for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0)]
 
 
 def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local, _Local]:
     """The parameters on a rank of `stage`, and those of its largest layer."""
     dense_layer, sparse_layer, dense = _layer_groups(model)
-    assert model.layers
+    assert model.num_hidden_layers
     layers = rank_layers(model, layout, stage)
     local, largest = _Local(), _Local()
     for kind, number in ((dense_layer, sum(i < dense for i in layers)), (sparse_layer, sum(i >= dense for i in layers))):
@@ -171,9 +174,9 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
         local.add(ends["embedding.weight"], layout, False)
     if last:
         local.add(ends["norm.weight"], layout, False)
-        if not model.tie_embeddings:
+        if not model.tie_word_embeddings:
             local.add(ends["head.weight"], layout, False)
-        if layout.pp > 1 and (model.tie_embeddings or model.mtp):
+        if layout.pp > 1 and (model.tie_word_embeddings or model.mtp):
             local.add(ends["embedding.weight"], layout, False)
         for layer in _mtp_layers(model):
             one = _Local()
@@ -237,32 +240,32 @@ def _by_deepspeed(
     return found, elsewhere
 
 
-def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int) -> Memory:
-    """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch` sequences per step."""
-    uneven = layout.layers_per_stage or recipe.train.activation_checkpointing.share < 1
+def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int) -> Memory:
+    """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch_size` sequences per step."""
+    uneven = layout.layers_per_pipeline_stage or recipe.train.activation_checkpointing.share < 1
     stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
     return max(
-        (_stage_memory(recipe, cluster, layout, length, micro_batch, micro_batches, stage) for stage in stages), key=lambda m: m.total
+        (_stage_memory(recipe, cluster, layout, length, micro_batch_size, micro_batches, stage) for stage in stages), key=lambda m: m.total
     )
 
 
 def _stage_memory(
-    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch: int, micro_batches: int, stage: int
+    recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int, stage: int
 ) -> Memory:
     model, optimizer = recipe.model, recipe.optimizer
-    assert model.layers and model.vocab_size and model.hidden_size
-    ahead = model.mtp.layers if model.mtp else 0
+    assert model.num_hidden_layers and model.vocab_size and model.hidden_size
+    ahead = model.mtp.num_nextn_predict_layers if model.mtp else 0
     muon = optimizer.kind == "muon"
     precision = recipe.train.precision
     element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
     local, largest = _local(model, layout, stage, muon)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
-        kept = _by_us(local, largest, layout, element, 4 * (optimizer.ema > 0) + 8 * any(phase.ewc for phase in recipe.train.phases))
+        kept = _by_us(local, largest, layout, element, 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases))
     else:
         kept, elsewhere = _by_deepspeed(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
 
-    tokens = micro_batch * length / layout.cp
+    tokens = micro_batch_size * length / layout.cp
     cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     recomputation = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
@@ -274,12 +277,12 @@ def _stage_memory(
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
-            bytes_per_token = layer_activations(model, model.layers + depth, layout, element, cpu_length)
-            stored += bytes_per_token[recomputation.of(model.layers + depth).name] + element * 6 * model.hidden_size / layout.tp
+            bytes_per_token = layer_activations(model, model.num_hidden_layers + depth, layout, element, cpu_length)
+            stored += bytes_per_token[recomputation.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (kept_alive * stored + working)
     if stage == layout.pp - 1:
-        chunk = min(recipe.train.head_chunk, tokens)
+        chunk = min(recipe.train.logit_chunk_size, tokens)
         passes = 1 + ahead  # each keeps the gradient that it gives the head until the backward adds them up
         head = chunk * model.vocab_size * (8 + element) / layout.tp + passes * 4 * model.vocab_size * model.hidden_size / layout.tp
     else:

@@ -117,7 +117,8 @@ class Plan:
             if held > 1 - MARGIN:
                 yield (
                     f"{phase.name}: {held:.0%} of the memory is planned for, which leaves less than {MARGIN:.0%} for what no plan knows "
-                    "(fragmentation, libraries); take a smaller train.micro_batch, or more recomputation (train.activation_checkpointing)"
+                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more recomputation "
+                    "(train.activation_checkpointing)"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
@@ -125,7 +126,7 @@ class Plan:
                 layout = phase.placed.layout
                 idle.setdefault((phase.bubble, layout.pp, phase.placed.accumulation), ([], layout))[0].append(phase.name)
         for (share, stages, accumulation), (names, layout) in idle.items():
-            enough = micro_batches_for(stages, 1 - self.mfu, layout.schedule, layout.stages_per_rank)
+            enough = micro_batches_for(stages, 1 - self.mfu, layout.pipeline_schedule, layout.pipeline_stages_per_rank)
             yield (
                 f"{', '.join(names)}: the pipeline stands idle {share:.0%} of each step, so {self.mfu:.0%} MFU is out of reach; "
                 f"take fewer devices, a batch of at least {enough} micro-batches per rank (now {accumulation}), or an interleaved schedule"
@@ -166,19 +167,21 @@ def make_plan(
                 steps=timeline.steps,
                 sequence_length=phase.sequence_length,
                 positions=here.text,
-                batch_tokens=phase.batch,
+                batch_tokens=phase.global_batch_size,
                 flops_parameters=cost.parameters * tokens,
                 flops_attention=cost.attention * tokens,
                 flops_mtp=cost.mtp * tokens,
                 placed=placed,
-                bubble=bubble(placed.layout.pp, placed.accumulation, placed.layout.schedule, placed.layout.stages_per_rank),
+                bubble=bubble(
+                    placed.layout.pp, placed.accumulation, placed.layout.pipeline_schedule, placed.layout.pipeline_stages_per_rank
+                ),
                 seconds=seconds(cost.total * tokens, total, cluster, mfu),
             )
         )
     model = recipe.model
     counts = count(model)
     matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
-    assert model.max_length and model.heads and model.kv_heads
+    assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads
     return Plan(
         recipe=recipe.name,
         fingerprint=fingerprint,
@@ -189,8 +192,8 @@ def make_plan(
         mfu=mfu,
         mfu_source=measured_source if measured_mfu is not None else cluster.mfu_source,
         disk=disk(recipe, counts, matrices),
-        max_length=model.max_length,
-        kv_cache=kv_cache_bytes(model, model.max_length),
+        max_length=model.max_position_embeddings,
+        kv_cache=kv_cache_bytes(model, model.max_position_embeddings),
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         unwise=tuple(warnings(recipe)),
@@ -207,7 +210,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         phase["placed"] = {
             "layout": placed.layout.model_dump(),
             "text": describe(placed.layout),
-            "micro_batch": placed.micro_batch,
+            "micro_batch_size": placed.micro_batch_size,
             "accumulation": placed.accumulation,
             "memory": placed.memory.components,
             "memory_total": placed.memory.total,

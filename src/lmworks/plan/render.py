@@ -103,7 +103,7 @@ def _layouts(plan: Plan) -> Table:
     table.columns[1].justify = "left"
     for phase in plan.phases:
         placed = phase.placed
-        split = f"{placed.micro_batch}", f"{placed.accumulation}"
+        split = f"{placed.micro_batch_size}", f"{placed.accumulation}"
         table.add_row(phase.name, describe(placed.layout), *split, plan.recomputation, f"{phase.bubble:.0%}")
     return table
 

@@ -31,20 +31,20 @@ def micro_batches_for(stages: int, share: float, schedule: str = "1f1b", per_ran
 
 def alive(layout: Layout, rank: int, micro_batches: int) -> float:
     """How many micro-batches' activations a rank of `pp` keeps at most, each of all its layers: with v stages, one stage's is 1 / v."""
-    p, v, m = layout.pp, layout.stages_per_rank, micro_batches
+    p, v, m = layout.pp, layout.pipeline_stages_per_rank, micro_batches
     if p == 1:
         return 1
-    if layout.schedule == "gpipe" or (layout.schedule == "1f1b" and m < p):
+    if layout.pipeline_schedule == "gpipe" or (layout.pipeline_schedule == "1f1b" and m < p):
         return m
-    if layout.schedule == "1f1b":
+    if layout.pipeline_schedule == "1f1b":
         return p - rank
-    warmup = (v - 1) * (m // max(1, m // p)) + (p if layout.schedule == "zero-bubble" else 2 * (p - 1 - rank) + 1)
+    warmup = (v - 1) * (m // max(1, m // p)) + (p if layout.pipeline_schedule == "zero-bubble" else 2 * (p - 1 - rank) + 1)
     return min(warmup, v * m) / v
 
 
-def batch_tokens(data_ranks: int, micro_batch: int, sequence_length: int, accumulation: int) -> int:
+def batch_tokens(data_ranks: int, micro_batch_size: int, sequence_length: int, accumulation: int) -> int:
     """Tokens of one optimizer step."""
-    return data_ranks * micro_batch * sequence_length * accumulation
+    return data_ranks * micro_batch_size * sequence_length * accumulation
 
 
 def steps(tokens: int, tokens_per_step: int) -> int:
@@ -75,12 +75,12 @@ def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
     """fp32 weights and optimizer state of one checkpoint, how many are kept at most, and the token files."""
     trained = counts.trained
     states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
-    ema = trained * 4 if recipe.optimizer.ema else 0
+    ema = trained * 4 if recipe.optimizer.ema_decay else 0
     kept = recipe.checkpoints.keep_last + recipe.checkpoints.keep_best
     tokens = sum(phase.tokens for phase in recipe.train.phases)
     if recipe.checkpoints.keep_every:
         for phase in recipe.train.phases:
-            every = recipe.checkpoints.keep_every.tokens(step_tokens=phase.batch, phase_tokens=phase.tokens)
+            every = recipe.checkpoints.keep_every.tokens(step_tokens=phase.global_batch_size, phase_tokens=phase.tokens)
             kept += phase.tokens // every if every else 0
     width = 2 if (recipe.model.vocab_size or 0) < 65_500 else 4
     return Disk(trained * 4 + states + ema, kept, tokens * width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,12 +50,14 @@ class ChatData(Node):
 class Tune(Node):
     """Supervised fine-tuning; loss on the assistant's tokens only."""
 
+    renamed: ClassVar = {"batch": "global_batch_size", "schedule": "lr_schedule"}
+
     data: list[ChatData] = Field(default_factory=list)
     tokens: Tokens = Field(Tokens.parse("500k tokens"), description="budget")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="context trained on")
-    batch: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
+    global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate_scale: float = Field(0.3, gt=0, description="peak relative to optimizer.learning_rate")
-    schedule: Schedule = Schedule(kind="linear", warmup=Duration.parse("5%"), final=0.0)
+    lr_schedule: Schedule = Schedule(kind="linear", warmup=Duration.parse("5%"), min_lr_ratio=0.0)
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; needs held-out conversations")
     ewc: Ewc | None = Field(None, description="hold on to what the last phase of pretraining has taught")
 
@@ -73,7 +75,7 @@ class Protected(Node):
     def source(self) -> Source:
         """The same as a source that can be read."""
         keep = (self.answer,) if self.answer and self.kind != "text" else ()
-        return Source(name=self.name, kind=self.kind, path=self.path, text_key=self.question, keep=keep, licence="evaluation")
+        return Source(name=self.name, kind=self.kind, path=self.path, text_key=self.question, keep=keep, license="evaluation")
 
 
 class Evaluate(Node):
@@ -121,6 +123,10 @@ _MOST_RANKS = 1 << 20  # of an axis of the mesh
 class Layout(Node):
     """How many ranks stand along each axis of the device mesh; `layout: auto` leaves that to the plan, when the ranks are known."""
 
+    renamed: ClassVar = {
+        "schedule": "pipeline_schedule", "stages_per_rank": "pipeline_stages_per_rank", "layers_per_stage": "layers_per_pipeline_stage",
+    }  # fmt: skip
+
     auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
     pp: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages")
     dp_replicate: int = Field(1, gt=0, le=_MOST_RANKS, description="replicas of the sharded model")
@@ -129,11 +135,13 @@ class Layout(Node):
     tp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a matrix is split over")
     ep: int = Field(1, gt=0, le=_MOST_RANKS, description="expert ranks; they lie inside dp_shard x cp")
     zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field("1f1b", description="order of micro-batches in a pipeline")
-    stages_per_rank: int = Field(
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b", description="order of micro-batches in a pipeline"
+    )
+    pipeline_stages_per_rank: int = Field(
         1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble"
     )
-    layers_per_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
+    layers_per_pipeline_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
 
     @model_validator(mode="before")
     @classmethod

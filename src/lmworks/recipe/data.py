@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -37,17 +37,19 @@ class Tokenizer(Node):
 class Cache(Node):
     """Blocks of token files on a fast local disk, for files on slow or remote storage; shared by the processes of a machine."""
 
+    renamed: ClassVar = {"bytes": "max_bytes", "ahead": "prefetch"}
+
     dir: str = Field(description="a folder on the local disk")
-    bytes: Bytes = Field(description="of token blocks, at most; indexes of documents come on top (20 bytes a document)")
+    max_bytes: Bytes = Field(description="of token blocks, at most; indexes of documents come on top (20 bytes a document)")
     remote: str | None = Field(
         None, description="folder or fsspec URL with a copy of the run's shards folder; when left out, that folder itself is the slow one"
     )
-    ahead: Duration = Field(Duration.parse("64 steps"), description="steps whose blocks are fetched before they are needed")
+    prefetch: Duration = Field(Duration.parse("64 steps"), description="steps whose blocks are fetched before they are needed")
 
     @model_validator(mode="after")
     def _in_steps(self) -> Cache:
-        if self.ahead.unit != "steps":
-            raise ValueError(f"shards.cache.ahead {self.ahead.text()!r} must be a number of steps, such as '64 steps'")
+        if self.prefetch.unit != "steps":
+            raise ValueError(f"shards.cache.prefetch {self.prefetch.text()!r} must be a number of steps, such as '64 steps'")
         return self
 
 

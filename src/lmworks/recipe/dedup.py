@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,8 +29,10 @@ class Minhash(Node):
 class Substring(Node):
     """Passages that stood earlier in the corpus, or in the same document, are cut out (Lee et al. 2022, arXiv:2107.06499)."""
 
-    length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
-    minimum: float = Field(0.2, ge=0, le=1, description="a document of which less than this share is left goes whole")
+    renamed: ClassVar = {"length": "min_length", "minimum": "min_remaining"}
+
+    min_length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
+    min_remaining: float = Field(0.2, ge=0, le=1, description="a document of which less than this share is left goes whole")
 
 
 class Semantic(Node):
@@ -70,5 +72,7 @@ class SourceDedup(Node):
 class Decontaminate(Node):
     """What to do about training documents that hold text of the held-out documents or of an evaluation set."""
 
+    renamed: ClassVar = {"gate": "action"}
+
     ngram: int = Field(13, ge=5, description="words in an overlap that counts (twice as many characters where a language has no spaces)")
-    gate: Literal["drop", "fail", "report"] = Field("drop", description="drop them; stop at them; or name them and keep them")
+    action: Literal["drop", "fail", "report"] = Field("drop", description="drop them; stop at them; or name them and keep them")

@@ -64,8 +64,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
             "Muon needs whole matrices, and DeepSpeed gives an optimizer flat pieces (its own Muon is scaled otherwise than ours); "
             "set optimizer.kind=adamw",
         )
-    if recipe.optimizer.ema:
-        yield ("optimizer", "ema"), "an average of the weights is not kept under train.deepspeed; set ema=0"
+    if recipe.optimizer.ema_decay:
+        yield ("optimizer", "ema_decay"), "an average of the weights is not kept under train.deepspeed; set ema_decay=0"
     if train.precision == "fp16":
         yield ("train", "precision"), "the loss scale of fp16 is not carried through train.deepspeed; set bf16 or fp32"
     if layout.zero == 3 and train.compile:

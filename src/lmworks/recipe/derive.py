@@ -23,7 +23,7 @@ from lmworks.recipe.shapes import count, count_active
 from lmworks.recipe.units import Seconds, Tokens
 
 Reasons = dict[Keys, str]
-_SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "ffn_size")
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 _FORWARD_TOKENS = 8192
 
 
@@ -43,25 +43,28 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
     size, called = _size(tree)
     model = tree.setdefault("model", {})
     if model.get("mla"):
-        raise UserError("size derives no shape with model.mla; leave size out and write model.hidden_size, model.layers and model.heads")
+        raise UserError(
+            "size derives no shape with model.mla; leave size out and write model.hidden_size, model.num_hidden_layers and "
+            "model.num_attention_heads"
+        )
     moe = model.get("moe")
     vocab = model.get("vocab_size") or vocabulary(tree)[0]
     sketch = Model(
         vocab_size=vocab,
-        tie_embeddings=bool(model.get("tie_embeddings")),
-        moe=Moe.model_validate({"expert_size": 1, **moe}) if moe else None,
+        tie_word_embeddings=bool(model.get("tie_word_embeddings")),
+        moe=Moe.model_validate({"moe_intermediate_size": 1, **moe}) if moe else None,
     )
     shape = laws.shape(size, sketch)
-    expert_size = shape.pop("expert_size", None)
+    expert_size = shape.pop("moe_intermediate_size", None)
     for key, value in shape.items():
         derive(
             ("model", key), value, f"nearest to size {called} at a hidden size of {laws.aspect(shape['hidden_size']):.0f} per layer"
         )
     if moe:
         derive(
-            ("model", "moe", "expert_size"),
+            ("model", "moe", "moe_intermediate_size"),
             expert_size,
-            "ffn_size / (top_k + shared_experts), so that a token uses as much as in a dense layer",
+            "intermediate_size / (num_experts_per_tok + n_shared_experts), so that a token uses as much as in a dense layer",
         )
     built = Model.model_validate({**sketch.model_dump(), **{k: model[k] for k in shape}, "moe": model.get("moe") or None})
     active, total = count_active(built), count(built)
@@ -89,19 +92,19 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
             )
         length = _tokens(phase["sequence_length"]) or 1
         law = "0.58 tokens^0.571 as a power of two of sequences (arXiv:2503.04715)"
-        derive((*at, "batch"), f"{laws.batch_tokens(max(budget, length), length)} tokens", law)
-        batch = _tokens(phase["batch"]) or length
+        derive((*at, "global_batch_size"), f"{laws.batch_tokens(max(budget, length), length)} tokens", law)
+        batch = _tokens(phase["global_batch_size"]) or length
         why = f"{laws.TOKENS_PER_PARAMETER} tokens per active parameter ({active / 1e6:.1f}M), in whole steps (arXiv:2203.15556)"
         derive((*at, "tokens"), f"{max(1, round(goal / batch)) * batch} tokens", why)
         if phase.get("mixture") is None and sources:
             for name in sources:
                 derive((*at, "mixture", name), 1 / len(sources), "equal weights when none are written")
-        if free and phase.pop("ramp", None):
-            reasons[*at, "ramp"] = "off: the batch follows from size"
+        if free and phase.pop("batch_ramp", None):
+            reasons[*at, "batch_ramp"] = "off: the batch follows from size"
     if free:
         for key in ("learning_rate", "adam_learning_rate"):
             (tree.get("optimizer") or {}).pop(key, None)
-        train.pop("micro_batch", None)
+        train.pop("micro_batch_size", None)
     return reasons
 
 
@@ -162,12 +165,12 @@ def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe,
     derive(("run_dir",), f"runs/{recipe.name}", "runs/ and the name")
     derive(("threads",), machine.threads(), "the CPU cores this process may use, or OMP_NUM_THREADS")
 
-    if corpus_only and not (recipe.model.hidden_size and recipe.model.layers):
+    if corpus_only and not (recipe.model.hidden_size and recipe.model.num_hidden_layers):
         return Recipe.model_validate(tree), reasons
     _fill_model(tree, derive)
     model = Model.model_validate(tree["model"])
     total = count(model)
-    hidden = total - (1 if model.tie_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
+    hidden = total - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
     tokens = sum(phase.tokens for phase in recipe.train.phases) or laws.TOKENS_PER_PARAMETER * count_active(model)
     law = (
         f"1.79 N^-0.713 D^0.307 for N = {hidden / 1e6:,.1f}M outside the embeddings and D = {tokens / 1e6:,.1f}M tokens (arXiv:2503.04715)"
@@ -186,11 +189,11 @@ def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe,
     )
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
-    per_rank = gcd(*(max(1, phase.batch // phase.sequence_length // replicas) for phase in recipe.train.phases)) or 1
+    per_rank = gcd(*(max(1, phase.global_batch_size // phase.sequence_length // replicas) for phase in recipe.train.phases)) or 1
     longest = max((phase.sequence_length for phase in recipe.train.phases), default=_FORWARD_TOKENS)
     most = max(1, _FORWARD_TOKENS // longest)
     micro = max(n for n in range(1, min(most, per_rank) + 1) if per_rank % n == 0)
-    derive(("train", "micro_batch"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
+    derive(("train", "micro_batch_size"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
     return Recipe.model_validate(tree), reasons
 
 
@@ -198,30 +201,43 @@ def _fill_model(tree: dict[str, Any], derive: Any) -> None:
     model = tree["model"]
     vocab, how = vocabulary(tree)
     derive(("model", "vocab_size"), vocab, how)
-    missing = [key for key in ("hidden_size", "layers") if not model[key]]
+    missing = [key for key in ("hidden_size", "num_hidden_layers") if not model[key]]
     if missing:
         raise UserError(
-            f"the model has no {' and no '.join(missing)}; write size: 125M, model.preset: NAME, or model.hidden_size and model.layers"
+            f"the model has no {' and no '.join(missing)}; write size: 125M, model.preset: NAME, or model.hidden_size and "
+            f"model.num_hidden_layers"
         )
     hidden = model["hidden_size"]
     if model["mla"]:
         mla = model["mla"]
-        derive(("model", "heads"), max(1, hidden // mla["nope_dim"]), "hidden_size / mla.nope_dim")
-        derive(("model", "kv_heads"), model["heads"], "every head has a key of its own out of the latent")
-        derive(("model", "head_dim"), mla["nope_dim"] + mla["rope_dim"], "mla.nope_dim + mla.rope_dim")
-    if model["heads"]:
-        derive(("model", "head_dim"), max(1, hidden // model["heads"]), "hidden_size / heads")
+        derive(("model", "num_attention_heads"), max(1, hidden // mla["qk_nope_head_dim"]), "hidden_size / mla.qk_nope_head_dim")
+        derive(("model", "num_key_value_heads"), model["num_attention_heads"], "every head has a key of its own out of the latent")
+        derive(("model", "head_dim"), mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"], "mla.qk_nope_head_dim + mla.qk_rope_head_dim")
+    if model["num_attention_heads"]:
+        derive(("model", "head_dim"), max(1, hidden // model["num_attention_heads"]), "hidden_size / num_attention_heads")
     else:
         derive(("model", "head_dim"), laws.head_dim(hidden), "128 from a hidden size of 2048, 64 below")
-    derive(("model", "heads"), max(1, hidden // model["head_dim"]), "hidden_size / head_dim")
-    derive(("model", "kv_heads"), laws.kv_heads(model["heads"]), "the divisor of heads nearest to a quarter of them (GQA)")
-    derive(("model", "ffn_size"), laws.ffn_size(hidden), "8/3 of hidden_size, a multiple of 64")
+    derive(("model", "num_attention_heads"), max(1, hidden // model["head_dim"]), "hidden_size / head_dim")
+    derive(
+        ("model", "num_key_value_heads"),
+        laws.kv_heads(model["num_attention_heads"]),
+        "the divisor of heads nearest to a quarter of them (GQA)",
+    )
+    derive(("model", "intermediate_size"), laws.ffn_size(hidden), "8/3 of hidden_size, a multiple of 64")
     phases = tree["train"]["phases"]
     lengths = [int(Tokens.parse(phase["sequence_length"])) for phase in phases]
     rope = dict(model["rope"])
     for phase in phases:
         rope.update({key: value for key, value in (phase["rope"] or {}).items() if value is not None})
-    extended = int(Tokens.parse(rope["original_length"]) * rope["factor"]) if rope["scaling"] != "none" and rope["original_length"] else 0
+    extended = (
+        int(Tokens.parse(rope["original_max_position_embeddings"]) * rope["factor"])
+        if rope["scaling"] != "none" and rope["original_max_position_embeddings"]
+        else 0
+    )
     longest = max([*lengths, extended], default=0) or 2048
-    why = "rope.original_length * rope.factor at the end" if extended == longest else "the longest sequence_length of the phases"
-    derive(("model", "max_length"), f"{longest} tokens", why)
+    why = (
+        "rope.original_max_position_embeddings * rope.factor at the end"
+        if extended == longest
+        else "the longest sequence_length of the phases"
+    )
+    derive(("model", "max_position_embeddings"), f"{longest} tokens", why)

@@ -28,7 +28,9 @@ def from_config(config: dict[str, Any]) -> Model:
     try:
         family = family_in(config)
         model = Model.model_validate(common.from_config(family, config) | family.from_config(config))
-        if not (model.vocab_size and model.hidden_size and model.layers and model.heads and model.ffn_size):
+        if not (
+            model.vocab_size and model.hidden_size and model.num_hidden_layers and model.num_attention_heads and model.intermediate_size
+        ):
             raise UserError("config.json leaves a size of the model empty; lmworks cannot read it")
         return model
     except UserError:

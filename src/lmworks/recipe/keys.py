@@ -95,6 +95,8 @@ def _short(value: Any) -> str:
 
 def _message(tree: Any, root: type[BaseModel], node: type[BaseModel], keys: Keys, key: str) -> str:
     where = display(tree, keys) or "the top"
+    if new := getattr(node, "renamed", {}).get(key):
+        return f"{where} has no key {key!r} any more; it is called {new!r} now"
     close = nearest(key, list(node.model_fields))
     if close:
         return f"{where} has no key {key!r}; did you mean {close!r}?"

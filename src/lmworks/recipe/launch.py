@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from lmworks.recipe.base import Node
@@ -11,10 +13,12 @@ from lmworks.recipe.units import Seconds
 class Slurm(Node):
     """What a job reserves. The nodes must see the run directory and this installation under the same paths."""
 
+    renamed: ClassVar = {"time": "time_limit"}
+
     partition: str | None = Field(None, description="where the job runs")
     account: str | None = Field(None, description="on whose account")
     qos: str | None = Field(None, description="under which quality of service")
-    time: str | None = Field(None, description="limit of the job, as sbatch takes it")
+    time_limit: str | None = Field(None, description="limit of the job, as sbatch takes it")
     gpus_per_node: int | None = Field(None, ge=0, description="when left out one per rank, where `--cluster` names one with GPUs")
     cpus_per_rank: int = Field(1, gt=0, description="cores that each rank has")
     memory: str | None = Field(None, pattern=r"^(all|\d+[MG])$", description="of a node, such as 900G, or all")
@@ -26,9 +30,11 @@ class Slurm(Node):
 class Launch(Node):
     """Ranks that die or hang are started again from the last checkpoint; nothing here reaches a weight."""
 
+    renamed: ClassVar = {"grace": "grace_period"}
+
     timeout: Seconds = Field(Seconds.parse("10 min"), description="wait for the others in one collective, after which all start again")
     max_restarts: int = Field(3, ge=0, description="restarts in a row without a new checkpoint, after which the run stops with the reason")
     exclude_after: int = Field(3, gt=0, description="failures in a row by the ranks of one host, after which the run goes on without it")
-    grace: Seconds = Field(Seconds.parse("5 min"), description="time that ranks have to save when a scheduler ends them")
+    grace_period: Seconds = Field(Seconds.parse("5 min"), description="time that ranks have to save when a scheduler ends them")
     ssh: str = Field("ssh -o BatchMode=yes", description="the command that runs another command on a host")
     slurm: Slurm = Slurm()

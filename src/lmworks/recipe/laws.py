@@ -89,31 +89,32 @@ def aspect(hidden: int) -> float:
 def shape(size: int, model: Model) -> dict[str, int]:
     """The shape whose parameter count is nearest to `size`; experts and top-k stay as `model` says.
 
-    `model` needs its vocabulary. Returns hidden_size, layers, heads, kv_heads, head_dim, ffn_size and, for a mixture of
-    experts, expert_size.
+    `model` needs its vocabulary. Returns hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+    intermediate_size and, for a mixture of
+    experts, moe_intermediate_size.
     """
     best: tuple[float, dict[str, int]] | None = None
     hidden = 64
     while True:
-        dims = {"hidden_size": hidden, "head_dim": head_dim(hidden), "ffn_size": ffn_size(hidden)}
-        dims["heads"] = hidden // dims["head_dim"]
-        dims["kv_heads"] = kv_heads(dims["heads"])
+        dims = {"hidden_size": hidden, "head_dim": head_dim(hidden), "intermediate_size": ffn_size(hidden)}
+        dims["num_attention_heads"] = hidden // dims["head_dim"]
+        dims["num_key_value_heads"] = kv_heads(dims["num_attention_heads"])
         moe = model.moe
         if moe is not None:
-            dims["expert_size"] = round_to(dims["ffn_size"] / (moe.top_k + moe.shared_experts), 32)
-            moe = moe.model_copy(update={"expert_size": dims["expert_size"]})
+            dims["moe_intermediate_size"] = round_to(dims["intermediate_size"] / (moe.num_experts_per_tok + moe.n_shared_experts), 32)
+            moe = moe.model_copy(update={"moe_intermediate_size": dims["moe_intermediate_size"]})
         wanted = max(2, round(hidden / aspect(hidden)))
         smallest = None
         for layers in range(max(2, wanted - wanted // 4), wanted + wanted // 4 + 2):
-            if moe is not None and layers <= moe.dense_layers:
+            if moe is not None and layers <= moe.first_k_dense_replace:
                 continue
-            plain = {key: value for key, value in dims.items() if key != "expert_size"}
-            total = count(model.model_copy(update={**plain, "layers": layers, "moe": moe}))
+            plain = {key: value for key, value in dims.items() if key != "moe_intermediate_size"}
+            total = count(model.model_copy(update={**plain, "num_hidden_layers": layers, "moe": moe}))
             smallest = total if smallest is None else smallest
             # Nearness to the size counts most, nearness to the aspect ratio breaks near ties.
             badness = abs(total - size) / size + 0.1 * abs(layers - wanted) / wanted
             if best is None or badness < best[0]:
-                best = badness, {**dims, "layers": layers}
+                best = badness, {**dims, "num_hidden_layers": layers}
         if smallest is not None and smallest > 2 * size:
             assert best is not None
             return best[1]

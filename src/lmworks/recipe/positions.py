@@ -35,11 +35,11 @@ def positions(recipe: Recipe) -> list[Positions]:
 
 def describe(rope: Rope) -> str:
     """`theta 10,000, yarn x4 from 2,048 tokens, scores x1.3`."""
-    if rope.fraction == 0:
+    if rope.partial_rotary_factor == 0:
         return "none"
     words = [f"theta {rope.theta:,.0f}"]
     if rope.scaling != "none":
-        since = f" from {int(rope.original_length):,} tokens" if rope.original_length else ""
+        since = f" from {int(rope.original_max_position_embeddings):,} tokens" if rope.original_max_position_embeddings else ""
         words.append(f"{rope.scaling} x{rope.factor:g}{since}")
     if rope.scaling == "yarn" and rope.factor > 1:
         words.append(f"scores x{(0.1 * math.log(rope.factor) + 1) ** 2:.3g}")
@@ -49,7 +49,7 @@ def describe(rope: Rope) -> str:
 def warnings(recipe: Recipe) -> Iterator[str]:
     """Phases that outgrow their positions, one line each."""
     found = positions(recipe)
-    if not found or recipe.model.rope.fraction == 0 or recipe.model.nope_every == 1:
+    if not found or recipe.model.rope.partial_rotary_factor == 0 or recipe.model.no_rope_layer_interval == 1:
         return
     since, set_by = found[0].length, found[0].rope
     stated = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
@@ -65,7 +65,7 @@ def warnings(recipe: Recipe) -> Iterator[str]:
             )
             since = here.length
         # Llama 3.1 itself goes beyond this product: 8 x 8,192 tokens became 131,072
-        original = int(rope.original_length or 0) if rope.scaling not in ("none", "llama3") else 0
+        original = int(rope.original_max_position_embeddings or 0) if rope.scaling not in ("none", "llama3") else 0
         reach = int(original * rope.factor)
         if original and reach < here.length:
             yield (

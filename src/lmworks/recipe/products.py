@@ -17,9 +17,9 @@ def product_problems(model: Model, tp: int, element: int) -> Iterator[str]:
     assert model.hidden_size
     if model.hidden_size % step:
         yield f"model.hidden_size {model.hidden_size} is not a multiple of {step}, which {_why(element)}"
-    own, rest = divmod(model.moe.expert_size, tp)
+    own, rest = divmod(model.moe.moe_intermediate_size, tp)
     if own % step and not rest:
-        size = f"model.moe.expert_size {model.moe.expert_size}" + (f" / tp {tp} = {own}" if tp > 1 else "")
+        size = f"model.moe.moe_intermediate_size {model.moe.moe_intermediate_size}" + (f" / tp {tp} = {own}" if tp > 1 else "")
         yield f"{size} is not a multiple of {step}, which {_why(element)}; take {-(-own // step) * step * tp}"
 
 

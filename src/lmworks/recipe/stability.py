@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,16 +13,20 @@ from lmworks.recipe.units import Duration, Seconds
 class Spike(Node):
     """A loss or gradient norm far above the last ones of its phase. Such an update is never applied; what else is done is `action`."""
 
-    action: Literal["skip", "lower", "rollback"] = Field(
-        "skip", description="skip: go on; lower: with a lower rate for a while; rollback: from the last checkpoint, without the data since"
+    renamed: ClassVar = {"lower_to": "reduced_lr_factor", "lower_steps": "reduced_lr_steps"}
+
+    action: Literal["skip", "reduce_lr", "rollback"] = Field(
+        "skip",
+        description="skip: go on; reduce_lr: at a reduced learning rate for a while; rollback: from the last checkpoint, without the "
+        "data since",
     )
     window: int = Field(128, ge=8, description="steps looked back on; a quarter of them must be known before any step is judged")
     threshold: float = Field(16.0, gt=0, description="how far above the median is a spike, in median absolute deviations")
     floor: float = Field(0.3, ge=0, description="least rise of the loss above the median, in nats per token")
     norm_factor: float = Field(10.0, gt=1, description="least rise of the gradient norm, as a factor on its median")
-    max_in_a_row: int = Field(5, gt=0, description="spikes in a row after which skip and lower roll back too")
-    lower_to: float = Field(0.3, gt=0, lt=1, description="lower: what the rate is multiplied by at first")
-    lower_steps: int = Field(100, gt=0, description="lower: steps until the rate is back, linearly")
+    max_in_a_row: int = Field(5, gt=0, description="spikes in a row after which skip and reduce_lr roll back too")
+    reduced_lr_factor: float = Field(0.3, gt=0, lt=1, description="reduce_lr: what the rate is multiplied by at first")
+    reduced_lr_steps: int = Field(100, gt=0, description="reduce_lr: steps until the rate is back, linearly")
 
 
 class Stability(Node):

@@ -15,34 +15,40 @@ from lmworks.recipe.training import Train
 def stage_layers(model: Model, layout: Layout) -> list[range]:
     """The layers of each stage, in the order of the forward pass; stage s lies on rank s % pp.
 
-    Left to us (no `layers_per_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets in it,
+    Left to us (no `layers_per_pipeline_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets
+    in it,
     the embedding counts for the first stage, and the head and multi-token prediction for the last.
     """
-    assert model.layers
-    counts = layout.layers_per_stage or _balanced(_costs(model), layout.pp * layout.stages_per_rank)
+    assert model.num_hidden_layers
+    counts = layout.layers_per_pipeline_stage or _balanced(_costs(model), layout.pp * layout.pipeline_stages_per_rank)
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
     """Why a model cannot be cut and run as the layout says; nothing if it can."""
-    stages, name = layout.pp * layout.stages_per_rank, layout.schedule
-    assert model.layers
+    stages, name = layout.pp * layout.pipeline_stages_per_rank, layout.pipeline_schedule
+    assert model.num_hidden_layers
     if layout.pp == 1:
-        if layout.stages_per_rank > 1 or layout.layers_per_stage:
-            yield "stages_per_rank and layers_per_stage say how a pipeline is cut; leave them out, or set pp"
+        if layout.pipeline_stages_per_rank > 1 or layout.layers_per_pipeline_stage:
+            yield "pipeline_stages_per_rank and layers_per_pipeline_stage say how a pipeline is cut; leave them out, or set pp"
         return
     if model.moe is not None and model.moe.balance.method == "aux":
         yield "model.moe.balance.method aux counts a whole step before its first backward, which a pipeline does not; choose bias, or pp=1"
-    if stages > model.layers:
-        of = f"pp {layout.pp}" + (f" x stages_per_rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
-        yield f"{of} exceeds the {model.layers} layers"
-    elif (given := layout.layers_per_stage) and (len(given) != stages or sum(given) != model.layers or min(given) < 1):
-        yield f"layers_per_stage must be {stages} numbers from 1 that add up to {model.layers}; left out, the stages are balanced"
-    if name in ("gpipe", "1f1b") and layout.stages_per_rank > 1:
-        yield f"schedule {name} has one stage on each rank; set stages_per_rank=1, or schedule=interleaved"
-    if name == "interleaved" and layout.stages_per_rank == 1:
-        yield "schedule interleaved needs several stages on each rank; set stages_per_rank=2, or schedule=1f1b"
+    if stages > model.num_hidden_layers:
+        of = f"pp {layout.pp}" + (
+            f" x pipeline_stages_per_rank {layout.pipeline_stages_per_rank}" if layout.pipeline_stages_per_rank > 1 else ""
+        )
+        yield f"{of} exceeds the {model.num_hidden_layers} layers"
+    elif (given := layout.layers_per_pipeline_stage) and (len(given) != stages or sum(given) != model.num_hidden_layers or min(given) < 1):
+        yield (
+            f"layers_per_pipeline_stage must be {stages} numbers from 1 that add up to {model.num_hidden_layers}; "
+            "left out, the stages are balanced"
+        )
+    if name in ("gpipe", "1f1b") and layout.pipeline_stages_per_rank > 1:
+        yield f"schedule {name} has one stage on each rank; set pipeline_stages_per_rank=1, or schedule=interleaved"
+    if name == "interleaved" and layout.pipeline_stages_per_rank == 1:
+        yield "schedule interleaved needs several stages on each rank; set pipeline_stages_per_rank=2, or schedule=1f1b"
     if name == "zero-bubble" and train.compile:
         yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
     else:
@@ -57,14 +63,14 @@ def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
 @lru_cache(maxsize=16)
 def _costs(model: Model) -> tuple[float, ...]:
     """Of each layer, with what comes before the first and after the last."""
-    assert model.layers and model.vocab_size and model.hidden_size
-    dense = min(model.moe.dense_layers, model.layers) if model.moe else model.layers
-    of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.layers - 1)}
-    costs = [of_kind[0 if layer < dense else model.layers - 1] for layer in range(model.layers)]
+    assert model.num_hidden_layers and model.vocab_size and model.hidden_size
+    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
+    of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.num_hidden_layers - 1)}
+    costs = [of_kind[0 if layer < dense else model.num_hidden_layers - 1] for layer in range(model.num_hidden_layers)]
     head = model.vocab_size * model.hidden_size
     costs[0] += head
     costs[-1] += head
-    for depth in range(model.mtp.layers if model.mtp else 0):
+    for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0):
         costs[-1] += head + sum(p.size * p.active for p in mtp_parameters(model, depth))
     return tuple(costs)
 
@@ -98,7 +104,7 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 def runnable(layout: Layout, micro_batches: int) -> int:
     """The least number of micro-batches, from `micro_batches` on, that a step's schedule can run."""
-    if layout.schedule in ("gpipe", "1f1b"):
+    if layout.pipeline_schedule in ("gpipe", "1f1b"):
         return micro_batches
     # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
     return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)

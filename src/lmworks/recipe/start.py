@@ -59,7 +59,7 @@ def find(text: str) -> Start:
         rope = phase.rope.apply(rope) if phase.rope else rope
     run_dirs = [folder for folder in path.absolute().parents[:3] if (folder / "tokenizer").is_dir()]
     tokenizer = _tokenizer(run_dirs[0] / "tokenizer" if run_dirs else path)
-    return Start("checkpoint", path, recipe.model.model_copy(update={"rope": rope}), tokenizer, bool(recipe.optimizer.ema))
+    return Start("checkpoint", path, recipe.model.model_copy(update={"rope": rope}), tokenizer, bool(recipe.optimizer.ema_decay))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

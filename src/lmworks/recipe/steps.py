@@ -5,7 +5,7 @@ Each is one node, told apart by `step`. What a step does is in `lmworks.corpus.s
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -30,13 +30,15 @@ class Rewrite(Node):
     The rewriting replaces the text, or with `variants` the document stays and so many rewritings are added as documents of their own.
     """
 
+    renamed: ClassVar = {"key_from": "api_key_env"}
+
     step: Literal["rewrite"] = Field("rewrite", description="which step this is")
     endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
     model: str = Field(description="which of the endpoint's models")
     prompt: str = Field(description="what it is asked; {text} stands for the document")
     sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
     variants: int = Field(0, ge=0, le=100, description="rewritings that are added to each document; 0: one replaces its text")
-    key_from: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
     temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
     max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
     concurrency: int = Field(16, gt=0, description="requests under way at one time, per process")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,9 +24,11 @@ class Clean(Node):
 class Language(Node):
     """Identify the language; drop what is another, or none that can be told. Code passes."""
 
+    renamed: ClassVar = {"minimum": "min_probability", "keep": "languages"}
+
     step: Literal["language"] = Field("language", description="which step this is")
-    minimum: float = Field(0.65, ge=0, le=1, description="least probability of the language found")
-    keep: tuple[str, ...] = Field((), description="ISO 639-1 codes that may stay; the source's language when empty, any with `assign`")
+    min_probability: float = Field(0.65, ge=0, le=1, description="least probability of the language found")
+    languages: tuple[str, ...] = Field((), description="ISO 639-1 codes that may stay; the source's language when empty, any with `assign`")
     assign: bool = Field(False, description="the document takes the language that was found")
 
 
@@ -53,34 +55,40 @@ class Pii(Node):
 class Lines(Node):
     """Drop lines or paragraphs that were there before, in the document and on request in earlier ones. Code passes: it repeats itself."""
 
+    renamed: ClassVar = {"shortest": "min_length"}
+
     step: Literal["lines"] = Field("lines", description="which step this is")
     unit: Literal["line", "paragraph"] = Field("line", description="what is compared, blanks and case aside")
     within: bool = Field(True, description="drop a unit that occurred earlier in the document")
     across: int | None = Field(
         None, ge=1, description="drop a unit that this many earlier documents of the same part of the source hold: boilerplate"
     )
-    shortest: int = Field(20, ge=1, description="units of fewer characters are left alone")
+    min_length: int = Field(20, ge=1, description="units of fewer characters are left alone")
     sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
 
 
 class Repeats(Node):
     """Cut passages that stood earlier in the same document, such as a whole file; `dedup.substring` looks across documents."""
 
+    renamed: ClassVar = {"length": "min_length", "largest": "max_fraction"}
+
     step: Literal["repeats"] = Field("repeats", description="which step this is")
-    length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
-    largest: float = Field(1.0, gt=0, le=1, description="a document of which a larger share is repeated is dropped")
+    min_length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
+    max_fraction: float = Field(1.0, gt=0, le=1, description="a document of which a larger share is repeated is dropped")
 
 
 class Code(Node):
     """Drop code that does not parse, and on request Python that does not run."""
 
+    renamed: ClassVar = {"errors": "max_error_fraction", "seconds": "timeout"}
+
     step: Literal["code"] = Field("code", description="which step this is")
-    errors: float = Field(
+    max_error_fraction: float = Field(
         0.05, ge=0, le=1, description="largest share of bytes inside syntax errors, which macros make, too; in Python any is too much"
     )
     unknown: Literal["keep", "drop"] = Field("keep", description="what becomes of documents in a language without a parser here")
     run: bool = Field(False, description="run Python documents in the sandbox and drop what fails; slow")
-    seconds: Seconds = Field(Seconds.parse("5 s"), description="longest run")
+    timeout: Seconds = Field(Seconds.parse("5 s"), description="longest run")
     memory: Bytes = Field(Bytes.parse("512MB"), description="most memory of a run")
 
 

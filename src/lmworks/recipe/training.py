@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from lmworks.recipe.units import Duration, Seconds, Tokens
 class Optimizer(Node):
     """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
 
+    renamed: ClassVar = {"clip": "max_grad_norm", "layer_decay": "layer_lr_decay", "ema": "ema_decay"}
+
     kind: Literal["muon", "adamw"] = Field("muon", description="what trains the matrices")
     learning_rate: float | None = Field(None, gt=0, description="peak rate of the matrices; derived from the model size when left out")
     adam_learning_rate: float | None = Field(None, gt=0, description="peak rate of what AdamW trains under muon; derived")
@@ -28,20 +30,22 @@ class Optimizer(Node):
     betas: tuple[float, float] = Field((0.9, 0.95), description="of adamw")
     eps: float = Field(1e-8, gt=0, description="of adamw")
     weight_decay: float = Field(0.1, ge=0, description="decoupled; never on norms, biases and embeddings")
-    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
-    layer_decay: float = Field(1.0, gt=0, le=1, description="rate of each layer relative to the one above it")
-    ema: float = Field(0.0, ge=0, lt=1, description="decay of an exponential moving average of the weights; 0 is off")
+    max_grad_norm: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
+    layer_lr_decay: float = Field(1.0, gt=0, le=1, description="rate of each layer relative to the one above it")
+    ema_decay: float = Field(0.0, ge=0, lt=1, description="decay of an exponential moving average of the weights; 0 is off")
 
 
 class Schedule(Node):
     """The learning rate over one phase, as a share of the peak."""
 
+    renamed: ClassVar = {"final": "min_lr_ratio", "drops": "milestones", "drop_factor": "gamma"}
+
     kind: Literal["constant", "linear", "cosine", "wsd", "multistep"] = Field("wsd", description="shape of the curve after the warm-up")
     warmup: Duration = Field(Duration.parse("2%"), description="linear, from where the phase before ended (0 at the start)")
     decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the last part")
-    final: float = Field(0.1, ge=0, le=1, description="share of the peak at the end (linear, cosine, wsd)")
-    drops: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions of the drops in the phase")
-    drop_factor: float = Field(0.316, gt=0, lt=1, description="multistep: the rate after a drop relative to before it")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="share of the peak at the end (linear, cosine, wsd)")
+    milestones: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions of the drops in the phase")
+    gamma: float = Field(0.316, gt=0, lt=1, description="multistep: the rate after a drop relative to before it")
 
 
 class Ramp(Node):
@@ -55,17 +59,19 @@ class Ramp(Node):
 class RopeChange(Node):
     """A change of positions at a phase's first step; what is left out stays as it was."""
 
+    renamed: ClassVar = {"original_length": "original_max_position_embeddings"}
+
     theta: float | None = Field(None, gt=0, description="new base of the frequencies (ABF)")
     scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = Field(None, description="new kind of extension")
     factor: float | None = Field(None, ge=1, description="new extension factor")
-    original_length: Tokens | None = Field(None, description="context before the extension")
+    original_max_position_embeddings: Tokens | None = Field(None, description="context before the extension")
 
     def apply(self, rope: Rope) -> Rope:
         """The positions after the change."""
         changes = {key: value for key, value in self.model_dump().items() if value is not None}
-        changes.pop("original_length", None)
-        if self.original_length is not None:
-            changes["original_length"] = self.original_length
+        changes.pop("original_max_position_embeddings", None)
+        if self.original_max_position_embeddings is not None:
+            changes["original_max_position_embeddings"] = self.original_max_position_embeddings
         if self.scaling == "none":
             changes.setdefault("factor", 1.0)
         return Rope.model_validate(rope.model_copy(update=changes).__dict__)
@@ -117,47 +123,61 @@ class Ewc(Node):
 class Phase(Node):
     """One stretch of pretraining."""
 
+    renamed: ClassVar = {
+        "batch": "global_batch_size", "ramp": "batch_ramp", "schedule": "lr_schedule", "balance_rate": "bias_update_rate",
+        "mtp_weight": "mtp_loss_weight",
+    }  # fmt: skip
+
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the phase; the data order is drawn from it")
     tokens: Tokens = Field(description="budget")
     mixture: dict[str, float] = Field(description="weight of each source; they sum to one")
     mixture_changes: list[MixtureChange] = Field(default_factory=list, description="other mixtures from given moments of the phase on")
     sequence_length: Tokens = Field(description="context trained on")
-    batch: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
-    ramp: Ramp | None = None
+    global_batch_size: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
+    batch_ramp: Ramp | None = None
     learning_rate_scale: float = Field(1.0, gt=0, description="this phase's peak relative to optimizer.learning_rate")
-    schedule: Schedule = Schedule()
+    lr_schedule: Schedule = Schedule()
     rope: RopeChange | None = None
-    balance_rate: float | None = Field(
-        None, ge=0, description="replaces model.moe.balance.rate from this phase on (GLM: 0.001, late in the run 0)"
+    bias_update_rate: float | None = Field(
+        None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
     needle: bool = Field(False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)")
-    mtp_weight: float | None = Field(None, gt=0, description="replaces model.mtp.weight from this phase on (GLM: 0.3, later 0.1)")
+    mtp_loss_weight: float | None = Field(None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)")
     ewc: Ewc | None = Field(None, description="hold on to what the phase before has taught")
     save_every: Duration | None = Field(None, description="replaces train.save_every in this phase; counted from its first step")
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
         _check_weights(f"phase {self.name}", self.mixture)
-        if self.batch % self.sequence_length:
-            raise ValueError(f"phase {self.name}: batch {self.batch} is not a multiple of sequence_length {self.sequence_length}")
-        if self.tokens < self.batch:
+        if self.global_batch_size % self.sequence_length:
             raise ValueError(
-                f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.batch}; lower batch or raise it"
+                f"phase {self.name}: batch {self.global_batch_size} is not a multiple of sequence_length {self.sequence_length}"
             )
-        if self.ramp and (self.ramp.start % self.sequence_length or self.ramp.start > self.batch):
-            raise ValueError(f"phase {self.name}: ramp.start {self.ramp.start} must be a multiple of sequence_length and at most batch")
+        if self.tokens < self.global_batch_size:
+            raise ValueError(
+                f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.global_batch_size}; lower "
+                f"batch or raise it"
+            )
+        if self.batch_ramp and (self.batch_ramp.start % self.sequence_length or self.batch_ramp.start > self.global_batch_size):
+            raise ValueError(
+                f"phase {self.name}: batch_ramp.start {self.batch_ramp.start} must be a multiple of sequence_length and at most batch"
+            )
         return self
 
 
 class Train(Node):
     """Pretraining: the phases, and how a step is computed."""
 
+    renamed: ClassVar = {
+        "micro_batch": "micro_batch_size", "head_chunk": "logit_chunk_size", "seconds_between_saves": "save_every_seconds",
+    }  # fmt: skip
+
     init_from: str | None = Field(
         None, description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints, "
         "relative to the working directory; the shape of the model and the tokenizer come along, optimizer and schedule begin anew",
     )
     phases: list[Phase] = Field(default_factory=list)
-    micro_batch: int | None = Field(
+    micro_batch_size: int | None = Field(
         None, gt=0, description="sequences per forward and rank; derived; changes speed and memory, never the batch"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -174,7 +194,7 @@ class Train(Node):
         "(full); with a share, such as 50% or selective 50%, in so many of the layers, spread evenly",
     )
     deepspeed: DeepSpeed | None = None
-    head_chunk: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")
+    logit_chunk_size: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")
     validate_every: Duration = Field(Duration.parse("10%"), description="distance between validations")
     validate_bytes_per_domain: int = Field(
         65_536, gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
@@ -182,7 +202,7 @@ class Train(Node):
     sample_every: Duration = Field(Duration.parse("25%"), description="distance between sample completions")
     log_every: Duration = Field(Duration.parse("1 steps"), description="distance between metric lines")
     save_every: Duration = Field(Duration.parse("10%"), description="distance between checkpoints")
-    seconds_between_saves: Seconds | None = Field(None, description="also save when this long has passed")
+    save_every_seconds: Seconds | None = Field(None, description="also save when this long has passed")
     early_stopping: EarlyStopping | None = Field(None, description="end pretraining early; validations come every train.validate_every")
 
 

@@ -100,7 +100,7 @@ def measure(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
             last = batches.order.timeline.first_step(index + 1) - 1  # behind any ramp
             found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
     if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
-        rows = min(int(recipe.tune.batch) // length, 4 * micro_batch_of(recipe, length))
+        rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
     patience = min(30.0, 0.01 * recipe.time)
     return calibrate.measure(recipe, list(found.values()), patience, lambda length: per_token(recipe.model, length).total, ranks)
@@ -227,8 +227,8 @@ def _scaled(recipe: Recipe, factor: float) -> Recipe:
     def budget(tokens: int, batch: int) -> Tokens:
         return Tokens(max(_FEWEST, int(factor * tokens / batch)) * batch)
 
-    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.batch)}) for phase in recipe.train.phases]
-    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.batch)})
+    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
+    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.global_batch_size)})
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})
 
 
@@ -292,7 +292,7 @@ def _predict(recipe: Recipe, speed: Speed, work: _Work) -> dict[str, float]:
     found = {"pretrain": sum(_step_seconds(recipe, speed, phase.tokens, phase.sequence_length) for phase in phases)}
     found["pretrain"] += course(steps, tokens, work.validation, phases[0].sequence_length)
     if tune is not None:
-        length, batch = int(tune.sequence_length), int(tune.batch)
+        length, batch = int(tune.sequence_length), int(tune.global_batch_size)
         found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)
         found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
         found["tune"] += work.slowness * _CONVERSATION * sum(data.count for data in tune.data)
@@ -312,7 +312,7 @@ def _work(recipe: Recipe, run_dir: Path) -> _Work:
     batches = Batches(_scaled(recipe, 0), run_dir / "shards")
     phases = recipe.train.phases
     length = int(phases[0].sequence_length)
-    rows = max(1, (recipe.train.micro_batch or 1) * max(int(phase.sequence_length) for phase in phases) // length)
+    rows = max(1, (recipe.train.micro_batch_size or 1) * max(int(phase.sequence_length) for phase in phases) // length)
     pieces = held_out(batches, recipe, length, rows)
     splits = [source.validation for source in batches.manifest.sources if source.validation]
     return _Work(

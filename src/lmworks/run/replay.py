@@ -100,7 +100,7 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -
     then = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
     model.set_rope(final_rope(then))
     if (weight := final_mtp_weight(then)) is not None:
-        model.set_mtp_weight(weight)
+        model.set_mtp_loss_weight(weight)
     set_temperature(model.routers(), model.config.moe, step)
     model.train()
     torch.manual_seed(seed_of(recipe.seed, step, 0))

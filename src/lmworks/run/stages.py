@@ -80,7 +80,7 @@ def _searched(asked: Protection, recipe: Recipe, folder: Path) -> None:
     from lmworks.corpus.contamination import record
 
     gate = recipe.corpus.decontaminate
-    record.save(folder, record.hashes(asked.questions if gate and gate.gate != "report" else ()))
+    record.save(folder, record.hashes(asked.questions if gate and gate.action != "report" else ()))
 
 
 def _searched_of(context: Context, *stages: str) -> list[Path]:

@@ -49,7 +49,7 @@ def engine_for(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool =
     from lmworks.tokenizer import load
 
     vocabulary = Vocabulary(load(tokenizer_dir))
-    rows, context = model.config.vocab_size, model.config.max_length
+    rows, context = model.config.vocab_size, model.config.max_position_embeddings
     assert rows and context  # a resolved recipe and an exported config have both
     if vocabulary.size > rows:
         what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model {rows}"

@@ -86,7 +86,7 @@ class Batches:
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
         self.change(changes)
-        ahead = int(recipe.shards.cache.ahead.value) if recipe.shards.cache else 0
+        ahead = int(recipe.shards.cache.prefetch.value) if recipe.shards.cache else 0
         self._ahead = ReadAhead(self.bring, ahead, self.steps - 1) if ahead else None
 
     def change(self, changes: Sequence[Change]) -> None:

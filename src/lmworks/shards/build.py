@@ -123,7 +123,7 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
     paths = [path for some in filled.values() for path in some]
     processes = _processes(recipe.threads or 1, sum(path.stat().st_size for path in paths) // _QUICKER)
     sha256 = {task[0]: digest for task, digest in each(processes, sha256_file, [(path,) for path in paths])}
-    infills = {output: source.infill for source in recipe.corpus.sources for output in source.outputs}
+    infills = {output: source.fim for source in recipe.corpus.sources for output in source.outputs}
     jobs = []
     for name in splits["train"]:
         for split in _SPLITS:
@@ -245,7 +245,7 @@ def _imported(
         shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
         train = train.model_copy(update={"shards": shards})
         if gate is not None and recipe.corpus.decontaminate is not None:
-            what = recipe.corpus.decontaminate.gate
+            what = recipe.corpus.decontaminate.action
             inputs = _digest([train.inputs, str(place), searched, gate.ngram, what])
             made = before[name].train if name in before else None
             if made is not None and made.inputs == inputs and all(_intact(out_dir, shard) for shard in made.shards):

@@ -37,7 +37,7 @@ class BlockCache:
     def __init__(self, folder: Path, size: int) -> None:
         self.slots = size // BLOCK // _WAYS * _WAYS
         if not self.slots:
-            raise UserError(f"shards.cache.bytes {size:,} is too small; give it {_WAYS * BLOCK:,} bytes or more")
+            raise UserError(f"shards.cache.max_bytes {size:,} is too small; give it {_WAYS * BLOCK:,} bytes or more")
         self._sets = self.slots // _WAYS
         with explain_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +97,6 @@ def _allocated(path: Path, size: int) -> mmap.mmap:
             except OSError as error:
                 path.unlink()
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise UserError(f"the disk of {path.parent} has no room for {size:,} bytes; lower shards.cache.bytes") from None
+                    raise UserError(f"the disk of {path.parent} has no room for {size:,} bytes; lower shards.cache.max_bytes") from None
                 raise
         return mmap.mmap(handle.fileno(), size)

@@ -58,7 +58,7 @@ def cut(identity: str, text: str, infill: Infill, seed: int) -> tuple[str, str, 
     if chosen >= infill.rate * 2**64:
         return None
     first, last = sorted(place % (len(text) + 1) for place in places)
-    return text[:first], text[first:last], text[last:], order < infill.spm * 2**64
+    return text[:first], text[first:last], text[last:], order < infill.spm_rate * 2**64
 
 
 def _special(tokenizer: Tokenizer, name: str) -> int:

@@ -67,7 +67,7 @@ class RemoteShards:
 
     def __init__(self, settings: Cache, shards_dir: Path, storage: Storage | None = None) -> None:
         self._folder = Path(os.path.expanduser(settings.dir))
-        self.cache = BlockCache(self._folder, int(settings.bytes))
+        self.cache = BlockCache(self._folder, int(settings.max_bytes))
         here = Folder(shards_dir)
         self.storage = storage or (Url(settings.remote) if settings.remote and "://" in settings.remote else None)
         self.storage = self.storage or (Folder(Path(settings.remote)) if settings.remote else here)

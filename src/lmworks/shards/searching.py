@@ -27,7 +27,7 @@ _SHOWN = 200
 def search(name: str, split: Split, tokenizer: Tokenizer, gate: Gate, what: str, out_dir: Path) -> Split:
     """The split without the documents that hold protected text, which are written to `out_dir`/imported-NAME.json.
 
-    `what` is that of `corpus.decontaminate.gate`. Shards with such documents are written anew below `out_dir`, the others stay where
+    `what` is that of `corpus.decontaminate.action`. Shards with such documents are written anew below `out_dir`, the others stay where
     they lie. Raises UserError where nothing would be left, and where the gate is to fail.
     """
     with bar(f"search {name}", 2 * split.tokens) as progress:
@@ -55,7 +55,7 @@ def search(name: str, split: Split, tokenizer: Tokenizer, gate: Gate, what: str,
         return split
     said = f"{len(report)} of its {split.documents} documents hold protected text, the first that of {report[0]['against']}"
     if what == "fail":
-        raise UserError(f"shards.imported.{name}: {said}; set corpus.decontaminate.gate to drop, or take them out of its files")
+        raise UserError(f"shards.imported.{name}: {said}; set corpus.decontaminate.action to drop, or take them out of its files")
     if len(report) == split.documents:
         raise UserError(f"shards.imported.{name}: {said}, and nothing is left")
     shards = [

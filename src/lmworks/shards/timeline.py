@@ -25,12 +25,12 @@ class PhaseSteps:
     @classmethod
     def of(cls, phase: Phase) -> PhaseSteps:
         """The largest number of steps whose tokens fit the budget of the phase."""
-        length, full = int(phase.sequence_length), phase.batch // phase.sequence_length
+        length, full = int(phase.sequence_length), phase.global_batch_size // phase.sequence_length
         first, ramp_steps = full, 0
-        if phase.ramp:
-            first = phase.ramp.start // length
+        if phase.batch_ramp:
+            first = phase.batch_ramp.start // length
             average = max(1, (first + full) * length // 2)
-            ramp_steps = max(1, phase.ramp.over.steps(step_tokens=average, phase_tokens=int(phase.tokens)))
+            ramp_steps = max(1, phase.batch_ramp.over.steps(step_tokens=average, phase_tokens=int(phase.tokens)))
         endless = cls(phase.name, length, 0, first, full, ramp_steps)
         budget = phase.tokens // length
         steps = 0

@@ -120,7 +120,7 @@ class FirstNonFinite(TorchDispatchMode):
         self.found = f"{name}{place}, {'backward' if backward else 'forward'} pass: its result is {what}"
 
 
-def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch: int, scale: float | Tensor) -> str | None:
+def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> str | None:
     """Run forward and backward of a step under watch; this rank's first operator whose result is not finite. The gradients are dropped.
 
     `batch` is this rank's share of the step's `rows` sequences. A look that fails does not end the run: it says why it found nothing.
@@ -128,7 +128,7 @@ def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch:
     watched = FirstNonFinite(model.parts)
     try:
         with watched:
-            model.rehearse(batch, rows, micro_batch, scale)
+            model.rehearse(batch, rows, micro_batch_size, scale)
     except Exception as error:  # most likely too little memory beside what training holds
         reason = (str(error).splitlines() or [""])[0]
         return watched.found or f"an operator that could not be found ({type(error).__name__}: {reason})"

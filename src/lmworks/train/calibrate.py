@@ -43,9 +43,9 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
     Takes about half a minute after compiling. The share is of this machine's measured peak, so it carries over to a cluster
     of the same devices only.
     """
-    phase, micro_batch = recipe.train.phases[0], recipe.train.micro_batch or 1
-    length, rows = int(phase.sequence_length), int(phase.batch // phase.sequence_length)
-    batch = random_batch(recipe, length, min(rows, 4 * micro_batch))
+    phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_size or 1
+    length, rows = int(phase.sequence_length), int(phase.global_batch_size // phase.sequence_length)
+    batch = random_batch(recipe, length, min(rows, 4 * micro_batch_size))
     peak = system.measure_peak()
     with progress.bar("calibrate", _SECONDS) as bar:
         seconds = _Model(recipe, None).step_seconds(batch, _SECONDS, bar)
@@ -103,7 +103,7 @@ class _Model:
     def step_seconds(self, batch: Batch, patience: float, bar: progress.Bar) -> list[float]:
         """Of training steps on one batch, the first two, which compile, left out."""
         model, rows = self._model, len(batch.tokens)
-        micro_batch = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
+        micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
         own = batch.rows(*model.rows(rows))
         if model.device.type == "cpu":
             keep_freed_memory()  # as the trainer does
@@ -113,7 +113,7 @@ class _Model:
             began = time.monotonic()
             result = train_step(
                 model, self._optimizer, own, rows=rows, valid=batch.valid_tokens,
-                micro_batch=micro_batch, rate=1.0, clip=self._recipe.optimizer.clip, balance_rate=0.001,
+                micro_batch_size=micro_batch_size, rate=1.0, clip=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
             )  # fmt: skip
             float(result.loss)  # waits for the device
             return model.ranks.slowest(time.monotonic() - began)
@@ -138,7 +138,7 @@ class _Model:
         """Of one token for each of some rows; as good as none where no rank has all layers, and nothing is generated during the run."""
         if self._model.whole is None:
             return 1e-9
-        length = min(_PROMPT, int(self._recipe.model.max_length or _PROMPT + _NEW) - _NEW)
+        length = min(_PROMPT, int(self._recipe.model.max_position_embeddings or _PROMPT + _NEW) - _NEW)
         prompts = [row[: max(1, length)].tolist() for row in np.resize(batch.tokens, (ROWS, batch.tokens.shape[1]))]
         times = []
         for new in (1, 1 + _NEW):  # the difference is without the prompt

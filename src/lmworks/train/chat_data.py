@@ -71,7 +71,7 @@ class _Protected:
 
     def __init__(self, questions: Collection[str], gate: Gate | None, recipe: Recipe) -> None:
         self.questions, self._gate = questions, gate
-        self._what = recipe.corpus.decontaminate.gate if recipe.corpus.decontaminate else "report"
+        self._what = recipe.corpus.decontaminate.action if recipe.corpus.decontaminate else "report"
 
     def looked_through(self, data: ChatData, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         """Each row with the evaluation item that it holds, if any, and if the gate drops such rows."""
@@ -89,7 +89,7 @@ class _Protected:
                 if matches and self._what == "fail":
                     raise UserError(
                         f"tune.data.{data.name}: {row.origin} holds the evaluation item {matches[0].against}; take it out, or set "
-                        "corpus.decontaminate.gate to drop"
+                        "corpus.decontaminate.action to drop"
                     )
                 yield row, matches[0].against if matches else ""
 

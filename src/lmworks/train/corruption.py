@@ -29,9 +29,11 @@ class Corruption:
         return f"{said}: {self.what}"
 
 
-def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
+def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
-    return _copies(model, optimizer) or _arithmetic(model, optimizer, batch.rows(0, min(micro_batch, len(batch.tokens))), micro_batch, team)
+    return _copies(model, optimizer) or _arithmetic(
+        model, optimizer, batch.rows(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, team
+    )
 
 
 def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
@@ -47,11 +49,11 @@ def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
     return Corruption(sorted({one.rank for one in blamed}), certain, what)
 
 
-def _arithmetic(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int, team: Team) -> Corruption | None:
-    rows = micro_batch * model.ranks.size("dp")
+def _arithmetic(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
+    rows = micro_batch_size * model.ranks.size("dp")
 
     def run() -> Tensor:
-        return model.forward_backward(batch, rows, micro_batch, 1.0).cross_entropy
+        return model.forward_backward(batch, rows, micro_batch_size, 1.0).cross_entropy
 
     optimizer.zero_grad()
     torch.manual_seed(batch.step)

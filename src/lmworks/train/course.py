@@ -17,15 +17,15 @@ from lmworks.shards.batch import Batch
 
 @dataclass(frozen=True)
 class Stage:
-    """What holds from one phase boundary to the next. `rope` None leaves the positions as they are, `mtp_weight` None that weight."""
+    """What holds from one phase boundary to the next. `rope` None leaves the positions as they are, `mtp_loss_weight` None that weight."""
 
     index: int
     name: str
     first_step: int
     sequence_length: int
     rope: Rope | None
-    balance_rate: float
-    mtp_weight: float | None = None
+    bias_update_rate: float
+    mtp_loss_weight: float | None = None
     ewc: Ewc | None = None
     save_every: int | None = None  # steps, counted from the first; None as everywhere in the run
 

@@ -40,7 +40,7 @@ class LayerSignals:
     def metrics(self, batch: Batch) -> dict[str, float]:
         """`layers/...` of this step, and norms of the whole model; activations and scores are seen on some rows of `batch`, this rank's
         share of it, in evaluation."""
-        model, layers = self._model, self._model.config.layers
+        model, layers = self._model, self._model.config.num_hidden_layers
         assert layers
         seen = passing(model, batch)
         found = torch.zeros(layers, len(_SIGNALS) + 1, dtype=torch.float64)  # the last column: squares of the weights

@@ -106,9 +106,9 @@ class Guard:
         self._report("not_finite", step=step, first=first)
         self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
 
-    def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch: int) -> GoBack | None:
+    def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int) -> GoBack | None:
         """Look for silent corruption; names the rank and says what follows."""
-        found = corruption.look(model, optimizer, batch, micro_batch, self._team)
+        found = corruption.look(model, optimizer, batch, micro_batch_size, self._team)
         if found is None:
             return None
         self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)

@@ -33,8 +33,8 @@ def final_rope(recipe: Recipe) -> Rope:
 
 def final_mtp_weight(recipe: Recipe) -> float | None:
     """The weight of multi-token prediction in the last phase; None without it."""
-    changes = [phase.mtp_weight for phase in recipe.train.phases if phase.mtp_weight is not None]
-    return (changes or [recipe.model.mtp.weight])[-1] if recipe.model.mtp else None
+    changes = [phase.mtp_loss_weight for phase in recipe.train.phases if phase.mtp_loss_weight is not None]
+    return (changes or [recipe.model.mtp.loss_weight])[-1] if recipe.model.mtp else None
 
 
 def final_base(run_dir: Path) -> Path:
@@ -87,7 +87,7 @@ def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: 
     path = _final(place)
     model = Transformer(recipe.model)
     model.set_rope(final_rope(recipe))
-    while (meta := _filled(model, path, bool(recipe.optimizer.ema))) is None:
+    while (meta := _filled(model, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
     if torch.cuda.is_available():

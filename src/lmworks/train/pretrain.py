@@ -91,13 +91,13 @@ def sequences_of(batches: Batches, phase: int, count: int) -> Iterator[Batch]:
 def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
     """The phases with what they inherit: positions, balancing rate and the weight of what lies ahead stay until a phase changes them."""
     rope = recipe.model.rope
-    rate = recipe.model.moe.balance.rate if recipe.model.moe else 0.0
-    weight = recipe.model.mtp.weight if recipe.model.mtp else None
+    rate = recipe.model.moe.balance.bias_update_rate if recipe.model.moe else 0.0
+    weight = recipe.model.mtp.loss_weight if recipe.model.mtp else None
     timeline, found = batches.order.timeline, []
     for index, phase in enumerate(recipe.train.phases):
-        weight = phase.mtp_weight or weight
+        weight = phase.mtp_loss_weight or weight
         rope = phase.rope.apply(rope) if phase.rope else rope
-        rate = rate if phase.balance_rate is None else phase.balance_rate
+        rate = rate if phase.bias_update_rate is None else phase.bias_update_rate
         first = timeline.first_step(index)
         steps, tokens = timeline.first_step(index + 1) - first, timeline.phases[index].tokens
         every = None if phase.save_every is None else steps_between(phase.save_every, steps, tokens)
@@ -125,7 +125,7 @@ def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
 def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel, Updates]:
     """The model and what updates it: our optimizer, or DeepSpeed, which takes the model over."""
     if recipe.train.deepspeed is None:
-        return model, build_optimizer(model, recipe.optimizer, recipe.model.layers, model.ranks.groups())
+        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.groups())
     from lmworks.parallel.zero_offload import ZeroModel
 
     taken = ZeroModel(model.parts[0], model.ranks, recipe)
@@ -139,7 +139,7 @@ def identity(recipe: Recipe) -> dict[str, object]:
     """
     model = as_tree(recipe.model)
     moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in LEARNING}
-    mtp = model["mtp"] and {"layers": model["mtp"]["layers"]}
+    mtp = model["mtp"] and {"num_nextn_predict_layers": model["mtp"]["num_nextn_predict_layers"]}
     return {"model": {key: value for key, value in model.items() if key not in (*LEARNING, "rope")} | {"moe": moe, "mtp": mtp}}
 
 
@@ -188,7 +188,7 @@ def pretrain(
     model, optimizer = with_optimizer(recipe, built)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
-    rows = max(1, (recipe.train.micro_batch or 1) * max(lengths) // length)
+    rows = max(1, (recipe.train.micro_batch_size or 1) * max(lengths) // length)
     data, folder = batches.manifest.digests(), run_dir / "checkpoints"
     with (
         Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,

@@ -70,5 +70,5 @@ def experts(model: ParallelModel, counts_LE: Tensor | None) -> dict[str, float]:
         ("bias_max", bias_L, bias_L.max()),
     ):
         values[f"experts/{name}"] = float(whole)
-        values |= {f"experts/{name}/{moe.dense_layers + i}": round(float(value), 6) for i, value in enumerate(per_layer)}
+        values |= {f"experts/{name}/{moe.first_k_dense_replace + i}": round(float(value), 6) for i, value in enumerate(per_layer)}
     return values

@@ -38,7 +38,7 @@ class Sampler:
 
     def write(self, model: Transformer, step: int) -> None:
         """Complete the prompts with the model as it is after `step` steps; no random number that training draws is used up."""
-        context = int(model.config.max_length or 0) or 10**9
+        context = int(model.config.max_position_embeddings or 0) or 10**9
         prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) + _TOKENS < context}
         if not prompts:
             return

@@ -37,15 +37,15 @@ class StepResult:
 def micro_batch_of(recipe: Recipe, length: int, pipelined: bool = False) -> int:
     """Sequences of `length` tokens at a time: of all lengths as many tokens. In a pipeline many small ones keep the ranks busy, as many as
     the plan counts."""
-    assert recipe.train.micro_batch
+    assert recipe.train.micro_batch_size
     if pipelined:
-        return recipe.train.micro_batch
-    return max(1, recipe.train.micro_batch * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
+        return recipe.train.micro_batch_size
+    return max(1, recipe.train.micro_batch_size * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
 
 
 def train_step(
     model: ParallelModel, optimizer: Updates, batch: Batch, *,
-    micro_batch: int, rate: float, clip: float, balance_rate: float, scaler: LossScaler | None = None,
+    micro_batch_size: int, rate: float, clip: float, bias_update_rate: float, scaler: LossScaler | None = None,
     rows: int | None = None, valid: int | None = None, limits: Limits = Limits(), penalty: Consolidation | None = None,
 ) -> StepResult:  # fmt: skip
     """Update the model from one batch. Where ranks share it, `batch` is what this one reads; `rows` and `valid` are of the whole step.
@@ -58,7 +58,7 @@ def train_step(
     valid = batch.valid_tokens if valid is None else valid
     scale = (1.0 if scaler is None else scaler.scale) / max(valid, 1)
     optimizer.zero_grad()
-    sums = model.total(model.forward_backward(batch, rows, micro_batch, scale))
+    sums = model.total(model.forward_backward(batch, rows, micro_batch_size, scale))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
@@ -71,7 +71,7 @@ def train_step(
     if scaler is not None:
         scaler.update(finite)
     if sums.counts_LE is not None:
-        model.balance(sums.counts_LE, balance_rate, applied)
+        model.balance(sums.counts_LE, bias_update_rate, applied)
     return StepResult(
         loss, sums.z / max(valid, 1), None if sums.counts_LE is None else sums.auxiliary / max(valid, 1),
         sums.mtp / max(valid, 1) if model.config.mtp else None, grad_norm, applied, sums.counts_LE, valid,

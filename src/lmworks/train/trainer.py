@@ -99,7 +99,7 @@ class Trainer:
         self.scaler = LossScaler(device=self.model.device) if train.precision == "fp16" else None
         moe = self.model.config.moe
         sparse = self.model.all_sparse
-        self.expert_counts = torch.zeros(sparse, moe.experts, dtype=torch.float64) if moe and sparse else None
+        self.expert_counts = torch.zeros(sparse, moe.n_routed_experts, dtype=torch.float64) if moe and sparse else None
         self.stopping = EarlyStopping(self.early_stopping)
         self._penalty: Consolidation | None = None
         self._stage: Stage | None = None
@@ -228,7 +228,7 @@ class Trainer:
             self._enter(self.course.stage(self.step))
             self.heartbeat.beat(self.step, "data")
             batch = next(batches)
-            late = train.seconds_between_saves is not None and time.monotonic() - self._saved_at > train.seconds_between_saves
+            late = train.save_every_seconds is not None and time.monotonic() - self._saved_at > train.save_every_seconds
             own = time.monotonic() - began
             agreed = self._agree(batch.valid_tokens, stop, late)
             if agreed.failed:
@@ -342,8 +342,8 @@ class Trainer:
         self.guard.saves.every = stage.save_every or self._save_steps
         if stage.rope is not None:
             self.model.set_rope(stage.rope)
-        if stage.mtp_weight is not None:
-            self.model.set_mtp_weight(stage.mtp_weight)
+        if stage.mtp_loss_weight is not None:
+            self.model.set_mtp_loss_weight(stage.mtp_loss_weight)
         if self.step == stage.first_step or self._stage is not None:
             self.ledger.write("phase", stage=self.label, phase=stage.name, step=self.step, sequence_length=stage.sequence_length)
         self._stage = stage
@@ -390,8 +390,8 @@ class Trainer:
         with watched or nullcontext():
             result = train_step(
                 self.model, self.optimizer, batch, rows=self.course.rows(self.step), valid=valid, limits=limits,
-                micro_batch=self._micro_batch(batch), rate=self._rate, penalty=self._penalty,
-                clip=self.recipe.optimizer.clip, balance_rate=self._stage.balance_rate, scaler=self.scaler,
+                micro_batch_size=self._micro_batch(batch), rate=self._rate, penalty=self._penalty,
+                clip=self.recipe.optimizer.max_grad_norm, bias_update_rate=self._stage.bias_update_rate, scaler=self.scaler,
             )  # fmt: skip
         return result, None if watched is None else watched.found
 
@@ -453,7 +453,7 @@ class Trainer:
             "train/spikes": self.guard.policy.spike_total,
             "optim/learning_rate": rates.get("muon", rates.get("adamw", 0.0)),
             "optim/adam_learning_rate": rates.get("adamw", 0.0),
-            "optim/clipped": float(0 < self.recipe.optimizer.clip < float(result.grad_norm)),
+            "optim/clipped": float(0 < self.recipe.optimizer.max_grad_norm < float(result.grad_norm)),
         }
         moe = self.model.config.moe
         if moe is not None and moe.temperature_steps:

@@ -40,7 +40,7 @@ class Tuning:
     def __init__(self, recipe: Recipe, data: Path) -> None:
         assert recipe.tune is not None
         options = recipe.tune
-        self._length, self._batch = int(options.sequence_length), int(options.batch)
+        self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
         prefixes, weights = chat_shards(data)
         self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
         self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
@@ -49,7 +49,7 @@ class Tuning:
         # a phase of the same form, so that one set of schedules serves both
         phase = Phase(
             name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
-            batch=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, schedule=options.schedule,
+            global_batch_size=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
         )  # fmt: skip
         self._schedules = Schedules([phase], [self.steps], self.tokens_before)
 
@@ -130,7 +130,7 @@ def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     team.together(lambda: found.append(final_base(run_dir)) if team.is_first else None)
     base = team.agree(found[0] if found else Path())
     require_same(run_dir, saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team).get(META))
-    if recipe.optimizer.ema:
+    if recipe.optimizer.ema_decay:
         average = {name: parameter.detach() for name, parameter in model.named_parameters()}
         saved.load(base, {"average": average}, identity(recipe), verified=True, team=team)
     return base
@@ -140,5 +140,5 @@ def _held_out(recipe: Recipe, data: Path) -> TuningBatches | None:
     """Four batches of held-out conversations; None if none were held out."""
     assert recipe.tune is not None
     prefixes, weights = chat_shards(data, "validation")
-    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.batch)
+    length, batch = int(recipe.tune.sequence_length), int(recipe.tune.global_batch_size)
     return TuningBatches(prefixes, length, batch, 4 * batch, recipe.seed, weights) if prefixes else None

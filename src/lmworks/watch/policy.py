@@ -44,9 +44,9 @@ class Policy:
     def rate(self, step: int) -> float:
         """The factor on the learning rate after a spike whose action is `lower`; 1 otherwise."""
         spike = self.options.spike
-        if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.lower_steps:
+        if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.reduced_lr_steps:
             return 1.0
-        return spike.lower_to + (1 - spike.lower_to) * (step - self._lowered_at - 1) / spike.lower_steps
+        return spike.reduced_lr_factor + (1 - spike.reduced_lr_factor) * (step - self._lowered_at - 1) / spike.reduced_lr_steps
 
     def observe(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]) -> GoBack | None:
         """Tell of a step; what to do, beside not having applied its update."""
@@ -71,7 +71,7 @@ class Policy:
             "spike", step=step, loss=loss, loss_limit=limits.loss, grad_norm=grad_norm, grad_norm_limit=limits.grad_norm,
             in_a_row=in_a_row, action=action, batch=kept and str(kept),
         )  # fmt: skip
-        if action == "lower":
+        if action == "reduce_lr":
             self._lowered_at = step
         if action != "rollback":
             return None

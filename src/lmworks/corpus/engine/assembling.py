@@ -19,11 +19,12 @@ from lmworks.files import read_json, write_json, write_text
 from lmworks.recipe.corpus import Source
 
 _ADVICE = {
-    "enormous": "a document, which a file is without another layout, may have corpus.max_document bytes: raise that, or set layout: lines",
+    "enormous": "a document, which a file is without another document_format, may have corpus.max_document_bytes bytes: raise that, "
+    "or set document_format: lines",
     **dict.fromkeys(
         ("too_many_words", "gopher_too_many_words"),
         "a file is one document, and the rules of prose drop what has more than 100,000 words, such as a book: set rules: other for this "
-        "source to keep it whole, or layout: lines to make each line a document",
+        "source to keep it whole, or document_format: lines to make each line a document",
     ),
 }
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
@@ -60,7 +61,7 @@ def _emptiness(job: Job) -> dict[str, str]:
         if sum(one.documents for one in lost.values()) + report.not_drawn.documents < came:
             continue
         if not lost:
-            found[report.name] = "is empty: it has no documents; check its path, include and layout"
+            found[report.name] = "is empty: it has no documents; check its path, include and document_format"
             continue
         reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
         where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"

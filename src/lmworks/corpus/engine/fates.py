@@ -53,7 +53,7 @@ class Fates:
         if cut and cutting(job):
             assert job.recipe.corpus.dedup.substring
             for row, text, left in zip(*pq.read_table(cuts_path(job, piece)).to_pydict().values(), strict=True):
-                if left < job.recipe.corpus.dedup.substring.minimum or not text.strip():
+                if left < job.recipe.corpus.dedup.substring.min_remaining or not text.strip():
                     reasons[row], dropped[row] = REPEATED, True
                 else:
                     cuts[row] = text

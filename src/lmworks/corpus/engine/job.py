@@ -19,7 +19,7 @@ from lmworks.recipe.corpus import Source
 from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.recipe import Recipe
 
-_LATER = ("licence", "optional", "buckets", "bucket_by", "dedup", "infill")  # what reading a source and its steps do not see
+_LATER = ("license", "optional", "buckets", "bucket_by", "dedup", "fim")  # what reading a source and its steps do not see
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Job:
             "seed": self.recipe.seed,
             "steps": [as_tree(node) for node in corpus.steps],
             "code": dict(self.code),
-            "max_document": int(corpus.max_document),
+            "max_document_bytes": int(corpus.max_document_bytes),
             "sketching": asdict(self.sketching) if self.sketching else None,
             "embedding": [semantic.model, semantic.dimensions] if (semantic := corpus.dedup.semantic) else None,
         }

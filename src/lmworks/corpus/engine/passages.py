@@ -37,7 +37,7 @@ def once(job: Job) -> Sequence[str]:
 
 def _length(job: Job) -> int:
     assert job.recipe.corpus.dedup.substring
-    return job.recipe.corpus.dedup.substring.length
+    return job.recipe.corpus.dedup.substring.min_length
 
 
 def anchor_inputs(job: Job, piece: Piece) -> Any:

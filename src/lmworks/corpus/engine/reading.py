@@ -111,7 +111,7 @@ def read_part(job: Job, piece: Piece, advance: Advance) -> None:
 def _told(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[str, Item]]:
     """(id, item) of a part, telling how far it is."""
     left, done, documents = piece.bytes, 0, 0
-    for number, item in enumerate(read(piece.source, piece.part, int(job.recipe.corpus.max_document))):
+    for number, item in enumerate(read(piece.source, piece.part, int(job.recipe.corpus.max_document_bytes))):
         step = min(item.consumed, left)
         left, done, documents = left - step, done + step, documents + 1
         if documents == _TELL or done > 1 << 20:

@@ -51,15 +51,15 @@ def failures(job: Job) -> Path:
 def script(job: Job, stage: Stage) -> str:
     """The batch script of a stage."""
     node = job.recipe.corpus.executor
-    jobs = min(len(stage.tasks(job)), node.jobs)
+    jobs = min(len(stage.tasks(job)), node.max_jobs)
     reduces = not any(map(weight, stage.tasks(job)))
     options = {
         "job-name": f"lmworks-{stage.name}",
-        "array": f"0-{jobs - 1}" + (f"%{node.running}" if node.running else ""),
+        "array": f"0-{jobs - 1}" + (f"%{node.max_running}" if node.max_running else ""),
         "output": f"{job.staging}/slurm/{stage.name}-%A-%a.log",
         "cpus-per-task": str(node.cpus),
         "mem": node.reduce_memory or node.memory if reduces else node.memory,
-        "time": node.time,
+        "time": node.time_limit,
         "partition": node.partition,
         "account": node.account,
     }

@@ -36,7 +36,7 @@ MOST_PASSAGES = 1000
 def write_inputs(job: Job, piece: Piece) -> Any:
     buckets = [as_tree(bucket) for bucket in piece.source.buckets]
     gate = job.recipe.corpus.decontaminate
-    kept = [buckets, piece.source.bucket_by, gate.gate if gate else None]
+    kept = [buckets, piece.source.bucket_by, gate.action if gate else None]
     return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
 
 
@@ -61,7 +61,7 @@ class _Writing:
         self._fates = Fates.load(job, piece)
         self._verdicts = verdicts(job, piece)
         gate = job.recipe.corpus.decontaminate
-        self._drops = gate is not None and gate.gate != "report"
+        self._drops = gate is not None and gate.action != "report"
         self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()

@@ -69,7 +69,7 @@ def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]
     for source in corpus.job.sources:
         whole.merge(tallies[source.name])
         domains[source.domain].merge(tallies[source.name])
-    about = {source.name: {key: getattr(source, key) for key in ("name", "domain", "language", "licence")} for source in corpus.job.sources}
+    about = {source.name: {key: getattr(source, key) for key in ("name", "domain", "language", "license")} for source in corpus.job.sources}
     statistics = {name: _statistics(corpus, name) for name in tallies}
     model = reference(corpus.out)
     return {

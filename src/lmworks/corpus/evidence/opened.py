@@ -94,7 +94,7 @@ class Prepared:
         """
         with contextlib.chdir(self._directory):
             try:
-                yield from read(piece.source, piece.part, int(self.job.recipe.corpus.max_document))
+                yield from read(piece.source, piece.part, int(self.job.recipe.corpus.max_document_bytes))
             except (OSError, Unavailable) as error:
                 why = getattr(error, "strerror", None) or error
                 raise UserError(f"source {piece.source.name} cannot be read again: {why}") from None

@@ -75,7 +75,7 @@ def _source(name: str, recipe: Recipe | None, text_key: str) -> Source:
     elif kind == "text" and not any(mark in name for mark in "*?[") and "://" not in name and not Path(name).exists():
         known = ", ".join(source.name for source in recipe.corpus.sources) if recipe else "no recipe was given"
         raise UserError(f"{name} is neither a file, folder or glob nor a source of the recipe ({known})")
-    return Source.model_validate({"name": "texts", "kind": kind, "path": name, "text_key": text_key, "licence": "not used for training"})
+    return Source.model_validate({"name": "texts", "kind": kind, "path": name, "text_key": text_key, "license": "not used for training"})
 
 
 def _drawn(source: Source, most: int, seed: int) -> list[tuple[int, str, Item]]:

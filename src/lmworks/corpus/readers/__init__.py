@@ -54,7 +54,8 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 
 
 def read(source: Source, part: Part, max_document: int) -> Iterator[Item]:
-    """The items of a part, the same each time: documents of at most `max_document` bytes of UTF-8, and what is none with its reason."""
+    """The items of a part, the same each time: documents of at most `max_document_bytes` bytes of UTF-8, and what is none with its
+    reason."""
     left = part.size
     outside = [file for file in part.files if file.leads_out]
     for file in outside:

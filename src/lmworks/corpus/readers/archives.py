@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmworks.corpus import unpacking
+from lmworks.corpus.document_formats import Member
 from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.layouts import Member
 from lmworks.corpus.opening import Bomb, Damaged
 from lmworks.corpus.readers.listing import File
 from lmworks.errors import UserError

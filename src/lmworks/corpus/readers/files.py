@@ -1,4 +1,5 @@
-"""Files of text, Markdown, HTML, LaTeX, notebooks and code, in directories and archives: each is a document, or as its layout has it."""
+"""Files of text, Markdown, HTML, LaTeX, notebooks and code, in directories and archives: each is a document, or as its document_format
+has it."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
+from lmworks.corpus.document_formats import Member, document_format
 from lmworks.corpus.items import Item, broken, decoded, shown
-from lmworks.corpus.layouts import Member, layout
 from lmworks.corpus.opening import open_binary
 from lmworks.corpus.readers import notebook
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
@@ -47,7 +48,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
         _convert(source, stack)
     suffixes = _suffixes(source)
     files = find(source, (*suffixes, *ARCHIVES) if suffixes else ())
-    return list(line_parts(files, part_bytes) if source.layout == "lines" else packed(files, part_bytes))
+    return list(line_parts(files, part_bytes) if source.document_format == "lines" else packed(files, part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
@@ -56,7 +57,7 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
         for file in part.files:
             if is_archive(file.path):
                 yield from guarded(_archived(source, convert, file, limit), file.path)
-            elif source.layout == "lines":
+            elif source.document_format == "lines":
                 yield from guarded(_lines(file, part.span, limit), file.path)
             else:
                 yield from guarded(_one(convert, file, limit), file.path)
@@ -90,14 +91,14 @@ def _named(items: Iterator[Item], path: str) -> Iterator[Item]:
 
 
 def _convert(source: Source, stack: ExitStack) -> Convert:
-    """From an open file to its items. Raises UserError for a layout that the kind does not have."""
-    kind, name = source.kind, source.layout
+    """From an open file to its items. Raises UserError for a document_format that the kind does not have."""
+    kind, name = source.kind, source.document_format
     if kind in ("text", "code"):
-        make = layout(name or "file")
+        make = document_format(name or "file")
         return lambda member, limit: make(iter([member]), limit)
-    known = notebook.LAYOUTS if kind == "notebook" else ("file",)
+    known = notebook.FORMATS if kind == "notebook" else ("file",)
     if name is not None and name not in known:
-        raise UserError(f"unknown layout {name!r} of kind {kind}; known are {', '.join(known)}")
+        raise UserError(f"unknown document_format {name!r} of kind {kind}; known are {', '.join(known)}")
     if kind == "notebook":
         return _whole(lambda data, origin, limit, size: notebook.text_of(data, origin, limit, size, outputs=name == "outputs"))
     if kind == "markdown":

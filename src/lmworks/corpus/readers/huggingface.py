@@ -20,14 +20,14 @@ _BUFFER = 10_000
 
 def _rows(source: Source) -> Any:
     """A `Dataset` from disk or an `IterableDataset`; `path` = NAME[:CONFIG] (on the hub, or a local directory of data files or of
-    `save_to_disk`); `layout` names the split, by default train."""
+    `save_to_disk`); `document_format` names the split, by default train."""
     try:
         import datasets
     except ImportError:
         raise UserError("kind huggingface needs the datasets package: pip install 'lmworks[data]'") from None
     assert source.path is not None, "the recipe checks it"
     name, _, config = (source.path, "", "") if Path(source.path).exists() else source.path.partition(":")
-    split = source.layout or "train"
+    split = source.document_format or "train"
     try:
         if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
             stored = datasets.load_from_disk(name)
@@ -77,7 +77,7 @@ def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:
         rows = rows.select(range(*part.span))
     else:
         rows = rows.shard(num_shards=rows.n_shards, index=part.span[0])
-    origin = f"{source.path}/{source.layout or 'train'}" + ("" if stored or part.span in (None, (0, 1)) else f"/{part.span[0]}")  # type: ignore[index]
+    origin = f"{source.path}/{source.document_format or 'train'}" + ("" if stored or part.span in (None, (0, 1)) else f"/{part.span[0]}")  # type: ignore[index]
     taken = 0
     for number, row in enumerate(rows, start=first):
         item = columns.item(row, f"{origin}:{number}", 0)

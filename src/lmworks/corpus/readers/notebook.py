@@ -7,7 +7,7 @@ from typing import Any
 
 from lmworks.corpus.items import Item, broken, decoded
 
-LAYOUTS = ("cells", "outputs")
+FORMATS = ("cells", "outputs")
 _LONGEST_NAME = 40  # of a language: it stands before each cell
 
 

@@ -1,4 +1,4 @@
-"""Python's own standard library as text that every machine has: its code, its language reference and its docstrings (PSF licence)."""
+"""Python's own standard library as text that every machine has: its code, its language reference and its docstrings (PSF license)."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _TOPICS = "pydoc_data/topics.py"
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
     """The library's *.py files, sorted; for its docs the topics of the language reference come first."""
-    name = source.layout or "code"
-    if name not in LAYOUTS:
-        raise UserError(f"unknown layout {name!r} of the standard library; known are {', '.join(LAYOUTS)}")
+    name = source.document_format or "code"
+    if name not in FORMATS:
+        raise UserError(f"unknown document_format {name!r} of the standard library; known are {', '.join(FORMATS)}")
     first = [_file(_TOPICS)] if name == "docs" else []
     return list(packed([*first, *_files(source.include)], part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     """Its items."""
-    return LAYOUTS[source.layout or "code"](part.files, limit)
+    return FORMATS[source.document_format or "code"](part.files, limit)
 
 
 def _file(relative: str) -> File:
@@ -119,4 +119,4 @@ def _docstrings(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
             yield f"{name}.{child.name}({ast.unparse(child.args)})\n{body}"
 
 
-LAYOUTS: dict[str, Callable[[tuple[File, ...], int], Iterator[Item]]] = {"code": _code, "docs": _docs}
+FORMATS: dict[str, Callable[[tuple[File, ...], int], Iterator[Item]]] = {"code": _code, "docs": _docs}

@@ -7,8 +7,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lmworks.corpus.document_formats import WHOLE, Member, document_format
 from lmworks.corpus.items import Item
-from lmworks.corpus.layouts import WHOLE, Member, layout
 from lmworks.corpus.opening import decompress
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File
@@ -29,7 +29,7 @@ def _wanted(source: Source, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    layout(source.layout or "file")
+    document_format(source.document_format or "file")
     path = _path(source)
     with zipfile.ZipFile(path) as archive:
         wanted = _wanted(source, archive)
@@ -38,13 +38,13 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     assert source.package and source.sha256, "the recipe checks it"
     file = File(source.package, path.stat().st_size, source.sha256)
     sizes = [info.file_size for info in wanted]
-    if source.layout in WHOLE:
+    if source.document_format in WHOLE:
         return [Part((file,), sum(sizes), (0, len(sizes)))]
     return [Part((file,), size, (first, last)) for first, last, size in spans(sizes, part_bytes)]
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
-    make, path = layout(source.layout or "file"), _path(source)
+    make, path = document_format(source.document_format or "file"), _path(source)
     first, last = part.span or (0, None)
     with zipfile.ZipFile(path) as archive:
 

@@ -23,7 +23,7 @@ def _trial(limits: Limits) -> Ran:
 
 def make(node: Code, context: Context) -> Step:
     """Judge documents of the domain code; others pass. With `run`, raises `UserError` where the machine cannot confine a program."""
-    limits = Limits(seconds=float(node.seconds), memory=int(node.memory))
+    limits = Limits(seconds=float(node.timeout), memory=int(node.memory))
     if node.run and (trial := _trial(limits)).outcome != "passed":
         raise UserError(f"step code, run: true: the sandbox does not work here ({trial.detail}); leave run out, or use Linux 5.13 or newer")
 
@@ -35,7 +35,7 @@ def make(node: Code, context: Context) -> Step:
             return document if node.unknown == "keep" else Drop("unknown_code", f".{kind}" if kind else "no suffix")
         share, error = parsed(document.text, kind)
         facts: dict[str, Any] = {"code_errors": round(share, 6)}
-        if share > (0.0 if kind in _PYTHON else node.errors):
+        if share > (0.0 if kind in _PYTHON else node.max_error_fraction):
             return Drop("unparsable", error or f"{share:.1%} of .{kind}", facts)
         if node.run and kind == "py":
             ran = run_python(document.text, limits)

@@ -55,14 +55,14 @@ def identifier() -> Identify:
 def make(node: Language, context: Context) -> Step:
     """Identify, then keep, assign or drop."""
     identify = identifier()
-    keep = node.keep or (() if node.assign else (context.source.language,))
+    keep = node.languages or (() if node.assign else (context.source.language,))
 
     def judge(document: Document) -> Outcome:
         if document.domain == "code" or document.language == "code":
             return document
         language, score = identify(document.text)
         facts = {"language_score": score}
-        if score < node.minimum:
+        if score < node.min_probability:
             return Drop("language_unsure", f"{language} {score:.2f}", facts)
         if keep and language not in keep:
             return Drop("language", f"{language} {score:.2f}", facts)

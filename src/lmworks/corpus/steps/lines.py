@@ -80,7 +80,7 @@ class _Lines:
 
     def _hash(self, piece: str) -> int | None:
         form = " ".join(piece.lower().split())
-        if len(form) < self._node.shortest:
+        if len(form) < self._node.min_length:
             return None
         return int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
 

@@ -22,13 +22,13 @@ class _Repeats:
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
         for number, document in enumerate(batch.documents):
-            places = within(batch.compared, number, self._node.length)
+            places = within(batch.compared, number, self._node.min_length)
             if not len(places):
                 outcomes.append(document.with_facts(repeated=0.0))
                 continue
             starts = batch.compared.starts[batch.compared.bounds[number] : batch.compared.bounds[number + 1]]
-            text, left = cut(document.text, starts, places, self._node.length)
-            if 1 - left > self._node.largest:
+            text, left = cut(document.text, starts, places, self._node.min_length)
+            if 1 - left > self._node.max_fraction:
                 outcomes.append(Drop("repeated", f"{1 - left:.0%} of its words stood in it before", {"repeated": 1 - left}))
             else:
                 outcomes.append(document.with_text(text).with_facts(repeated=float(1 - left)))

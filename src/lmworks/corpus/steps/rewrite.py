@@ -43,9 +43,9 @@ class _Rewriter:
     def __init__(self, node: Rewrite, context: Context) -> None:
         self._node = node
         self._answers = context.folder / node.cache if node.cache else cache_directory()
-        self._key = os.environ.get(node.key_from, "")
+        self._key = os.environ.get(node.api_key_env, "")
         if not self._key and urlsplit(node.endpoint).hostname not in _LOOPBACK:
-            raise UserError(f"the step rewrite needs a key for {node.endpoint}: put it into the environment variable {node.key_from}")
+            raise UserError(f"the step rewrite needs a key for {node.endpoint}: put it into the environment variable {node.api_key_env}")
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
         asked = [document for document in batch.documents if "variant_of" not in document.facts]  # of variants there are none

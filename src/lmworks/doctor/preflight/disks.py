@@ -53,7 +53,7 @@ def places(context: Context) -> Iterator[Place]:
     if options.copy_to and "://" not in options.copy_to:
         yield Place("checkpoints.copy_to", Path(options.copy_to), copies * disk.checkpoint)
     if (cache := context.recipe.shards.cache) is not None:
-        yield Place("shards.cache", Path(cache.dir), max(0.0, float(cache.bytes) - _bytes(Path(cache.dir))))
+        yield Place("shards.cache", Path(cache.dir), max(0.0, float(cache.max_bytes) - _bytes(Path(cache.dir))))
 
 
 def ranks_here(context: Context) -> int:
@@ -115,7 +115,7 @@ def read(context: Context) -> Finding:
     kind = machine.file_system(context.shards_dir)
     figures = {"read_bytes_per_second": rate, "needed_bytes_per_second": wanted, "worst_read_seconds": worst}
     text = f"{size(rate)}/s at random places on {kind}, {size(wanted)}/s needed, worst of {len(times)} reads {worst:.3f} s"
-    remedy = "put the token files on a disk of the machine: --set shards.cache.dir=DIR, with shards.cache.bytes as large as they are"
+    remedy = "put the token files on a disk of the machine: --set shards.cache.dir=DIR, with shards.cache.max_bytes as large as they are"
     if rate < wanted:
         return Finding("fail", f"{text}: training would wait for its data", remedy, figures)
     if stalled(times):

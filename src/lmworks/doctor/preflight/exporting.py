@@ -34,12 +34,14 @@ def round_trip(context: Context) -> Finding:
         return Finding("skip", f"{', '.join(absent)} cannot be imported", "pip install 'lmworks[export]'")
     dtype, directory = DTYPES[options.dtype], context.run_dir / "tokenizer"
     whole = context.recipe.model
-    assert whole.vocab_size and whole.heads and whole.head_dim
+    assert whole.vocab_size and whole.num_attention_heads and whole.head_dim
     rows = whole.vocab_size
     # a class may want heads as wide as the model, and llama.cpp layers without positions where the whole model has them
-    head = _HIDDEN // HEADS if whole.heads * whole.head_dim == whole.hidden_size else _HEAD
+    head = _HIDDEN // HEADS if whole.num_attention_heads * whole.head_dim == whole.hidden_size else _HEAD
     small = small_recipe(context.recipe, rows, _HIDDEN, head)
-    model = initialize(Transformer(small.model.model_copy(update={"nope_every": whole.nope_every})), small.seed).eval()
+    model = initialize(
+        Transformer(small.model.model_copy(update={"no_rope_layer_interval": whole.no_rope_layer_interval})), small.seed
+    ).eval()
     texts = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -37,25 +37,31 @@ def small_recipe(
     """
     model = recipe.model
     changes: dict[str, object] = {
-        "vocab_size": vocab_size, "hidden_size": hidden_size, "layers": 4, "heads": HEADS, "ffn_size": 48,
-        "kv_heads": HEADS if model.kv_heads == model.heads else 2, "head_dim": head_dim, "init_std": 0.1,
-        "dropout": 0.0, "attention_dropout": 0.0,
-        "nope_every": min(model.nope_every, 2),
+        "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": 4, "num_attention_heads": HEADS, "intermediate_size": 48,
+        "num_key_value_heads": HEADS if model.num_key_value_heads == model.num_attention_heads else 2, "head_dim": head_dim,
+        "initializer_range": 0.1,
+        "residual_dropout": 0.0, "attention_dropout": 0.0,
+        "no_rope_layer_interval": min(model.no_rope_layer_interval, 2),
         "sliding_window": Tokens(8) if model.sliding_window else None,
         "layer_types": ("sliding_attention", "full_attention") if "full_attention" in model.layer_types else (),
     }  # fmt: skip
     if model.moe is not None:
-        groups = {"groups": 4, "top_groups": 2} if model.moe.groups > 1 else {}
-        sizes = {"experts": 8, "top_k": 2, "expert_size": 16, "dense_layers": min(model.moe.dense_layers, 1)}
+        groups = {"n_group": 4, "topk_group": 2} if model.moe.n_group > 1 else {}
+        sizes = {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": min(model.moe.first_k_dense_replace, 1),
+        }
         changes["moe"] = model.moe.model_copy(update=sizes | groups)
     if model.mla is not None:
-        sizes = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
-        changes["mla"] = model.mla.model_copy(update=sizes | ({"q_rank": 16} if model.mla.q_rank else {}))
-        changes |= {"head_dim": 12, "kv_heads": HEADS}
+        sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        changes["mla"] = model.mla.model_copy(update=sizes | ({"q_lora_rank": 16} if model.mla.q_lora_rank else {}))
+        changes |= {"head_dim": 12, "num_key_value_heads": HEADS}
     if model.mtp is not None:
-        changes["mtp"] = model.mtp.model_copy(update={"layers": 1})
-    train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch": 1, "deepspeed": None})
-    rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema": 0.0}
+        changes["mtp"] = model.mtp.model_copy(update={"num_nextn_predict_layers": 1})
+    train = recipe.train.model_copy(update={"precision": precision, "compile": False, "micro_batch_size": 1, "deepspeed": None})
+    rates = {"learning_rate": RATE, "adam_learning_rate": RATE, "eps": 1e-4, "ema_decay": 0.0}
     optimizer = recipe.optimizer.model_copy(update=rates)
     return recipe.model_copy(update={"model": model.model_copy(update=changes), "train": train, "optimizer": optimizer})
 
@@ -68,8 +74,11 @@ def small_layouts(layout: Layout) -> list[Layout]:
         sizes = {axis: 2 if axis in active[start : start + _AT_ONCE] else 1 for axis in _AXES}
         experts = {"ep": 2 if layout.ep > 1 and sizes["cp"] * sizes["dp_shard"] > 1 else 1}
         piped = sizes["pp"] > 1
-        stages = {"stages_per_rank": min(layout.stages_per_rank, 2) if piped else 1, "schedule": layout.schedule if piped else "1f1b"}
-        found.append(layout.model_copy(update=sizes | experts | stages | {"layers_per_stage": None}))
+        stages = {
+            "pipeline_stages_per_rank": min(layout.pipeline_stages_per_rank, 2) if piped else 1,
+            "pipeline_schedule": layout.pipeline_schedule if piped else "1f1b",
+        }
+        found.append(layout.model_copy(update=sizes | experts | stages | {"layers_per_pipeline_stage": None}))
     return found
 
 
@@ -113,8 +122,8 @@ def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int
     """Train on the random batch of a step."""
     batch = random_batch(step, length)
     return train_step(
-        model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch=1,
-        rate=1.0, clip=recipe.optimizer.clip, balance_rate=0.01,
+        model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch_size=1,
+        rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
     )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def first_batches(context: Context) -> Finding:
     order = context.batches.order
     for stage in stages(recipe, context.batches):
         rows = order.sequences(stage.first_step)[1]
-        micro = min(micro_batch(recipe, stage.sequence_length, bool(model.pipeline)), rows)
-        taken = min(rows, micro * ranks.size("dp") * (ranks.size("pp") * ranks.layout.stages_per_rank if model.pipeline else 1))
+        micro = min(micro_batch_size(recipe, stage.sequence_length, bool(model.pipeline)), rows)
+        taken = min(rows, micro * ranks.size("dp") * (ranks.size("pp") * ranks.layout.pipeline_stages_per_rank if model.pipeline else 1))
         whole = context.batches.batch(stage.first_step, 0, taken)
         if stage.rope is not None:
             model.set_rope(stage.rope)
@@ -82,30 +82,37 @@ def first_batches(context: Context) -> Finding:
         texts.append(f"{name}: {micro} x {stage.sequence_length:,} tokens, loss {loss:.2f}, {size(used)} used, {size(planned)} planned")
         if not math.isfinite(loss) or not math.isfinite(norm):
             result = 2
-            advice.append(f"{name}: loss {loss}, norm of the gradients {norm}; try train.precision=fp32, and look at model.init_std")
+            advice.append(
+                f"{name}: loss {loss}, norm of the gradients {norm}; try train.precision=fp32, and look at model.initializer_range"
+            )
         elif not low <= loss <= high:
             result = 2
-            advice.append(f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at init_std")
+            advice.append(
+                f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at initializer_range"
+            )
         elif used > (_EAGER if context.recipe.train.compile else _MORE) * planned + _MORE_BYTES:
             result = max(result, 1)
-            advice.append(f"{name}: more memory than planned; lower train.micro_batch or set train.activation_checkpointing")
+            advice.append(f"{name}: more memory than planned; lower train.micro_batch_size or set train.activation_checkpointing")
     return Finding(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
 
 
 def expected_loss(recipe: Recipe) -> tuple[float, float]:
     """Between what the first loss must lie: ln(vocab), and what the spread of the logits adds (half their variance).
 
-    Normed states times a head of init_std give logits of variance hidden_size * init_std^2. A tied head sees its own embedding in the
-    state, which can add as much as hidden_size * init_std."""
+    Normed states times a head of initializer_range give logits of variance hidden_size * initializer_range^2. A tied head sees its own
+    embedding in the
+    state, which can add as much as hidden_size * initializer_range."""
     model = recipe.model
     assert model.vocab_size and model.hidden_size
-    spread = model.hidden_size * model.init_std**2 + (model.hidden_size * model.init_std if model.tie_embeddings else 0.0)
+    spread = model.hidden_size * model.initializer_range**2 + (
+        model.hidden_size * model.initializer_range if model.tie_word_embeddings else 0.0
+    )
     return math.log(model.vocab_size) - _NATS, math.log(model.vocab_size) + _NATS + spread
 
 
-def micro_batch(recipe: Recipe, length: int, pipelined: bool) -> int:
+def micro_batch_size(recipe: Recipe, length: int, pipelined: bool) -> int:
     """Sequences at a time, as the trainer takes them."""
-    micro = recipe.train.micro_batch or 1
+    micro = recipe.train.micro_batch_size or 1
     return micro if pipelined else max(1, micro * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
 
 
@@ -126,7 +133,7 @@ def _too_much(context: Context) -> Finding | None:
     need = seconds = 0.0
     for phase in recipe.train.phases:
         length = int(phase.sequence_length)
-        micro = micro_batch(recipe, length, False)
+        micro = micro_batch_size(recipe, length, False)
         need = max(need, memory(recipe, context.machine, Layout(), length, micro, 1).total)
         seconds += per_token(recipe.model, length).total * micro * length / (0.1 * system.measure_peak())
     launch = f"on the machines of the run: lmworks launch local {context.name} --to preflight"

@@ -50,11 +50,12 @@ def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     """config.json, without the ids of tokens."""
     config: dict[str, Any] = {
         "architectures": [family.name], "model_type": family.model_type, "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size, "intermediate_size": model.ffn_size, "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
-        "initializer_range": model.init_std, "max_position_embeddings": int(model.max_length or 2048),
-        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads, "head_dim": model.head_dim, "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "initializer_range": model.initializer_range, "max_position_embeddings": int(model.max_position_embeddings or 2048),
+        "tie_word_embeddings": model.tie_word_embeddings,
         "attention_dropout": model.attention_dropout, "attention_bias": model.attention_bias, "use_cache": True,
         "rope_parameters": rope_parameters(family, model, rope),
     }  # fmt: skip
@@ -65,16 +66,16 @@ def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     """RoPE as `transformers` states it."""
     theta = rope.theta
     if rope.scaling == "ntk":  # a raised base, and said so
-        rotated = model.mla.rope_dim if model.mla else int((model.head_dim or 0) * rope.fraction)
+        rotated = model.mla.qk_rope_head_dim if model.mla else int((model.head_dim or 0) * rope.partial_rotary_factor)
         theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
     parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
     if family.has("partial RoPE"):
-        parameters["partial_rotary_factor"] = rope.fraction
+        parameters["partial_rotary_factor"] = rope.partial_rotary_factor
     if rope.scaling in ("linear", "yarn", "llama3"):
         parameters["factor"] = rope.factor
     if rope.scaling in ("yarn", "llama3"):
-        assert rope.original_length is not None
-        parameters["original_max_position_embeddings"] = int(rope.original_length)
+        assert rope.original_max_position_embeddings is not None
+        parameters["original_max_position_embeddings"] = int(rope.original_max_position_embeddings)
     if rope.scaling == "yarn":
         parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         if model.mla is not None:
@@ -94,13 +95,17 @@ def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError("config.json has mlp_bias; in lmworks feed-forward layers have no biases")
     heads = config["num_attention_heads"]
     return {
-        "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "layers": config["num_hidden_layers"], "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads, "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn_size": config["intermediate_size"], "attention_bias": "biases" in family.requires or bool(config.get("attention_bias")),
-        "qk_norm": "QK norm" in family.requires or (family.has("QK norm") and bool(config.get("use_qk_norm"))),
+        "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "intermediate_size": config["intermediate_size"],
+        "attention_bias": "biases" in family.requires or bool(config.get("attention_bias")),
+        "use_qk_norm": "QK norm" in family.requires or (family.has("QK norm") and bool(config.get("use_qk_norm"))),
         "rope": _rope(family, config),
-        "tie_embeddings": bool(config.get("tie_word_embeddings")), "norm_eps": config["rms_norm_eps"],
-        "init_std": config.get("initializer_range", 0.02), "max_length": f"{config['max_position_embeddings']} tokens",
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings")), "rms_norm_eps": config["rms_norm_eps"],
+        "initializer_range": config.get("initializer_range", 0.02),
+        "max_position_embeddings": f"{config['max_position_embeddings']} tokens",
     }  # fmt: skip
 
 
@@ -117,8 +122,8 @@ def _rope(family: Family, config: dict[str, Any]) -> Rope:
         raise UserError(f"config.json has partial_rotary_factor {fraction}, which {family.name} has not; lmworks cannot read it")
     factors = {key: rope[key] for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {}
     return Rope(
-        theta=theta, fraction=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
-        original_length=f"{rope['original_max_position_embeddings']} tokens" if kind in ("yarn", "llama3") else None,
+        theta=theta, partial_rotary_factor=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
+        original_max_position_embeddings=f"{rope['original_max_position_embeddings']} tokens" if kind in ("yarn", "llama3") else None,
         beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0, **factors,
     )  # fmt: skip
 
@@ -126,29 +131,32 @@ def _rope(family: Family, config: dict[str, Any]) -> Rope:
 def experts_to_config(moe: Moe) -> dict[str, Any]:
     """Experts as DeepSeek-V3 states them, and GLM after it."""
     return {
-        "n_routed_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
-        "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers, "norm_topk_prob": moe.normalize_top_k,
-        "routed_scaling_factor": moe.routed_scale, "n_group": moe.groups, "topk_group": moe.top_groups,
+        "n_routed_experts": moe.n_routed_experts, "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "n_shared_experts": moe.n_shared_experts, "first_k_dense_replace": moe.first_k_dense_replace, "norm_topk_prob": moe.norm_topk_prob,
+        "routed_scaling_factor": moe.routed_scaling_factor, "n_group": moe.n_group, "topk_group": moe.topk_group,
     }  # fmt: skip
 
 
 def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
     """`moe`, and `mtp` where there is any."""
     moe = {
-        "experts": config["n_routed_experts"], "top_k": config["num_experts_per_tok"], "expert_size": config["moe_intermediate_size"],
-        "shared_experts": config["n_shared_experts"], "dense_layers": config["first_k_dense_replace"],
-        "normalize_top_k": config["norm_topk_prob"],
-        "routed_scale": config["routed_scaling_factor"], "groups": config.get("n_group", 1), "top_groups": config.get("topk_group", 1),
+        "n_routed_experts": config["n_routed_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
+        "moe_intermediate_size": config["moe_intermediate_size"],
+        "n_shared_experts": config["n_shared_experts"], "first_k_dense_replace": config["first_k_dense_replace"],
+        "norm_topk_prob": config["norm_topk_prob"],
+        "routed_scaling_factor": config["routed_scaling_factor"], "n_group": config.get("n_group", 1),
+        "topk_group": config.get("topk_group", 1),
     }  # fmt: skip
     ahead = config.get("num_nextn_predict_layers")
-    return {"moe": moe} | ({"mtp": {"layers": ahead}} if ahead else {})
+    return {"moe": moe} | ({"mtp": {"num_nextn_predict_layers": ahead}} if ahead else {})
 
 
 def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
     """A window, and which layers slide."""
     return {
         "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
-        "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.layers or 0)],
+        "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.num_hidden_layers or 0)],
     }  # fmt: skip
 
 

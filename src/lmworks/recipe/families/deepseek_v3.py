@@ -22,10 +22,10 @@ _LATENT: Names = (
 
 
 def _differs(model: Model) -> str | None:
-    if model.mla and model.mla.norm_eps != _LATENT_EPS:
-        return f"its latents are not normed with {_LATENT_EPS:g} but {model.mla.norm_eps:g} (mla.norm_eps)"
-    if model.moe is not None and not model.moe.shared_experts:
-        return "it has no shared expert (moe.shared_experts)"
+    if model.mla and model.mla.rms_norm_eps != _LATENT_EPS:
+        return f"its latents are not normed with {_LATENT_EPS:g} but {model.mla.rms_norm_eps:g} (mla.rms_norm_eps)"
+    if model.moe is not None and not model.moe.n_shared_experts:
+        return "it has no shared expert (moe.n_shared_experts)"
     return None
 
 
@@ -34,19 +34,24 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     assert mla is not None
     experts: dict[str, Any] = {}
     if model.moe is not None:
-        experts = common.experts_to_config(model.moe) | {"num_nextn_predict_layers": model.mtp.layers if model.mtp else 0}
+        experts = common.experts_to_config(model.moe) | {"num_nextn_predict_layers": model.mtp.num_nextn_predict_layers if model.mtp else 0}
     return experts | {
-        "q_lora_rank": mla.q_rank, "kv_lora_rank": mla.kv_rank, "qk_rope_head_dim": mla.rope_dim, "qk_nope_head_dim": mla.nope_dim,
-        "v_head_dim": mla.value_dim, "rope_interleave": True,
-    } | ({} if experts else {"first_k_dense_replace": model.layers, "num_nextn_predict_layers": 0})  # fmt: skip
+        "q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank, "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "v_head_dim": mla.v_head_dim, "rope_interleave": True,
+    } | ({} if experts else {"first_k_dense_replace": model.num_hidden_layers, "num_nextn_predict_layers": 0})  # fmt: skip
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     mla = {
-        "q_rank": config.get("q_lora_rank"), "kv_rank": config["kv_lora_rank"], "rope_dim": config["qk_rope_head_dim"],
-        "nope_dim": config["qk_nope_head_dim"], "value_dim": config["v_head_dim"], "norm_eps": _LATENT_EPS,
+        "q_lora_rank": config.get("q_lora_rank"), "kv_lora_rank": config["kv_lora_rank"], "qk_rope_head_dim": config["qk_rope_head_dim"],
+        "qk_nope_head_dim": config["qk_nope_head_dim"], "v_head_dim": config["v_head_dim"], "rms_norm_eps": _LATENT_EPS,
     }  # fmt: skip
-    values = {"mla": mla, "kv_heads": config["num_attention_heads"], "head_dim": mla["nope_dim"] + mla["rope_dim"]}
+    values = {
+        "mla": mla,
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],
+    }
     dense = config["first_k_dense_replace"] >= config["num_hidden_layers"]
     return values if dense else values | common.experts_from_config(config)
 

@@ -29,32 +29,32 @@ class Trait(NamedTuple):
 TRAITS: dict[str, Trait] = {
     "experts": Trait(lambda model: model.moe is not None, "it has experts (moe)", "it is dense (moe)"),
     "shared experts": Trait(
-        lambda model: model.moe is not None and model.moe.shared_experts > 0,
-        "it has shared experts (moe.shared_experts)", "it has no shared expert (moe.shared_experts)",
+        lambda model: model.moe is not None and model.moe.n_shared_experts > 0,
+        "it has shared experts (moe.n_shared_experts)", "it has no shared expert (moe.n_shared_experts)",
     ),
     "softmax gates": Trait(
-        lambda model: model.moe is not None and model.moe.gate == "softmax",
-        "its gates are softmax (moe.gate)", "its gates are sigmoid (moe.gate)",
+        lambda model: model.moe is not None and model.moe.scoring_func == "softmax",
+        "its gates are softmax (moe.scoring_func)", "its gates are sigmoid (moe.scoring_func)",
     ),
     "selection bias": Trait(
         lambda model: model.moe is not None and model.moe.balance.method == "bias",
         "a bias selects its experts (moe.balance.method)", "no bias selects its experts (moe.balance.method)",
     ),
     "expert groups": Trait(
-        lambda model: model.moe is not None and model.moe.top_groups < model.moe.groups,
-        "it routes within groups of experts (moe.groups)", "it routes to all experts (moe.groups)",
+        lambda model: model.moe is not None and model.moe.topk_group < model.moe.n_group,
+        "it routes within groups of experts (moe.n_group)", "it routes to all experts (moe.n_group)",
     ),
     "routed scale": Trait(
-        lambda model: model.moe is not None and model.moe.routed_scale != 1,
-        "its routed output is scaled (moe.routed_scale)", "its routed output is not scaled (moe.routed_scale)",
+        lambda model: model.moe is not None and model.moe.routed_scaling_factor != 1,
+        "its routed output is scaled (moe.routed_scaling_factor)", "its routed output is not scaled (moe.routed_scaling_factor)",
     ),
     "MLA": Trait(lambda model: model.mla is not None, "it has latent attention (mla)", "it has no latent attention (mla)"),
     "QK norm": Trait(
-        lambda model: model.qk_norm and model.qk_norm_over == "head",
+        lambda model: model.use_qk_norm and model.qk_norm_over == "head",
         "queries and keys are normed head by head (qk_norm)", "queries and keys are not normed head by head (qk_norm)",
     ),
     "QK norm over all heads": Trait(
-        lambda model: model.qk_norm and model.qk_norm_over == "all_heads",
+        lambda model: model.use_qk_norm and model.qk_norm_over == "all_heads",
         "queries and keys are normed over all heads (qk_norm_over)", "queries and keys are not normed over all heads (qk_norm_over)",
     ),
     "post-norm": Trait(
@@ -63,19 +63,22 @@ TRAITS: dict[str, Trait] = {
     ),
     "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
     "partial RoPE": Trait(
-        lambda model: 0 < model.rope.fraction < 1,
-        "it rotates a part of each head (rope.fraction)", "it rotates whole heads (rope.fraction)",
+        lambda model: 0 < model.rope.partial_rotary_factor < 1,
+        "it rotates a part of each head (rope.partial_rotary_factor)", "it rotates whole heads (rope.partial_rotary_factor)",
     ),
     "NoPE layers": Trait(
-        lambda model: model.nope_every > 0, "it has layers without positions (nope_every)", "all its layers have positions (nope_every)"
+        lambda model: model.no_rope_layer_interval > 0, "it has layers without positions (no_rope_layer_interval)",
+            "all its layers have positions (no_rope_layer_interval)"
     ),
     "sliding window": Trait(lambda model: bool(model.sliding_window), "it has a sliding window", "it has no sliding window"),
     "layers that see all beside it": Trait(
         lambda model: "full_attention" in model.layer_types, "only some of its layers slide (layer_types)",
         "all its layers slide (layer_types)",
     ),
-    "logit soft-cap": Trait(lambda model: model.logit_softcap > 0, "logit_softcap is on", "logit_softcap is off"),
-    "no RoPE": Trait(lambda model: model.rope.fraction == 0, "it has no RoPE at all (rope.fraction 0)", "it has RoPE"),
+    "logit soft-cap": Trait(lambda model: model.final_logit_softcapping > 0, "final_logit_softcapping is on",
+        "final_logit_softcapping is off"),
+    "no RoPE": Trait(lambda model: model.rope.partial_rotary_factor == 0, "it has no RoPE at all (rope.partial_rotary_factor 0)",
+        "it has RoPE"),
 }  # fmt: skip
 
 Names = tuple[tuple[str, str], ...]

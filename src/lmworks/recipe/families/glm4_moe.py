@@ -12,20 +12,21 @@ from lmworks.recipe.model import Model, Rope
 def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
     assert model.moe is not None
     return common.experts_to_config(model.moe) | {
-        "use_qk_norm": model.qk_norm, "num_nextn_predict_layers": model.mtp.layers if model.mtp else 0,
-        "partial_rotary_factor": rope.fraction,
+        "use_qk_norm": model.use_qk_norm, "num_nextn_predict_layers": model.mtp.num_nextn_predict_layers if model.mtp else 0,
+        "partial_rotary_factor": rope.partial_rotary_factor,
     }  # fmt: skip
 
 
 def _gguf(model: Model) -> Gguf:
     moe = model.moe
     assert moe is not None
-    grouped = moe.top_groups < moe.groups  # llama.cpp stops on groups that are all kept, which are no groups
+    grouped = moe.topk_group < moe.n_group  # llama.cpp stops on groups that are all kept, which are no groups
     metadata = {
-        "expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.expert_size,
-        "expert_shared_count": moe.shared_experts, "expert_group_count": moe.groups if grouped else 1,
-        "expert_group_used_count": moe.top_groups if grouped else 1, "leading_dense_block_count": moe.dense_layers,
-        "expert_gating_func": "SIGMOID", "expert_weights_scale": moe.routed_scale, "expert_weights_norm": moe.normalize_top_k,
+        "expert_count": moe.n_routed_experts, "expert_used_count": moe.num_experts_per_tok,
+        "expert_feed_forward_length": moe.moe_intermediate_size,
+        "expert_shared_count": moe.n_shared_experts, "expert_group_count": moe.n_group if grouped else 1,
+        "expert_group_used_count": moe.topk_group if grouped else 1, "leading_dense_block_count": moe.first_k_dense_replace,
+        "expert_gating_func": "SIGMOID", "expert_weights_scale": moe.routed_scaling_factor, "expert_weights_norm": moe.norm_topk_prob,
         "nextn_predict_layers": 0,
     }  # fmt: skip
     return common.gguf(model, "glm4moe", metadata=metadata)

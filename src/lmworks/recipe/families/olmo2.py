@@ -16,14 +16,14 @@ _POST_NORMS: Names = (
 
 
 def _differs(model: Model) -> str | None:
-    assert model.heads and model.head_dim
-    if model.heads * model.head_dim != model.hidden_size:
-        return f"heads x head_dim is {model.heads * model.head_dim} and not hidden_size {model.hidden_size}"
+    assert model.num_attention_heads and model.head_dim
+    if model.num_attention_heads * model.head_dim != model.hidden_size:
+        return f"heads x head_dim is {model.num_attention_heads * model.head_dim} and not hidden_size {model.hidden_size}"
     return None
 
 
 def _from_config(_: dict[str, Any]) -> dict[str, Any]:
-    return {"qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}
+    return {"use_qk_norm": True, "qk_norm_over": "all_heads", "norm_position": "post"}
 
 
 FAMILY = Family(

@@ -14,8 +14,8 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf(model: Model) -> Gguf:
-    assert model.heads and model.head_dim
-    if model.heads * model.head_dim != model.hidden_size:
+    assert model.num_attention_heads and model.head_dim
+    if model.num_attention_heads * model.head_dim != model.hidden_size:
         return common.gguf(model, "llama", neighbors=True)  # the same with biases, and with heads of any width
     return common.gguf(model, "qwen2")
 

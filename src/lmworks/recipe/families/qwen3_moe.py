@@ -14,8 +14,9 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     moe, window = model.moe, model.sliding_window
     assert moe is not None
     return {
-        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.expert_size,
-        "norm_topk_prob": moe.normalize_top_k, "decoder_sparse_step": 1, "mlp_only_layers": list(range(moe.dense_layers)),
+        "num_experts": moe.n_routed_experts, "num_experts_per_tok": moe.num_experts_per_tok,
+        "moe_intermediate_size": moe.moe_intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob, "decoder_sparse_step": 1, "mlp_only_layers": list(range(moe.first_k_dense_replace)),
         "use_sliding_window": bool(window), "sliding_window": int(window) if window else None,
     }  # fmt: skip
 
@@ -30,8 +31,10 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     if experts is None:
         raise KeyError("num_experts")
     moe = {
-        "experts": experts, "top_k": config["num_experts_per_tok"], "expert_size": config["moe_intermediate_size"], "shared_experts": 0,
-        "dense_layers": len(dense), "gate": "softmax", "normalize_top_k": config.get("norm_topk_prob", False), "balance": {"method": "aux"},
+        "n_routed_experts": experts, "num_experts_per_tok": config["num_experts_per_tok"],
+        "moe_intermediate_size": config["moe_intermediate_size"], "n_shared_experts": 0,
+        "first_k_dense_replace": len(dense), "scoring_func": "softmax", "norm_topk_prob": config.get("norm_topk_prob", False),
+        "balance": {"method": "aux"},
     }  # fmt: skip
     return {"moe": moe} | (common.whole_window(config) if config.get("use_sliding_window") else {})
 
@@ -39,11 +42,18 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 def _gguf(model: Model) -> Gguf:
     moe = model.moe
     assert moe is not None
-    if moe.dense_layers:
-        raise NoClass(f"its first layers are dense (moe.dense_layers {moe.dense_layers}), and llama.cpp's qwen3moe has experts in all")
-    if not moe.normalize_top_k:
-        raise NoClass("the weights of its chosen experts are not normalized (moe.normalize_top_k), and llama.cpp's qwen3moe does that")
-    metadata = {"expert_count": moe.experts, "expert_used_count": moe.top_k, "expert_feed_forward_length": moe.expert_size}
+    if moe.first_k_dense_replace:
+        raise NoClass(
+            f"its first layers are dense (moe.first_k_dense_replace {moe.first_k_dense_replace}), and llama.cpp's qwen3moe has "
+            f"experts in all"
+        )
+    if not moe.norm_topk_prob:
+        raise NoClass("the weights of its chosen experts are not normalized (moe.norm_topk_prob), and llama.cpp's qwen3moe does that")
+    metadata = {
+        "expert_count": moe.n_routed_experts,
+        "expert_used_count": moe.num_experts_per_tok,
+        "expert_feed_forward_length": moe.moe_intermediate_size,
+    }
     return common.gguf(model, "qwen3moe", metadata=metadata)
 
 

