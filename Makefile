@@ -44,7 +44,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 docs: $(VENV)/dev.stamp
-	$(BIN)/python -m lmworks.recipe.reference > docs/recipe.md
+	$(BIN)/python -m lmworks.recipe.loading.reference > docs/recipe.md
 
 clean:
 	rm -rf $(VENV) $(VENV)-* runs

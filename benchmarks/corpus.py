@@ -32,7 +32,7 @@ import yaml
 
 from lmworks.corpus.readers import parts as parts_of
 from lmworks.corpus.readers import read
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.loading.load import load_recipe
 from lmworks.tokenizer import load
 
 FILES = 8

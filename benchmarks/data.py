@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lmworks.documents import part_path
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.shards.build import build
 from lmworks.shards.checked import fingerprints

@@ -34,9 +34,9 @@ from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.pii.masking import mask
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.steps.rewrite import cache_directory
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.text_steps import Clean, Pii, Rules
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.text_steps import Clean, Pii, Rules
 
 PAGES = 250
 SHORTEST = 400  # characters of a help page that a reader would keep: shorter ones are menus and pointers
@@ -221,7 +221,7 @@ READ = """
 import resource, sys
 from pathlib import Path
 from lmworks.corpus import prepare
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 source = {"name": "one", "kind": "jsonl", "path": sys.argv[1], "license": "x"}
 prepare(Recipe.model_validate({"name": "m", "corpus": {"sources": [source], "decontaminate": None, "processes": 1}}), Path(sys.argv[2]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

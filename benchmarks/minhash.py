@@ -29,8 +29,8 @@ from lmworks.corpus.dedup.sketch import Sketching, band_keys, shingles, sketches
 from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import Part, parts, read
 from lmworks.corpus.units import units
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.corpus import Source
 
 THRESHOLD, NGRAM, VALUES = 0.8, 5, 256
 

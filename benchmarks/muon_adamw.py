@@ -25,9 +25,9 @@ import torch
 
 from lmworks.optim import build_optimizer
 from lmworks.progress import bar
-from lmworks.recipe.load import load_resolved
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.units import Tokens
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.batch import Batches
 from lmworks.train.pretrain import Pretraining, build_model
 from lmworks.train.step import micro_batch_of, train_step

@@ -28,9 +28,9 @@ from lmworks.optim import build_optimizer
 from lmworks.parallel.model import ParallelModel
 from lmworks.plan.flops import per_token
 from lmworks.precision import dtype_for, has_bf16
-from lmworks.recipe.huggingface import class_for, to_config
-from lmworks.recipe.model import Model, Moe, Rope
-from lmworks.recipe.training import Optimizer
+from lmworks.recipe.loading.huggingface import class_for, to_config
+from lmworks.recipe.schema.model import Model, Moe, Rope
+from lmworks.recipe.schema.optimizer import Optimizer
 from lmworks.shards.batch import Batch
 from lmworks.train.step import train_step
 

@@ -8,7 +8,7 @@ import torch
 from lmworks import machine
 from lmworks.optim.optimizer import Optimizer
 from lmworks.precision import dtype_for, has_bf16
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.loading.load import load_recipe
 from lmworks.train.pretrain import build_model, with_optimizer
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from lmworks.checkpoint.storage import Reader
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
-from lmworks.recipe.load import Resolved, load_recipe
+from lmworks.recipe.loading.load import Resolved, load_recipe
 from lmworks.run.walk import walk
 from lmworks.shards.batch import Batch
 from lmworks.train import trainer

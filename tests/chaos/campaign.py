@@ -33,7 +33,7 @@ import tiny_run
 from lmworks import jsonl
 from lmworks.files import sha256_file
 from lmworks.progress import bar
-from lmworks.recipe.fingerprint import fingerprint
+from lmworks.recipe.tree.fingerprint import fingerprint
 
 _PATIENCE = 900.0  # seconds until a run counts as hung: one takes twenty on an idle machine, and many times that on a busy one
 _TRIES = 3  # of a run that was over before its fault

@@ -14,9 +14,9 @@ from judge import Records, bits, lost_at_most, lost_steps, order, repeated
 from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
 from strikes import spoil
 
+from lmworks.parallel.pipeline_stages import stage_problems
 from lmworks.parallel.start import layout_for
-from lmworks.recipe.after import world_size
-from lmworks.recipe.stages import stage_problems
+from lmworks.recipe.schema.layout import world_size
 from tiny_run import Tiny
 
 

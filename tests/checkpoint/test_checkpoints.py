@@ -15,8 +15,8 @@ from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good,
 from lmworks.checkpoint import checkpoints as checkpoints_module
 from lmworks.checkpoint import storage as storage_module
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.units import Duration
 from patience import PATIENCE
 
 IDENTITY = {"hidden_size": 8, "betas": (0.9, 0.95)}

@@ -19,7 +19,7 @@ import torch
 
 from lmworks.checkpoint import Checkpoints, load, newest_good, verify
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 
 OLD, NEW = "step-00000001", "step-00000002"
 
@@ -206,7 +206,7 @@ _SAVER = """
 import sys, torch
 from pathlib import Path
 from lmworks.checkpoint import Checkpoints
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 sys.path.insert(0, sys.argv[2])
 from test_faults import make_state
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from lmworks.checkpoint import Checkpoints, load, newest_good
 from lmworks.checkpoint import mirror as mirror_module
 from lmworks.checkpoint.mirror import copy_checkpoint
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from patience import PATIENCE
 
 

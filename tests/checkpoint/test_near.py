@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, mirror, near, newest_good, storage, verify
 from lmworks.checkpoint import checkpoints as checkpoints_
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from rank_pool import RankPool
 
 WHOLE = torch.arange(42.0).reshape(7, 6)

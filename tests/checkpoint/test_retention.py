@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lmworks.checkpoint.retention import Saved, keep
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.units import Duration
 
 
 def row(step: int, metric: float | None = None, permanent: bool = False) -> Saved:

@@ -11,7 +11,7 @@ from command import Lmworks
 from lmworks import machine
 from lmworks.plan.layout import MARGIN, automatic, place
 from lmworks.plan.memory import GIB
-from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.loading.load import load_cluster, load_recipe
 
 RECIPE = """
 name: looked-at

@@ -15,7 +15,7 @@ from command import Lmworks
 from lmworks.checkpoint import listing
 from lmworks.files import read_json, sha256_file
 from lmworks.metrics.log import read
-from lmworks.recipe.load import load_resolved
+from lmworks.recipe.loading.load import load_resolved
 from lmworks.shards.batch import Batch, Batches
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger

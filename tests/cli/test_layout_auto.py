@@ -10,7 +10,7 @@ from command import Lmworks
 
 from lmworks.launch.places import local
 from lmworks.launch.torchrun import Sizes
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.loading.load import load_recipe
 
 CLUSTER = """
 nodes: 2

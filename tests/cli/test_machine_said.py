@@ -12,7 +12,7 @@ import pytest
 from command import Lmworks
 
 from lmworks import machine
-from lmworks.recipe.load import shipped_folder
+from lmworks.recipe.loading.load import shipped_folder
 
 
 def test_a_recipe_is_resolved_and_planned_for_the_machine_that_is_said(monkeypatch: pytest.MonkeyPatch, lmworks: Lmworks) -> None:

@@ -18,8 +18,8 @@ from lmworks.evaluate import benchmarks, tasks
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.after import Generator
-from lmworks.recipe.load import load_resolved
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.evaluate import Generator
 from lmworks.shards.indexed import IndexedFile, IndexedWriter
 from lmworks.shards.manifest import Manifest
 from lmworks.tokenizer import load

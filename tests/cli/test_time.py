@@ -13,9 +13,9 @@ from command import Done, Lmworks
 
 from lmworks.errors import UserError
 from lmworks.files import read_json
-from lmworks.recipe import laws
-from lmworks.recipe.load import load_recipe, load_resolved
-from lmworks.recipe.shapes import count, count_active
+from lmworks.recipe.derivation import scaling_laws
+from lmworks.recipe.derivation.parameters import count, count_active
+from lmworks.recipe.loading.load import load_recipe, load_resolved
 from lmworks.run import budget
 from lmworks.shards.batch import Batches
 from lmworks.watch.ledger import read_ledger
@@ -120,7 +120,7 @@ def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -
     model = recipe.model
     assert model.vocab_size and model.hidden_size
     hidden = count(model) - 2 * model.vocab_size * model.hidden_size
-    assert recipe.optimizer.learning_rate == laws.peak_learning_rate(hidden, tokens["general"] + tokens["long"])
+    assert recipe.optimizer.learning_rate == scaling_laws.peak_learning_rate(hidden, tokens["general"] + tokens["long"])
     assert recipe.optimizer.adam_learning_rate == 0.01, "as it is written"
 
 
@@ -171,7 +171,7 @@ def test_the_size_follows_from_the_speed(runs: Runs) -> None:
         runs(run_dir, *words, speed=speed)
         tree, recipe = read_json(run_dir / "resolved.json"), load_resolved(run_dir / "resolved.json")
         size = tree["size"]
-        assert size == budget._text(laws.parse_size(size)) != "auto"
+        assert size == budget._text(scaling_laws.parse_size(size)) != "auto"
         tokens = sum(phase.tokens for phase in recipe.train.phases)
         active.append(count_active(recipe.model))
         assert tokens / active[-1] == pytest.approx(20, rel=0.3), "shapes come in steps"

@@ -14,9 +14,9 @@ from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.evidence.opened import Prepared
 from lmworks.documents import corpus_files
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.text_steps import Clean, Lines, Rules
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.text_steps import Clean, Lines, Rules
 
 COPIED = 7  # its text stands three more times in the source
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmworks.corpus.items import Item
 from lmworks.corpus.readers import Part, parts, read
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 LIMIT = 10_000
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lmworks.corpus import steps
 from lmworks.corpus.document import Batch, Document, Outcome, Step
-from lmworks.recipe.base import Node
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.corpus import Source
 
 
 def step_of(node: Node, folder: Path = Path(), **source: Any) -> Step:

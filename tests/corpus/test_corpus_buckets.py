@@ -16,9 +16,9 @@ from lmworks.corpus.document import Document
 from lmworks.corpus.quality.train import train
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Bucket, Corpus, Source
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.steps import Clean, Python, Quality
+from lmworks.recipe.schema.corpus import Bucket, Corpus, Source
+from lmworks.recipe.schema.corpus_steps import Clean, Python, Quality
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.sample import source_weights
 
 BUCKETS = [Bucket(name="low", minimum=0, weight=0), Bucket(name="high", minimum=0.7, weight=3), Bucket(name="middle", minimum=0.3)]

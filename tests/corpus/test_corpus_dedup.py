@@ -14,7 +14,7 @@ import pytest
 from lmworks.corpus import prepare
 from lmworks.corpus.report import Report
 from lmworks.documents import corpus_files
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 
 def words(number: int, count: int = 120) -> list[str]:

@@ -25,8 +25,8 @@ from lmworks.corpus.engine import local
 from lmworks.corpus.report import Report
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.recipe import Recipe
 from patience import PATIENCE
 
 QUESTIONS = [Question("riddles/1", "Where is the ninth zebra of them?")]
@@ -259,7 +259,7 @@ from pathlib import Path
 from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.engine import local
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 local._WORTH_A_PROCESS = 50_000
 print("begun", flush=True)
 out, texts = map(Path, sys.argv[2:])

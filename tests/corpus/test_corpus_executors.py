@@ -20,8 +20,8 @@ from lmworks.corpus.engine.task import named
 from lmworks.corpus.pipeline import preview
 from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.recipe import Recipe
 from slurm_cluster import cluster
 
 

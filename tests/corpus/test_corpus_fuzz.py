@@ -238,7 +238,7 @@ def test_a_hundred_thousand_rows_and_files(tmp_path: Path) -> None:
 _PEAK = """
 import collections, json, resource, sys
 from lmworks.corpus.readers import parts, read
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 import pyarrow.parquet, zstandard
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], license="test")

@@ -16,9 +16,9 @@ from lmworks.corpus.dedup.traces import TracesWriter, sketching_of
 from lmworks.corpus.document import Batch
 from lmworks.corpus.engine import reading
 from lmworks.corpus.engine.decisions import Decisions
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.dedup import Dedup
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.dedup import Dedup
+from lmworks.recipe.schema.recipe import Recipe
 
 
 def test_traces_are_collected_in_files(tmp_path: Path) -> None:

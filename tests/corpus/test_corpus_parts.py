@@ -21,7 +21,7 @@ from source_items import items, reasons, rows, source, texts
 
 from lmworks.corpus.readers import Part, parts, provides, read
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -25,9 +25,9 @@ from lmworks.corpus.report import Report
 from lmworks.corpus.units import ngrams, units
 from lmworks.documents import COLUMNS, corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.dedup import Dedup, Minhash
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.dedup import Dedup, Minhash
+from lmworks.recipe.schema.recipe import Recipe
 
 DOCS = Source(name="docs", kind="stdlib", document_format="docs", include="email/*.py", domain="docs", language="en", license="PSF-2.0")
 CODE = Source(name="code", kind="stdlib", document_format="code", include="email/*.py", domain="code", language="code", license="PSF-2.0")
@@ -126,7 +126,7 @@ _RUN = """
 import sys
 from pathlib import Path
 from lmworks.corpus import prepare
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 print("begun", flush=True)
 prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
 """

@@ -67,7 +67,7 @@ def test_bounded_lines() -> None:
 _PEAK = """
 import resource, sys
 from lmworks.corpus.readers import parts, read
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 source = Source(name="big", kind=sys.argv[1], path=sys.argv[2], license="test")
 start = peak()

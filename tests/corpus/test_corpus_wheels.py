@@ -12,7 +12,7 @@ from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import parts, read
 from lmworks.corpus.wheels import wheel
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 NAME = "some_text-1.2-py3-none-any.whl"
 

@@ -13,7 +13,7 @@ from lmworks.corpus.cleaning import clean
 from lmworks.corpus.evidence.opened import Prepared
 from lmworks.corpus.evidence.sample import Choice, sample
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Bucket
+from lmworks.recipe.schema.corpus import Bucket
 
 ALL = 10_000
 

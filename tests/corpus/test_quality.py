@@ -22,9 +22,9 @@ from lmworks.corpus.quality.measure import measure
 from lmworks.corpus.quality.train import score_texts, train
 from lmworks.corpus.units import units
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.steps import Quality
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.corpus_steps import Quality
+from lmworks.recipe.schema.recipe import Recipe
 
 
 def source(**more: object) -> Source:

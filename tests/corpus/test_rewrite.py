@@ -20,9 +20,9 @@ from starlette.routing import Route
 from lmworks.corpus import steps
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Variants
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.steps import Rewrite
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.corpus_steps import Rewrite
 
 PROMPT = "Say it shorter:\n\n{text}\n\nNo {braces} lost."
 

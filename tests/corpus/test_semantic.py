@@ -19,9 +19,9 @@ from lmworks.corpus.semantic import duplicates, embedding, hashed
 from lmworks.corpus.units import units
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.dedup import Dedup, Semantic
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.dedup import Dedup, Semantic
+from lmworks.recipe.schema.recipe import Recipe
 
 
 def texts() -> list[str]:

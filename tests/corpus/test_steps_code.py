@@ -16,8 +16,8 @@ from lmworks.corpus.document import Document, Drop, Outcome
 from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.errors import UserError
 from lmworks.limited import Limited
-from lmworks.recipe.text_steps import Code
-from lmworks.recipe.units import Seconds
+from lmworks.recipe.schema.text_steps import Code
+from lmworks.recipe.schema.units import Seconds
 from lmworks.sandbox import Limits, run_python
 from patience import PATIENCE
 

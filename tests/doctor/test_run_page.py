@@ -17,8 +17,8 @@ from lmworks.doctor.gather import gather
 from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
-from lmworks.recipe.after import Cluster
-from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 

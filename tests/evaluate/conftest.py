@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lmworks.recipe.model import Model, Moe
+from lmworks.recipe.schema.model import Model, Moe
 
 
 class ByteTokenizer:

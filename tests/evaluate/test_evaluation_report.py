@@ -19,8 +19,8 @@ from lmworks.evaluate.protection import protection
 from lmworks.evaluate.report import check, evaluate
 from lmworks.evaluate.tables import printable
 from lmworks.precision import dtype_for
-from lmworks.recipe.after import Evaluate
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.recipe.schema.recipe import Recipe
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 

@@ -5,7 +5,7 @@ import pytest
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
 from lmworks.evaluate import tasks
-from lmworks.recipe.after import Generator
+from lmworks.recipe.schema.evaluate import Generator
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 

@@ -14,7 +14,7 @@ from small_models import MODELS, Run, recipe_for, trained
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.files import write_json
-from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.shards.build import build
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.train import train as train_tokenizer

@@ -16,7 +16,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim.optimizer import build_optimizer
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.tokenizer.tokenizer import Tokenizer
 

@@ -24,9 +24,9 @@ from lmworks.export.huggingface import TOLERANCE, compare, read_model, require_p
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import RopeChange
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import RopeChange
+from lmworks.recipe.tree.fingerprint import as_tree
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'lmworks[export]'")

@@ -16,8 +16,8 @@ from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.after import Layout
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.model import Model
 from parallel.parity import MODELS, recipe_of, whole
 from rank_pool import RankPool
 

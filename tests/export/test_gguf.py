@@ -20,9 +20,9 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES
-from lmworks.recipe.huggingface import from_config
-from lmworks.recipe.model import Model
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
@@ -256,7 +256,7 @@ def test_qwen3_moe_and_olmo2_as_llama_cpp_names_them(make_run: Callable[..., Any
 
 
 def test_shipped_recipes_have_an_architecture() -> None:
-    from lmworks.recipe.load import load_recipe, shipped
+    from lmworks.recipe.loading.load import load_recipe, shipped
 
     found = {}
     for name in shipped():

@@ -19,8 +19,8 @@ from lmworks.export.names import from_huggingface, has_place, to_huggingface
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, family_of, table
-from lmworks.recipe.huggingface import class_for, from_config, to_config
-from lmworks.recipe.model import Balance, Mla, Model, Moe, Rope
+from lmworks.recipe.loading.huggingface import class_for, from_config, to_config
+from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Rope
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,

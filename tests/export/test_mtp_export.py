@@ -19,7 +19,7 @@ from lmworks.export.huggingface import read_model, write_model
 from lmworks.export.names import carries_mtp
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
-from lmworks.recipe.model import Mla, Model, Moe, Mtp, Rope
+from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp, Rope
 
 _MOE = Moe(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
 _SMALL: dict[str, Any] = {

@@ -17,7 +17,7 @@ from small_models import CHATS, STEPS, TEXTS
 
 from lmworks.export.export import write_huggingface
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
-from lmworks.recipe.huggingface import class_for
+from lmworks.recipe.loading.huggingface import class_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 

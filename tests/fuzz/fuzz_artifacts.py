@@ -65,7 +65,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def small(**more: Any) -> Any:
-    from lmworks.recipe.model import Model
+    from lmworks.recipe.schema.model import Model
 
     shape = {
         "vocab_size": 300,
@@ -237,7 +237,7 @@ def make_sources(folder: Path) -> None:
 def use_source(kind: str, name: str) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
         from lmworks.corpus.readers import parts, read
-        from lmworks.recipe.corpus import Source
+        from lmworks.recipe.schema.corpus import Source
 
         source = Source.model_validate({"name": "mine", "kind": kind, "path": str(folder / name), "license": "test"})
         for part in parts(source, 1 << 20):
@@ -257,7 +257,7 @@ def make_records(folder: Path) -> None:
 
 def use_records(folder: Path) -> None:
     from lmworks.doctor.page import write_page
-    from lmworks.recipe.load import load_cluster
+    from lmworks.recipe.loading.load import load_cluster
     from lmworks.train.mixture import read_changes
     from lmworks.watch.ledger import read_ledger
 
@@ -329,8 +329,8 @@ def make_run(folder: Path) -> None:
     import torch
 
     from lmworks.checkpoint import Checkpoints
-    from lmworks.recipe.fingerprint import as_tree
-    from lmworks.recipe.recipe import Recipe
+    from lmworks.recipe.schema.recipe import Recipe
+    from lmworks.recipe.tree.fingerprint import as_tree
 
     model = small_model()
     recipe = Recipe(name="talker", model=model.config)

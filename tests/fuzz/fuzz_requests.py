@@ -117,7 +117,7 @@ class Requests:
         import lmworks.serve.api  # noqa: F401
         from lmworks.model import Transformer
         from lmworks.model.init import initialize
-        from lmworks.recipe.model import Model
+        from lmworks.recipe.schema.model import Model
 
         torch.set_num_threads(1)
         config = Model(

@@ -20,7 +20,7 @@ from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, Table, read_hosts, read_table
 from lmworks.launch.rank import live
 from lmworks.launch.torchrun import Sizes
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
 

@@ -23,7 +23,7 @@ from lmworks.launch import places, slurm, torchrun
 from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, read_table
 from lmworks.launch.torchrun import Sizes
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_beats
 from lmworks.watch.ledger import read_ledger
 from patience import PATIENCE

@@ -20,7 +20,7 @@ from lmworks.interrupt import Interrupted, Preempted
 from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.launch.rank import live
 from lmworks.launch.world import world
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.signals import graceful_stop
 

@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.metrics import MetricLog
-from lmworks.recipe.training import Metrics
+from lmworks.recipe.schema.metrics import Metrics
 
 
 def free_port() -> int:
@@ -33,7 +33,7 @@ from pathlib import Path
 sys.modules[{module!r}] = None
 from lmworks.errors import UserError
 from lmworks.metrics import MetricLog
-from lmworks.recipe.training import Metrics
+from lmworks.recipe.schema.metrics import Metrics
 try:
     MetricLog(Path({str(tmp_path)!r}), Metrics(**{options!r}))
 except UserError as error:

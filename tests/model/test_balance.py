@@ -10,9 +10,9 @@ from lmworks.model import Transformer
 from lmworks.model.balance import load_error, set_temperature, statistics, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
-from lmworks.parallel.rematerialize import checkpoint_activations
-from lmworks.recipe.model import Balance, Model, Moe
-from lmworks.recipe.recomputation import Recomputation
+from lmworks.parallel.activation_checkpointing import checkpoint_activations
+from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointing
+from lmworks.recipe.schema.model import Balance, Model, Moe
 
 
 def skewed(balance: Balance) -> Transformer:
@@ -82,7 +82,7 @@ def test_each_way_of_choosing_moves_as_published() -> None:
 def test_recomputation_counts_nothing_twice(mode: str) -> None:
     tokens, labels, cu_seqlens = sample()
     plain, recomputing = build(CONFIGS["aux"]), build(CONFIGS["aux"])
-    checkpoint_activations(recomputing, Recomputation.parse(mode))
+    checkpoint_activations(recomputing, ActivationCheckpointing.parse(mode))
     losses = []
     for model in (plain, recomputing):
         loss = model.loss(tokens, labels, cu_seqlens)

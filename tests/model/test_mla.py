@@ -20,7 +20,7 @@ from lmworks.model.generate import GenerateOptions, generate
 from lmworks.model.mla import LatentAttention
 from lmworks.model.rope import cos_sin, frequencies
 from lmworks.plan.memory import kv_cache_bytes
-from lmworks.recipe.model import Mla, Model, Moe, Rope
+from lmworks.recipe.schema.model import Mla, Model, Moe, Rope
 
 MLA = Mla(q_lora_rank=20, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
 _SMALL: dict[str, Any] = {

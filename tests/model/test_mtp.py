@@ -19,8 +19,8 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize, standard_deviation
 from lmworks.model.loss import IGNORE
 from lmworks.model.mtp import look_ahead
-from lmworks.recipe.model import Balance, Mla, Model, Moe, Mtp
-from lmworks.recipe.shapes import count, count_active, parameters
+from lmworks.recipe.derivation.parameters import count, count_active, parameters
+from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Mtp
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,

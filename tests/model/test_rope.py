@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lmworks.model.rope import cos_sin, frequencies
-from lmworks.recipe.model import Rope
-from lmworks.recipe.training import RopeChange
+from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.train import RopeChange
 
 DIM, ORIGINAL = 64, 128
 START = Rope(theta=10_000.0)

@@ -19,8 +19,8 @@ from lmworks.model.blocked import attend_blocks
 from lmworks.model.documents import visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
-from lmworks.recipe.model import Balance, Model, Moe, Rope
-from lmworks.recipe.shapes import count, parameters
+from lmworks.recipe.derivation.parameters import count, parameters
+from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
 from lmworks.shards.packing import IGNORE as SHARDS_IGNORE
 
 _SMALL: dict[str, Any] = {

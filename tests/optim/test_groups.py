@@ -8,8 +8,8 @@ from torch import nn
 from lmworks.errors import UserError
 from lmworks.model.transformer import Transformer
 from lmworks.optim.groups import Group, group_parameters
-from lmworks.recipe.model import Mla, Model, Moe, Mtp
-from lmworks.recipe.training import Optimizer as Options
+from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp
+from lmworks.recipe.schema.optimizer import Optimizer as Options
 
 MODEL = Model(
     vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,

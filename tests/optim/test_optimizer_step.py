@@ -13,8 +13,8 @@ from lmworks.errors import UserError
 from lmworks.model.init import initialize
 from lmworks.model.transformer import Transformer
 from lmworks.optim import Optimizer, build_optimizer, clip_gradients
-from lmworks.recipe.model import Model, Moe
-from lmworks.recipe.training import Optimizer as Options
+from lmworks.recipe.schema.model import Model, Moe
+from lmworks.recipe.schema.optimizer import Optimizer as Options
 
 MODEL = Model(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,

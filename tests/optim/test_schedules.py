@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.optim.schedules import Schedules
-from lmworks.recipe.training import Phase, Ramp, Schedule
-from lmworks.recipe.units import Duration, Tokens
+from lmworks.recipe.schema.train import BatchRamp, LrSchedule, Phase
+from lmworks.recipe.schema.units import Duration, Tokens
 
 LENGTH = 16
 
 
-def phase(steps: int, batch: int = 64, *, ramp: Ramp | None = None, scale: float = 1.0, name: str = "base", **schedule: object) -> Phase:
+def phase(
+    steps: int, batch: int = 64, *, ramp: BatchRamp | None = None, scale: float = 1.0, name: str = "base", **schedule: object
+) -> Phase:
     return Phase(
         name=name, tokens=Tokens(steps * batch), mixture={"a": 1.0}, sequence_length=Tokens(LENGTH), global_batch_size=Tokens(batch),
-        batch_ramp=ramp, learning_rate_scale=scale, lr_schedule=Schedule(**schedule),
+        batch_ramp=ramp, learning_rate_scale=scale, lr_schedule=LrSchedule(**schedule),
     )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Phase], list[list[int]]]:
             first = draw(st.integers(1, full // LENGTH)) * LENGTH
             over = draw(st.integers(1, steps))
             tokens = [first + (full - first) * i // over // LENGTH * LENGTH if i < over else full for i in range(steps)]
-            ramp = Ramp(start=Tokens(first), over=duration(f"{over} steps"), rescale=draw(st.sampled_from(["none", "sqrt", "linear"])))
+            ramp = BatchRamp(start=Tokens(first), over=duration(f"{over} steps"), rescale=draw(st.sampled_from(["none", "sqrt", "linear"])))
         warmup = draw(st.sampled_from(["0%", "2%", "20%", "1 steps", f"{steps // 2} steps", f"{LENGTH * steps // 3} tokens"]))
         decay = draw(st.sampled_from(["0%", "20%", "30%", f"{steps // 4} steps", "1 tokens"]))
         phases.append(
@@ -164,14 +166,14 @@ def test_a_phase_goes_on_where_the_last_one_ended(scale: float) -> None:
 
 @pytest.mark.parametrize(("rescale", "first"), [("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)])
 def test_the_rate_follows_the_batch_up_the_ramp(rescale: str, first: float) -> None:
-    ramp = Ramp(start=Tokens(16), over=duration("4 steps"), rescale=rescale)
+    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale=rescale)
     values = factors([phase(8, 64, ramp=ramp, kind="constant", warmup=duration("0%"))], [[16, 32, 48, 64, 64, 64]])
     assert values[0] == pytest.approx(first)
     assert values[3:] == [1.0] * 3
 
 
 def test_a_warmup_in_steps_is_counted_in_steps_though_they_are_not_equally_long() -> None:
-    ramp = Ramp(start=Tokens(16), over=duration("4 steps"), rescale="none")
+    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale="none")
     values = factors([phase(8, 64, ramp=ramp, kind="constant", warmup=duration("3 steps"))], [[16, 32, 48, 64, 64, 64]])
     assert values[1] < 1.0
     assert values[2] == 1.0
@@ -186,7 +188,7 @@ def test_the_end_of_the_warmup_is_known_in_steps() -> None:
 
 
 def test_a_decay_in_steps_counts_from_the_end() -> None:
-    ramp = Ramp(start=Tokens(16), over=duration("4 steps"), rescale="none")
+    ramp = BatchRamp(start=Tokens(16), over=duration("4 steps"), rescale="none")
     only = phase(8, 64, ramp=ramp, kind="wsd", warmup=duration("0%"), decay=duration("2 steps"), min_lr_ratio=0.0)
     assert factors([only], [[16, 32, 48, 64, 64, 64]])[2:] == pytest.approx([1.0, 1.0, 1 - math.sqrt(0.5), 0.0])
 

@@ -17,8 +17,8 @@ from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.after import Layout
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.train.step import train_step

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from lmworks.recipe.after import Layout
-from lmworks.recipe.model import Model
-from lmworks.recipe.stages import stage_problems
-from lmworks.recipe.training import Train
+from lmworks.parallel.pipeline_stages import stage_problems
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.train import Train
 from parallel.parity import MODELS, ROWS, alone, compare, train
 from rank_pool import RankPool
 

@@ -15,7 +15,7 @@ from lmworks.model import Transformer
 from lmworks.model.moe import MoE
 from lmworks.model.router import Router
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 from parallel import parity
 from parallel.parity import Trained, compare
 from rank_pool import RankPool

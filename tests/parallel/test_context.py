@@ -20,8 +20,8 @@ from lmworks.model.init import initialize
 from lmworks.model.router import Router
 from lmworks.parallel import context
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.model import Model
 from parallel.parity import MODELS, Trained, alone, batch_of, compare, train
 from rank_pool import RankPool
 

@@ -19,8 +19,8 @@ from lmworks.parallel import parallelize
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.layout import choose
 from lmworks.plan.memory import _stage_memory
-from lmworks.recipe.after import Layout, world_size
-from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.schema.layout import Layout, world_size
 
 PIPELINED = Layout(pp=16, tp=8, dp_shard=64, ep=32)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 from parallel.parity import alone, compare, train
 from rank_pool import RankPool
 

@@ -14,9 +14,9 @@ from lmworks.errors import UserError
 from lmworks.parallel import meeting
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.after import Layout
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 
 CPU = torch.device("cpu")
 

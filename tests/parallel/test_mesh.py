@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 from rank_pool import RankPool
 
 AXES = ("pp", "dp_replicate", "tp", "dp", "cp", "loss", "fsdp", "ep", "efsdp", "weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 from parallel.mutations import MISTAKES, train_mistaken
 from parallel.parity import alone, alone_bf16, compare, compare_bf16
 from rank_pool import RankPool

@@ -21,8 +21,8 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.plan.schedule import alive, bubble
-from lmworks.recipe.after import Layout
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.layout import Layout
 from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
 from rank_pool import RankPool
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 from parallel.parity import alone, alone_bf16, compare, compare_bf16, train, train_bf16
 from rank_pool import RankPool
 

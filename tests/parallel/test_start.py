@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lmworks.errors import UserError
 from lmworks.parallel.start import layout_for, start
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 from patience import PATIENCE
 
 

@@ -12,7 +12,7 @@ from lmworks.model.generate import GenerateOptions, stream
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.tensor import problems
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 from parallel.parity import alone, batch_of, compare, recipe_of, train
 from rank_pool import RankPool
 

@@ -22,9 +22,9 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.zero_offload import _shape
 from lmworks.plan.memory import memory
-from lmworks.recipe.load import load_cluster
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Checkpoints as Saving
+from lmworks.recipe.loading.load import load_cluster
+from lmworks.recipe.schema.checkpoints import Checkpoints as Saving
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import with_optimizer
 from lmworks.train.step import train_step
 from lmworks.watch.spike import Limits

@@ -12,8 +12,8 @@ from lmworks.plan.automatic import decide, devices_of, kept
 from lmworks.plan.layout import MARGIN, Placed, automatic, fits, legal, place, problems
 from lmworks.plan.plan import make_plan
 from lmworks.plan.schedule import bubble
-from lmworks.recipe.after import Layout, world_size
-from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.schema.layout import Layout, world_size
 
 
 @pytest.mark.parametrize(("name", "where"), [("smollm3-3b", "64xh100"), ("glm-15b-a3b", "64xh100"), ("glm46-355b-a32b", "8192xh800")])

@@ -7,10 +7,10 @@ import torch
 
 from lmworks.model.transformer import Transformer
 from lmworks.plan.counts import count
-from lmworks.recipe.load import load_recipe, shipped
-from lmworks.recipe.model import Model, Moe
-from lmworks.recipe.shapes import count as total
-from lmworks.recipe.shapes import parameters
+from lmworks.recipe.derivation.parameters import count as total
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.loading.load import load_recipe, shipped
+from lmworks.recipe.schema.model import Model, Moe
 
 SMALL = {
     "vocab_size": 96,

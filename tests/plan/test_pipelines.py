@@ -8,8 +8,8 @@ import pytest
 
 from lmworks.plan.layout import describe, problems
 from lmworks.plan.schedule import alive, bubble, micro_batches_for
-from lmworks.recipe.after import Layout
-from lmworks.recipe.load import load_cluster, load_recipe
+from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.schema.layout import Layout
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from lmworks.plan import flops, schedule
 from lmworks.plan.layout import choose, problems
 from lmworks.plan.memory import kv_cache_bytes, state_bytes
 from lmworks.plan.plan import Plan, days, make_plan, plain
-from lmworks.recipe.after import Cluster, Layout
-from lmworks.recipe.load import load_cluster, load_recipe
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 
 DAY = 86_400
 DOCUMENTED = Layout(pp=16, tp=8, dp_shard=64, ep=32)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lmworks.plan.vocabulary import table, verdict
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.loading.load import load_recipe
 
 # Tokens per byte fall with the logarithm of the size, as they do on real text.
 MEASURED = [{"entries": 2**n, "tokens_per_byte": 0.55 - 0.02 * n, "bytes_per_token": 1 / (0.55 - 0.02 * n), "fertility": 1.5}

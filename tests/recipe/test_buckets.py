@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.buckets import expand
-from lmworks.recipe.corpus import Bucket, Source
-from lmworks.recipe.load import load_recipe
+from lmworks.recipe.derivation.buckets import expand
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.corpus import Bucket, Source
 
 Write = Callable[..., Path]
 STEPS = "corpus:\n  steps: [{step: clean}, {step: quality, model: q.safetensors}]\n"

@@ -12,8 +12,8 @@ from lmworks.errors import UserError
 from lmworks.parallel.mesh import alone
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import with_optimizer
 from parallel.parity import recipe_of
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe import laws
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.model import Model, Moe
-from lmworks.recipe.shapes import count, count_active
+from lmworks.recipe.derivation import scaling_laws
+from lmworks.recipe.derivation.parameters import count, count_active
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.schema.model import Model, Moe
 
 Write = Callable[..., Path]
 BARE = """\
@@ -92,7 +92,7 @@ def test_max_length_follows_the_extension(write: Write) -> None:
 )
 def test_shapes_are_sound(size: float, vocab: int, experts: tuple[int, int] | None, tied: bool) -> None:
     moe = Moe(n_routed_experts=experts[0], num_experts_per_tok=experts[1], moe_intermediate_size=1) if experts else None
-    shape = laws.shape(int(size), Model(vocab_size=vocab, moe=moe, tie_word_embeddings=tied))
+    shape = scaling_laws.shape(int(size), Model(vocab_size=vocab, moe=moe, tie_word_embeddings=tied))
     expert_size = shape.pop("moe_intermediate_size", None)
     model = Model.model_validate(
         {
@@ -114,17 +114,17 @@ def test_shapes_are_sound(size: float, vocab: int, experts: tuple[int, int] | No
 @settings(max_examples=60)
 @given(tokens=st.integers(10_000, 10**14), length=st.sampled_from([128, 512, 2048, 32_768]))
 def test_batches_are_sound(tokens: int, length: int) -> None:
-    batch = laws.batch_tokens(tokens, length)
+    batch = scaling_laws.batch_tokens(tokens, length)
     sequences = batch // length
     assert batch % length == 0 and sequences & (sequences - 1) == 0
     assert batch <= max(tokens, length)
 
 
 def test_rates_fall_with_size_and_rise_with_data() -> None:
-    assert laws.peak_learning_rate(10**9, 10**11) < laws.peak_learning_rate(10**8, 10**11)
-    assert laws.peak_learning_rate(10**9, 10**10) < laws.peak_learning_rate(10**9, 10**11)
+    assert scaling_laws.peak_learning_rate(10**9, 10**11) < scaling_laws.peak_learning_rate(10**8, 10**11)
+    assert scaling_laws.peak_learning_rate(10**9, 10**10) < scaling_laws.peak_learning_rate(10**9, 10**11)
     # the paper's example of 1B parameters outside the embeddings and 100B tokens: 1.79 * 1e9**-0.713 * 1e11**0.307
-    assert laws.peak_learning_rate(10**9, 10**11) == pytest.approx(1.63e-3, rel=0.01)
+    assert scaling_laws.peak_learning_rate(10**9, 10**11) == pytest.approx(1.63e-3, rel=0.01)
 
 
 def test_rate_depends_on_the_optimizer() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.fingerprint import fingerprint
-from lmworks.recipe.load import load_cluster, load_recipe, load_resolved, shipped
-from lmworks.recipe.shapes import count
+from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.loading.load import load_cluster, load_recipe, load_resolved, shipped
+from lmworks.recipe.tree.fingerprint import fingerprint
 
 Write = Callable[..., Path]
 RECIPES = ("dense-125m", "glm-15b-a3b", "glm45-air-106b-a12b", "glm46-355b-a32b", "quickstart", "smollm3-3b")
@@ -228,7 +228,7 @@ def test_cluster_files() -> None:
 
 def test_loading_is_light() -> None:
     """`lmworks show` must not pay for torch."""
-    code = "import sys; from lmworks.recipe.load import load_recipe; load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lmworks.recipe.loading.load import load_recipe; load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,9 +10,9 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.plan.machine import this_machine
 from lmworks.plan.plan import make_plan
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.positions import positions, warnings
-from lmworks.recipe.show import as_json, phases
+from lmworks.recipe.derivation.positions import positions, warnings
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.loading.show import as_json, phases
 
 Write = Callable[..., Path]
 LONG = "sequence_length: 1Ki\n      global_batch_size: 8Ki\n"

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.shapes import count
+from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.loading.load import load_recipe
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,

@@ -12,11 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.paths import flat
-from lmworks.recipe.reference import reference
-from lmworks.recipe.show import tree
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.loading.reference import reference
+from lmworks.recipe.loading.show import tree
+from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.tree.paths import flat
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ def test_show_without_defaults(write: Write) -> None:
 
 def test_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8") == reference(), (
-        "run: python -m lmworks.recipe.reference > docs/recipe.md"
+        "run: python -m lmworks.recipe.loading.reference > docs/recipe.md"
     )
 
 

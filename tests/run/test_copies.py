@@ -23,7 +23,7 @@ import pytest
 from lmworks.checkpoint import Checkpoints, listing
 from lmworks.checkpoint.mirror import copy_checkpoint
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.run import copies
 from lmworks.run.copies import copy, restore
 from lmworks.watch.ledger import Ledger, read_ledger

@@ -18,12 +18,12 @@ from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.plan.text import too_little
-from lmworks.recipe import laws
-from lmworks.recipe.base import Node
-from lmworks.recipe.keys import known_paths
-from lmworks.recipe.load import load_resolved
-from lmworks.recipe.reads import ROWS, row_of, table
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.derivation import scaling_laws
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import ROWS, row_of, table
+from lmworks.recipe.tree.keys import known_paths
 from lmworks.run import stages, stale
 from lmworks.run.stages import STAGES, Context, Stage, stages_for
 from lmworks.run.walk import Told, walk
@@ -66,7 +66,7 @@ def covers(key: str, path: str) -> bool:
 
 
 def test_the_page_has_the_table_of_the_declaration() -> None:
-    begin, end = "<!-- table: python -m lmworks.recipe.reads -->\n", "\n<!-- end of table -->"
+    begin, end = "<!-- table: python -m lmworks.recipe.tree.effects -->\n", "\n<!-- end of table -->"
     assert PAGE.split(begin)[1].split(end)[0] == table()
 
 
@@ -297,7 +297,7 @@ def test_clearing_keeps_what_says_that_the_folder_is_ours(run: Tiny, monkeypatch
 
 def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rates derive from the budget, so they follow it, and are told."""
-    monkeypatch.setattr(laws, "_RATE_BOUNDS", (1e-5, 1.0))  # within which a model of this size is at the upper one
+    monkeypatch.setattr(scaling_laws, "_RATE_BOUNDS", (1e-5, 1.0))  # within which a model of this size is at the upper one
     recipe = tmp_path / "open.yaml"
     recipe.write_text(tiny.recipe.read_text().replace("optimizer: {learning_rate: 0.01, adam_learning_rate: 0.01}\n", ""))
     run = Tiny(recipe, tiny.copy(tmp_path / "run").run_dir)

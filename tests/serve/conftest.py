@@ -22,10 +22,10 @@ from lmworks.checkpoint import Checkpoints
 from lmworks.files import write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.after import Tune
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.model import Model, Moe
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.model import Model, Moe
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import Tune
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.serve.engine import Engine
 from lmworks.serve.guard import ServerOptions
 from lmworks.serve.models import Models

@@ -14,7 +14,7 @@ import torch
 from lmworks import tokenizer as tokenizers
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.chat import shipped_template
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from shards_corpus import write_corpus
 
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.shards.build import build
 from lmworks.shards.manifest import Manifest

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.lineage import Lineage
@@ -116,7 +116,7 @@ def built(recipe: Recipe, shards_dir: Path) -> Batches:
 PROBE = """
 import hashlib, sys
 from pathlib import Path
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 batches = Batches(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 for step in map(int, sys.argv[3:]):

@@ -15,7 +15,7 @@ from test_order import recipe_of
 from token_shards import write_token_shards
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.shards.order import Change
 from lmworks.shards.packing import IGNORE

@@ -19,7 +19,7 @@ from shards_corpus import write_corpus
 
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.build import build
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.manifest import Manifest, check_vocabulary, verify
@@ -116,7 +116,7 @@ def test_sources_of_several_parts_and_shards_made_in_blocks_are_whole(
 KILLED = """
 import sys
 from pathlib import Path
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards import build
 build._WORTH_A_PROCESS = 1
 build.build(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))

@@ -18,7 +18,7 @@ from test_order import recipe_of
 from token_shards import write_token_shards
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.shards.cache import BlockCache, block_key
 from lmworks.shards.checked import BLOCK
@@ -168,7 +168,7 @@ def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path, monkeypatch: 
 WORKER = """
 import sys, hashlib, json
 from pathlib import Path
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 batches = Batches(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 order = [step for _ in range(8) for step in range(batches.steps)][:: int(sys.argv[3])]

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batches
 from lmworks.shards.build import build
 from lmworks.shards.importing import Imported, import_tokens

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Corpus, Infill, Source
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Corpus, Fim, Source
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.build import build
 from lmworks.shards.infill import MIDDLE, PREFIX, SUFFIX, cut, encode
 from lmworks.shards.manifest import Manifest
 from lmworks.tokenizer import Tokenizer, load
 
-BOTH = Infill(rate=0.5, spm_rate=0.5)
+BOTH = Fim(rate=0.5, spm_rate=0.5)
 
 
 def undo(tokenizer: Tokenizer, tokens: np.ndarray) -> tuple[str, str, str, str]:
@@ -51,22 +51,22 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60), st.integers(0, 2**40), st.floats(0, 1), st.floats(0, 1))
 def test_the_pieces_are_the_text(text: str, number: int, rate: float, spm: float) -> None:
-    found = cut(f"code/0/{number}", text, Infill(rate=rate, spm_rate=spm), 1)
+    found = cut(f"code/0/{number}", text, Fim(rate=rate, spm_rate=spm), 1)
     assert found is None or "".join(found[:3]) == text
-    assert cut(f"code/0/{number}", text, Infill(rate=0, spm_rate=spm), 1) is None
-    always = cut(f"code/0/{number}", text, Infill(rate=1, spm_rate=1), 1)
+    assert cut(f"code/0/{number}", text, Fim(rate=0, spm_rate=spm), 1) is None
+    always = cut(f"code/0/{number}", text, Fim(rate=1, spm_rate=1), 1)
     assert always is not None and always[3]
 
 
 def test_places_are_drawn_evenly_and_as_often_as_asked() -> None:
-    found = [cut(f"code/0/{number}", "x" * 100, Infill(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
+    found = [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
     taken = [one for one in found if one]
     assert len(taken) / 8000 == pytest.approx(0.3, abs=0.02)
     assert np.mean([one[3] for one in taken]) == pytest.approx(0.7, abs=0.03)
     for piece in range(3):  # two even places cut a line in three parts of equal mean length
         assert np.mean([len(one[piece]) for one in taken]) == pytest.approx(100 / 3, abs=2)
-    assert found == [cut(f"code/0/{number}", "x" * 100, Infill(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
-    assert found != [cut(f"code/0/{number}", "x" * 100, Infill(rate=0.3, spm_rate=0.7), 6) for number in range(8000)]
+    assert found == [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
+    assert found != [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 6) for number in range(8000)]
 
 
 def test_a_reader_of_the_tokens_can_put_the_document_together(tokenizer: Tokenizer) -> None:
@@ -90,7 +90,7 @@ def test_a_reader_of_the_tokens_can_put_the_document_together(tokenizer: Tokeniz
 
 
 def infilled(recipe: Recipe, name: str = "code") -> Recipe:
-    source = Source(name=name, kind="text", path="unused", license="test", fim=Infill(rate=0.8))
+    source = Source(name=name, kind="text", path="unused", license="test", fim=Fim(rate=0.8))
     return recipe.model_copy(update={"corpus": Corpus(sources=[source])})
 
 

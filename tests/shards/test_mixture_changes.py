@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_order import recipe_of
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order import Change, Order
 
 DATA = {"a": 60_000, "b": 30_000, "c": 20_000}

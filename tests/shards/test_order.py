@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order import Order
 
 
@@ -143,7 +143,7 @@ def test_the_fingerprint_changes_with_what_decides_a_batch_and_with_nothing_else
 PROBE = """
 import json, sys
 import numpy as np
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order import Order
 order = Order(Recipe.model_validate_json(sys.argv[1]), json.loads(sys.argv[2]))
 found = order.locate(0, np.arange(500))

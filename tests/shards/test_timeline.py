@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import Phase
+from lmworks.recipe.schema.train import Phase
 from lmworks.shards.timeline import PhaseSteps, Timeline
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizer_texts import ARTICLE, library, write_source
 
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizer_texts import write_source
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load, special
 from lmworks.tokenizer.drift import drift
 from lmworks.tokenizer.sizes import at_sizes

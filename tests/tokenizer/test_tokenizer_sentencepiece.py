@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizer_texts import ARTICLE, library, write_source
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import StreamDecoder, Tokenizer, load
 from lmworks.tokenizer.train import train
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizer_texts import write_source
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import Tokenizer, bpe, load, special
 from lmworks.tokenizer.sample import draw, source_weights
 from lmworks.tokenizer.train import train

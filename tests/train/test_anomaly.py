@@ -19,7 +19,7 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer, documents
 from lmworks.model.init import initialize
 from lmworks.model.layers import Linear
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 from lmworks.run.replay import replay
 from lmworks.train.anomaly import FirstNonFinite
 from lmworks.watch.ledger import read_ledger

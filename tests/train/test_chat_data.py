@@ -15,8 +15,8 @@ import pytest
 from lmworks.corpus.contamination import Gate
 from lmworks.errors import UserError
 from lmworks.evaluate.tasks import SEED, questions
-from lmworks.recipe.after import Generator
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.evaluate import Generator
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.indexed import IndexedFile
 from lmworks.shards.tuning import TuningBatches
 from lmworks.tokenizer import Tokenizer, load

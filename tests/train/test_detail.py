@@ -13,7 +13,7 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 from lmworks.shards.batch import Batches
 from lmworks.train.detail import largest_score, passing, watching
 from lmworks.train.pretrain import build_model

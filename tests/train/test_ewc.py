@@ -16,8 +16,8 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout
-from lmworks.recipe.training import Ewc
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.train import Ewc
 from lmworks.shards.batch import Batch, Batches
 from lmworks.train.ewc import Consolidation
 from lmworks.train.pretrain import build_model, pretrain, sequences_of

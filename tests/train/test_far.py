@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.fingerprint import harmless
+from lmworks.recipe.tree.fingerprint import harmless
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load

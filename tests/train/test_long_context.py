@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lmworks.metrics.log import read
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.model import Rope
+from lmworks.recipe.schema.model import Rope
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.order import Change
 from lmworks.train import trainer

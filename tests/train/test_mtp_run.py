@@ -13,8 +13,8 @@ import torch
 from lmworks.files import write_json
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.model import Mtp
+from lmworks.recipe.schema.model import Mtp
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.train.load import final_mtp_weight, load_model
 from lmworks.train.pretrain import identity
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits

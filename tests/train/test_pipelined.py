@@ -6,7 +6,7 @@ import pytest
 
 import tiny_run
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 from lmworks.train.pretrain import pretrain
 from rank_pool import RankPool
 from tiny_run import Tiny, curve

@@ -16,7 +16,7 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger

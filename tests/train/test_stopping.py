@@ -14,7 +14,7 @@ from lmworks.errors import UserError
 from lmworks.export.card import write_card
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
-from lmworks.recipe.training import EarlyStopping as Options
+from lmworks.recipe.schema.train import EarlyStopping as Options
 from lmworks.train.load import load_model
 from lmworks.train.stopping import EarlyStopping
 from lmworks.train.trainer import Trainer

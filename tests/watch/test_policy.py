@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.recipe.stability import Spike, Stability
+from lmworks.recipe.schema.stability import Spike, Stability
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.policy import GoBack, Policy
 from lmworks.watch.skips import Rollback

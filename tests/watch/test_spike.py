@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from curves import Curve, falling
 
-from lmworks.recipe.stability import Spike
+from lmworks.recipe.schema.stability import Spike
 from lmworks.watch.spike import Limits, Spikes, upper_limit
 
 DEFAULT = Spike()

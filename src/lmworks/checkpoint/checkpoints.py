@@ -24,7 +24,7 @@ from lmworks.checkpoint.team import new_team
 from lmworks.checkpoint.travelling import Documents, no_documents
 from lmworks.errors import UserError
 from lmworks.progress import console
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 
 if TYPE_CHECKING:
     from lmworks.checkpoint.parts import Part

@@ -9,7 +9,7 @@ from typing import Any
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.storage import Reader, boxes
 from lmworks.progress import bar
-from lmworks.recipe.fingerprint import changed_keys
+from lmworks.recipe.tree.fingerprint import changed_keys
 
 
 def diff(before: Path, after: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
 from lmworks.progress import bar
-from lmworks.recipe.fingerprint import canonical
+from lmworks.recipe.tree.fingerprint import canonical
 
 META = "meta.json"
 _STEP = re.compile(r"step-(\d{8,})\Z")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lmworks.checkpoint import listing, retention
 from lmworks.files import sync_directory
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 
 
 def publish(aside: Path, final: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import Checkpoints as Options
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.schema.units import Duration
 
 
 @dataclass(frozen=True)

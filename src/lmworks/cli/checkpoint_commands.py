@@ -46,7 +46,7 @@ def show(
     import yaml
 
     from lmworks.checkpoint.listing import describe, read_meta
-    from lmworks.recipe.paths import flat
+    from lmworks.recipe.tree.paths import flat
     from lmworks.run.checkpoints import find
 
     path = find(Path(run), _which(tuned), step)
@@ -86,7 +86,7 @@ def diff(
     """How far each tensor has moved between two checkpoints, relative to its norm; the largest change first."""
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
-    from lmworks.recipe.paths import flat
+    from lmworks.recipe.tree.paths import flat
     from lmworks.run.checkpoints import find
 
     which = _which(tuned)
@@ -132,7 +132,7 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Remove the checkpoints that the recipe's rules do not keep; the newest good one always stays."""
-    from lmworks.recipe.units import Duration
+    from lmworks.recipe.schema.units import Duration
     from lmworks.run.checkpoints import prune
     from lmworks.run.walk import require_run
 

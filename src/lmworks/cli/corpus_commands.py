@@ -38,7 +38,7 @@ class _Texts:
     def read(self) -> tuple[list[str], list[str]]:
         """The good and the bad."""
         from lmworks.corpus.quality.examples import labelled, sample
-        from lmworks.recipe.load import load_recipe
+        from lmworks.recipe.loading.load import load_recipe
 
         if self.labels and not (self.good or self.bad):
             return labelled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)

@@ -46,7 +46,7 @@ def register(noun: typer.Typer, walk: Walk) -> None:
 
 def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
     from lmworks.corpus.pipeline import preview
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
 
     resolved = load_recipe(recipe, overrides, size, corpus_only=True)
     assert resolved.recipe.run_dir
@@ -57,7 +57,7 @@ def _preview(recipe: str, overrides: list[str], size: str | None) -> None:
 def _duplicates(recipe: str, overrides: list[str], size: str | None, as_json: bool) -> None:
     from lmworks.cli.corpus_tables import duplicate_tables
     from lmworks.corpus.pipeline import find_duplicates
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
 
     resolved = load_recipe(recipe, overrides, size, corpus_only=True)
     found = find_duplicates(resolved.recipe, resolved.path.parent)

@@ -39,7 +39,7 @@ def corpus_of(where: str) -> Path:
             return path
     if given.is_dir():
         raise UserError(f"{where} has no corpus; make it with: lmworks corpus prepare RECIPE")
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
 
     run_dir = load_recipe(where, corpus_only=True).recipe.run_dir
     assert run_dir

@@ -51,7 +51,7 @@ class _Run:
     """The run that was asked for, and the command that every rank of it runs."""
 
     def __init__(self, asked: _Asked) -> None:
-        from lmworks.recipe.load import load_cluster, load_recipe
+        from lmworks.recipe.loading.load import load_cluster, load_recipe
         from lmworks.run.stages import stages_for
 
         overrides, to, size = within(asked.time, asked.overrides), asked.to, asked.size
@@ -94,7 +94,7 @@ def local(
     """Run on ranks of this machine; ranks that die or hang are started again."""
     from lmworks.launch import places
     from lmworks.launch.torchrun import Sizes
-    from lmworks.recipe.after import world_size
+    from lmworks.recipe.schema.layout import world_size
 
     run = _Run(asked)
     of_cluster = run.cluster is not None and (run.recipe.layout.auto or not run.cluster.layout)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lmworks.recipe.after import Cluster
-    from lmworks.recipe.load import Resolved
+    from lmworks.recipe.loading.load import Resolved
+    from lmworks.recipe.schema.cluster import Cluster
 
 
 def settled(
     name: str, overrides: Sequence[str], size: str | None, cluster: Cluster | None, ranks: int, per_host: int
 ) -> tuple[Resolved, list[str]]:
     """The recipe with its layout, and the overrides that give it to whoever loads the same recipe; none if it was not left open."""
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
 
     resolved = load_recipe(name, overrides, size)
     if not resolved.recipe.layout.auto:

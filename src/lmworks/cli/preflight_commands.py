@@ -34,7 +34,7 @@ def preflight(
     from lmworks.doctor.preflight.finding import Context
     from lmworks.parallel.start import finish, launched, start
     from lmworks.plan.layout import devices
-    from lmworks.recipe.load import load_cluster, load_recipe
+    from lmworks.recipe.loading.load import load_cluster, load_recipe
 
     where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
     if where and where.layout:

@@ -12,7 +12,7 @@ from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOptio
 from lmworks.cli.output import console, print_json
 
 if TYPE_CHECKING:
-    from lmworks.recipe.load import Resolved
+    from lmworks.recipe.loading.load import Resolved
 
 
 def register(app: typer.Typer) -> None:
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         as_json: JsonOption = False,
     ) -> None:
         """Print every value of a recipe and where it came from; for a run within a time that has begun, the numbers that it was given."""
-        from lmworks.recipe import show as showing
+        from lmworks.recipe.loading import show as showing
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         if as_json:
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
         from lmworks.plan.plan import make_plan, plain
         from lmworks.plan.render import amount, render
         from lmworks.plan.text import too_little
-        from lmworks.recipe.load import load_cluster
+        from lmworks.recipe.loading.load import load_cluster
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         where = load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
@@ -91,7 +91,7 @@ def _warn(resolved: Resolved, *lines: str | None) -> None:
 def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tuple[Resolved, str]:
     """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
     from lmworks.plan.plan import days
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
     from lmworks.run.budget import kept
 
     resolved = load_recipe(recipe, overrides, size)

@@ -67,7 +67,7 @@ def _stage_command(stage: str) -> Callable[..., None]:
 
 def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
     from lmworks.cli.layouts import settled_here
-    from lmworks.recipe.load import load_recipe
+    from lmworks.recipe.loading.load import load_recipe
     from lmworks.run.summary import summary
     from lmworks.run.walk import Told, walk
 
@@ -134,7 +134,7 @@ def report(
 ) -> None:
     """Write the run page, one static HTML file, from what the run has recorded so far; of several runs RUN/comparison.html."""
     from lmworks.doctor.page import write_page
-    from lmworks.recipe.load import load_cluster
+    from lmworks.recipe.loading.load import load_cluster
 
     print(write_page(Path(runs[0]), load_cluster(cluster) if cluster else None, [Path(run) for run in runs[1:]]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmworks.corpus.document import Document
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 
 def bucket_of(document: Document, source: Source) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.recipe.after import StoryForm
+from lmworks.recipe.schema.tune import StoryForm
 
 Message = dict[str, Any]
 

@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.after import Generator
+from lmworks.recipe.schema.evaluate import Generator
 
 
 def create(generator: Generator, seed: int, size: int, key: str = "evaluate.tasks") -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lmworks.corpus.readers import parts
 from lmworks.corpus.rules import rules_for
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 _ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not looked at: pinned, part of Python, or behind a network
 _WHOLE = 1 << 62

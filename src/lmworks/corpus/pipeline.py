@@ -30,9 +30,9 @@ from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
 from lmworks.masking import mask
 from lmworks.progress import bar, console
-from lmworks.recipe.corpus import Corpus
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.text_steps import Rules
+from lmworks.recipe.schema.corpus import Corpus
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.text_steps import Rules
 
 
 def prepare(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmworks.corpus.engine.counts import Count, Counts, Passage, merge
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 if TYPE_CHECKING:
     from rich.table import Table

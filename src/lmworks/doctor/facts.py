@@ -12,9 +12,9 @@ from lmworks.doctor.curves import OVERALL
 from lmworks.doctor.figures import compact, percent, significant, size, span
 from lmworks.doctor.gather import Json, Run, Training
 from lmworks.doctor.timeline import STAGE_WORDS
-from lmworks.recipe.after import Cluster
-from lmworks.recipe.paths import flat
-from lmworks.recipe.shapes import parameters
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.tree.paths import flat
 
 _LONGEST = 3e9  # seconds that a run may take
 _SAMPLE_COLUMNS = 5

@@ -18,8 +18,8 @@ from lmworks.doctor import forms
 from lmworks.doctor.forms import MOST, shaped
 from lmworks.doctor.series import Series
 from lmworks.errors import UserError
-from lmworks.recipe.load import load_resolved
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.recipe import Recipe
 
 STAGES = (
     ("corpus", "corpus"),

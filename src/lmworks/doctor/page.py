@@ -27,7 +27,7 @@ from lmworks.doctor.gather import Run, Training, gather
 from lmworks.doctor.heat import Heat
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
-from lmworks.recipe.after import Cluster
+from lmworks.recipe.schema.cluster import Cluster
 
 if TYPE_CHECKING:
     from jinja2 import Template

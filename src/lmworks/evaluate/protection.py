@@ -18,8 +18,8 @@ from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks, tasks
 from lmworks.evaluate.heldout import held_out
 from lmworks.files import read_json, sha256_file
-from lmworks.recipe.after import Protected
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.evaluate import Protected
+from lmworks.recipe.schema.recipe import Recipe
 
 _WHOLE = 1 << 62
 _LONGEST = 1 << 24

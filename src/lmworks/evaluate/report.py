@@ -25,7 +25,7 @@ from lmworks.evaluate.samples import samples
 from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.progress import bar
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.prompts import prompts as prompts_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.generated import create
 from lmworks.evaluate.statistics import Score
-from lmworks.recipe.after import Generator
+from lmworks.recipe.schema.evaluate import Generator
 
 SEED = 10_000_019
 # Verifiers give part marks (for length, for form, for single letters). Solved is the full mark to the last bit: a right answer

@@ -9,10 +9,10 @@ from typing import Any
 from lmworks import __version__
 from lmworks.files import read_json, write_text
 from lmworks.model import Transformer
-from lmworks.recipe.huggingface import class_for
-from lmworks.recipe.model import Model
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import count
+from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.loading.huggingface import class_for
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.timeline import PhaseSteps
 from lmworks.watch.ledger import read_ledger
 

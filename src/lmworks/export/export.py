@@ -22,9 +22,9 @@ from lmworks.export.huggingface import TOLERANCE, Parity, compare, require_parit
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
-from lmworks.recipe.huggingface import class_for
-from lmworks.recipe.positions import positions
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.derivation.positions import positions
+from lmworks.recipe.loading.huggingface import class_for
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer

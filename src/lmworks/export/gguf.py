@@ -27,7 +27,7 @@ from lmworks.progress import bar
 from lmworks.recipe.families.common import rope_parameters
 from lmworks.recipe.families.family import Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer.tokenizer import Tokenizer
 

@@ -21,8 +21,8 @@ from lmworks.model import Transformer
 from lmworks.model.router import Router
 from lmworks.progress import bar
 from lmworks.recipe.families.registry import family_in
-from lmworks.recipe.huggingface import from_config, to_config
-from lmworks.recipe.model import Model as Config
+from lmworks.recipe.loading.huggingface import from_config, to_config
+from lmworks.recipe.schema.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
 _LITTLE = 1 << 20  # numbers, for which it is not worth while to look twice

@@ -18,7 +18,7 @@ from lmworks.checkpoint.parts import Part
 from lmworks.errors import UserError
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_of
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 _COPIES = {"embedding.weight": "model.layers.{i}.embed_tokens.weight", "head.weight": "model.layers.{i}.shared_head.head.weight"}
 _ROTATED = re.compile(r"layers\.\d+\.attention\.(query|query_up|kv_down)\.weight\Z")

@@ -15,7 +15,7 @@ from lmworks.launch.hosts import Host, Table, read_table
 from lmworks.launch.supervise import Supervisor, meeting
 from lmworks.launch.torchrun import Agent, Sizes
 from lmworks.parallel.start import layout_for, unit
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 _LOOPBACK = "127.0.0.1"
 _THIS_MACHINE = ("localhost", _LOOPBACK)

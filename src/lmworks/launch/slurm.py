@@ -20,7 +20,7 @@ from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.launch.hosts import Host, Table, read_table
 from lmworks.launch.torchrun import Agent, Sizes
 from lmworks.parallel.start import layout_for
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import Ledger
 

@@ -18,7 +18,7 @@ from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.start import launched, start
 from lmworks.progress import console
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import Heartbeat, entered_here, read_beats
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.verdict import state_of, verdict

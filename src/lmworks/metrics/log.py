@@ -12,7 +12,7 @@ from lmworks import jsonl
 from lmworks.files import explain_os_errors
 from lmworks.metrics.names import describe
 from lmworks.metrics.sinks import Sink, open_sinks
-from lmworks.recipe.training import Metrics
+from lmworks.recipe.schema.metrics import Metrics
 
 FILE = "metrics.jsonl"
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.metrics.names import describe
-from lmworks.recipe.training import Metrics
+from lmworks.recipe.schema.metrics import Metrics
 
 
 class Sink(Protocol):

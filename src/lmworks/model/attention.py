@@ -14,7 +14,7 @@ from lmworks.model.cache import LayerCache
 from lmworks.model.documents import Visible, visible
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.rope import rotate
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 class Attention(nn.Module):

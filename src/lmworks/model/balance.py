@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.moe import MoE
-from lmworks.recipe.model import Balance, Moe
+from lmworks.recipe.schema.model import Balance, Moe
 
 
 def load_error(counts_LE: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmworks.model.documents import Visible, visible
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 class LayerCache:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lmworks.model.layers import SwiGLU
 from lmworks.model.router import Router, Routing
-from lmworks.recipe.model import Moe
+from lmworks.recipe.schema.model import Moe
 
 
 class Experts(nn.Module):

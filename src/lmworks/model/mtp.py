@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lmworks.model.layers import Linear, RMSNorm
 from lmworks.model.loss import IGNORE
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 class MtpLayer(nn.Module):

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmworks.recipe.model import Rope
+from lmworks.recipe.schema.model import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmworks.recipe.model import Moe
+from lmworks.recipe.schema.model import Moe
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
 from lmworks.model.rope import cos_sin, frequencies
-from lmworks.recipe.model import Model, Rope
+from lmworks.recipe.schema.model import Model, Rope
 
 
 @dataclass(frozen=True)

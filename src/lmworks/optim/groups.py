@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import Optimizer as Options
+from lmworks.recipe.schema.optimizer import Optimizer as Options
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP = re.compile(r"(?:^|\.)mtp\.\d+\.")

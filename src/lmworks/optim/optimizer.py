@@ -16,7 +16,7 @@ from lmworks.optim.ema import Ema
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.optim.muon import Muon
 from lmworks.optim.placement import local, part_of
-from lmworks.recipe.training import Optimizer as Options
+from lmworks.recipe.schema.optimizer import Optimizer as Options
 
 
 class Trainable(Protocol):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import Phase
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.units import Duration
 
 
 class _Curve:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lmworks import __version__, machine, precision
 from lmworks.errors import UserError
 from lmworks.progress import console
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 
 _NAMED = 8  # ranks
 

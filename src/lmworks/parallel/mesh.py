@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lmworks.errors import UserError
-from lmworks.recipe.after import Layout
+from lmworks.recipe.schema.layout import Layout
 
 # FSDP2 wants copies and shards as two dimensions of one mesh, and some of ours are several digits of a rank.
 warnings.filterwarnings("ignore", message="Slicing a flattened dim", module="torch.distributed.device_mesh")

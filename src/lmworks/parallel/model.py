@@ -21,8 +21,8 @@ from lmworks.optim.placement import shards
 from lmworks.parallel import context, data
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
-from lmworks.recipe.model import Rope
-from lmworks.recipe.stages import pipelined_micro_batch, runnable
+from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.recipe.schema.model import Rope
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 

@@ -13,13 +13,13 @@ from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.parallel import context, data, experts, tensor
+from lmworks.parallel.activation_checkpointing import checkpoint_activations
+from lmworks.parallel.alignment import product_problems
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
-from lmworks.parallel.rematerialize import checkpoint_activations
+from lmworks.parallel.pipeline_stages import stage_problems
 from lmworks.precision import dtype_for
-from lmworks.recipe.products import product_problems
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.stages import stage_problems
+from lmworks.recipe.schema.recipe import Recipe
 
 _SHAPES = 1024  # more shapes of a layer's input than this are a mistake, not a recipe
 

@@ -23,9 +23,9 @@ from lmworks.model import Transformer
 from lmworks.model.transformer import Experts
 from lmworks.optim.placement import local_grad
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.pipeline_stages import stage_layers
 from lmworks.parallel.view import derive
-from lmworks.recipe.after import Layout
-from lmworks.recipe.stages import stage_layers
+from lmworks.recipe.schema.layout import Layout
 
 Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens, and with context parallelism where they lie and what is ahead
 

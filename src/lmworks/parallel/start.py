@@ -12,7 +12,7 @@ from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.parallel import meeting
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
-from lmworks.recipe.after import Layout, world_size
+from lmworks.recipe.schema.layout import Layout, world_size
 
 _JOINING = 600.0  # seconds that the slowest rank may take to start
 _RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang

@@ -47,7 +47,7 @@ from lmworks.model.transformer import Experts
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.view import derive, see_parts
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
 

@@ -28,9 +28,9 @@ from lmworks.parallel.mesh import Ranks, backend_for, own_device
 from lmworks.parallel.model import ParallelModel, micro_batches
 from lmworks.parallel.view import derive
 from lmworks.precision import dtype_for
-from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Optimizer as Options
+from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed
+from lmworks.recipe.schema.optimizer import Optimizer as Options
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
 
 _MOMENTS = ("first", "second")

@@ -10,9 +10,10 @@ from lmworks.errors import UserError
 from lmworks.plan.layout import automatic, describe, devices, more_room, place, too_big
 from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB
-from lmworks.recipe.after import Cluster, Layout
-from lmworks.recipe.load import load_resolved
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.recipe.model import Model
-from lmworks.recipe.shapes import parameters
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.schema.model import Model
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmworks.plan.counts import count
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from math import log2
 from typing import Literal
 
 from lmworks.errors import UserError
+from lmworks.parallel.alignment import product_problems
+from lmworks.parallel.pipeline_stages import pipelined_micro_batch, stage_problems
 from lmworks.plan.memory import GIB, Memory, memory
 from lmworks.plan.schedule import bubble
-from lmworks.recipe import deepspeed
-from lmworks.recipe.after import Cluster, Layout, world_size
-from lmworks.recipe.products import product_problems
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.recomputation import NONE, Recomputation
-from lmworks.recipe.stages import pipelined_micro_batch, stage_problems
-from lmworks.recipe.training import Phase
+from lmworks.recipe.loading import deepspeed_checks
+from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
 
 Zero = Literal[0, 1, 2, 3]
 _SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages on each rank; simplest first
@@ -75,7 +76,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     if bf16 or cluster.on_cpu:
         yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
     yield from stage_problems(recipe.model, layout, recipe.train)
-    yield from (text for _, text in deepspeed.problems(recipe.model_copy(update={"layout": layout})))
+    yield from (text for _, text in deepspeed_checks.problems(recipe.model_copy(update={"layout": layout})))
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
         yield f"ep {layout.ep} needs a mixture of experts; this model is dense"
@@ -253,7 +254,7 @@ def too_big(placed: Placed, cluster: Cluster) -> str:
 def more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
     def recomputing(text: str) -> Recipe:
-        train = recipe.train.model_copy(update={"activation_checkpointing": Recomputation.parse(text)})
+        train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
         return recipe.model_copy(update={"train": train})
 
     more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is NONE]

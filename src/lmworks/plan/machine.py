@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lmworks import machine
 from lmworks.metrics.system import measure_peak
 from lmworks.precision import has_bf16
-from lmworks.recipe.after import Cluster
+from lmworks.recipe.schema.cluster import Cluster
 
 if TYPE_CHECKING:
     import torch

@@ -14,14 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from lmworks.parallel.pipeline_stages import rank_layers
 from lmworks.plan.schedule import alive
-from lmworks.recipe.after import Cluster, Layout, world_size
-from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed, Place
-from lmworks.recipe.model import Model
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.recomputation import POLICIES
-from lmworks.recipe.shapes import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
-from lmworks.recipe.stages import rank_layers
+from lmworks.recipe.derivation.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
+from lmworks.recipe.schema.activation_checkpointing import POLICIES
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed, Place
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.recipe import Recipe
 
 GIB = 2**30
 _PLACES = {"cpu": "CPU memory", "nvme": "disk"}
@@ -96,7 +97,7 @@ def kv_cache_shrink(model: Model) -> float:
 
 
 def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
-    """Bytes that one token leaves for the backward of one layer on one rank, under each policy of `lmworks.recipe.recomputation`, by name.
+    """Bytes per token that one layer keeps for the backward pass on one rank, by name of the activation checkpointing policy.
 
     `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
     """

@@ -12,10 +12,11 @@ from lmworks.plan.flops import per_token
 from lmworks.plan.layout import MARGIN, Placed, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
-from lmworks.recipe.after import Cluster, Layout, world_size
-from lmworks.recipe.positions import positions, warnings
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import parameters
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.derivation.positions import positions, warnings
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.recipe import Recipe
 
 _DAY = 86_400
 _LONG = 365 * _DAY

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmworks.plan.counts import Counts
-from lmworks.recipe.after import Cluster, Layout
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Phase
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
 from lmworks.shards.timeline import PhaseSteps
 
 

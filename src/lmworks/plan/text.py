@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmworks.corpus.engine.listing import listing
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.manifest import MANIFEST, Manifest
 from lmworks.shards.order import Order
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.plan.counts import count
 from lmworks.plan.flops import per_token
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 if TYPE_CHECKING:
     from rich.table import Table

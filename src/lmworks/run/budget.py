@@ -21,12 +21,11 @@ from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.plan.flops import per_token
 from lmworks.plan.plan import days
-from lmworks.recipe.document import Keys
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.load import Numbers, Resolved
-from lmworks.recipe.paths import display, get
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.units import Duration, Tokens
+from lmworks.recipe.loading.load import Numbers, Resolved
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Duration, Tokens
+from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.tree.paths import Keys, display, get
 from lmworks.shards.timeline import PhaseSteps
 from lmworks.watch.ledger import Ledger, read_ledger
 

@@ -15,8 +15,8 @@ from lmworks.checkpoint.loading import refuse_damaged
 from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, write_json
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.training import Checkpoints as Options
+from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.run.stages import STAGES, STAMP
 from lmworks.run.stale import forget, remember, remembered
 from lmworks.run.walk import require_run

@@ -13,8 +13,8 @@ from lmworks.checkpoint import checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.after import Layout
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoints import Which, find
 from lmworks.run.walk import require_run
 from lmworks.shards.batch import Batch

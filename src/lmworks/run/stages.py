@@ -1,7 +1,7 @@
 """The stages of a run: what each needs and makes, and the function that does it.
 
-Which keys of the recipe a stage reads stands in `lmworks.recipe.reads`; when it is done again, in `lmworks.run.stale`. Delete a stage's
-folder and it is made again, equal.
+Which stages read a key is declared beside the key (`lmworks.recipe.tree.effects`); when a stage is done again, `lmworks.run.stale`
+decides. Delete a stage's folder and it is made again, equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
     from lmworks.corpus.contamination import Gate

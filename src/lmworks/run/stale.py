@@ -18,10 +18,10 @@ from lmworks.checkpoint import listing
 from lmworks.corpus.engine.listing import Listing
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
-from lmworks.recipe.fingerprint import Change, as_tree, canonical
-from lmworks.recipe.paths import flat
-from lmworks.recipe.reads import readers
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import readers
+from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical
+from lmworks.recipe.tree.paths import flat
 from lmworks.run.stages import STAMP, Stage, stages_for
 from lmworks.watch.lock import is_lock
 

@@ -10,8 +10,8 @@ from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.team import Team
 from lmworks.parallel.model import ParallelModel
 from lmworks.progress import console
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.start import Start, find
+from lmworks.recipe.loading.init_from import Start, find
+from lmworks.recipe.schema.recipe import Recipe
 
 
 def load_start(recipe: Recipe, model: ParallelModel, team: Team) -> dict[str, Any]:

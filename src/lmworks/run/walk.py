@@ -20,11 +20,11 @@ from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
-from lmworks.recipe.after import Layout
-from lmworks.recipe.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
-from lmworks.recipe.load import Resolved, load_resolved
-from lmworks.recipe.reads import readers
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import readers
+from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.run import budget
 from lmworks.run.stages import STAGES, STAMP, Context, Stage, clear, stages_for
 from lmworks.run.stale import Why, inputs, phases, remember, remembered, require_own, require_own_directory, values_of, why

@@ -22,7 +22,7 @@ def open_run(run_dir: Path, base: bool = False) -> Engine:
     if not (run_dir / "resolved.json").is_file():
         raise UserError(f"{run_dir} is not a run directory (it has no resolved.json); make one with: lmworks run RECIPE")
     from lmworks.checkpoint.listing import directories
-    from lmworks.recipe.load import load_resolved
+    from lmworks.recipe.loading.load import load_resolved
     from lmworks.train.load import folder, load_model
 
     recipe = load_resolved(run_dir / "resolved.json")

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from lmworks.errors import one_line
 from lmworks.model.generate import GenerateOptions
-from lmworks.recipe.paths import nearest
+from lmworks.recipe.tree.paths import nearest
 from lmworks.serve.engine import Engine, Request
 
 MAX_ANSWERS = 128  # answers that one request may ask for

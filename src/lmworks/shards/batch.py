@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.lineage import DocumentSpan, Lineage, SequenceDocuments
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.opening import ShardFiles

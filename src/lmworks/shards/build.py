@@ -19,9 +19,9 @@ from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
 from lmworks.pool import each
 from lmworks.progress import bar
-from lmworks.recipe.corpus import Infill
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Fim
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.shards.encode import Encoded, encode_part, find, open_parquet
 from lmworks.shards.indexed import token_dtype, with_ending
 from lmworks.shards.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split, SplitName
@@ -98,7 +98,7 @@ class Job:
     parts: tuple[Path, ...]
     digests: tuple[str, ...]
     inputs: str
-    infill: Infill | None
+    infill: Fim | None
 
     def folder(self, out_dir: Path) -> Path:
         return out_dir / _ASIDE / self.split / self.name

@@ -18,7 +18,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, read_json, sha256_file, write_json
-from lmworks.recipe.corpus import Infill
+from lmworks.recipe.schema.corpus import Fim
 from lmworks.shards.indexed import IndexedWriter, token_dtype, with_ending
 from lmworks.shards.infill import encode
 
@@ -97,7 +97,7 @@ def find(prefix: Path, inputs: str) -> Encoded | None:
 
 
 def encode_part(
-    path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int, infill: Infill | None = None, seed: int = 0
+    path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int, infill: Fim | None = None, seed: int = 0
 ) -> None:
     """Encode the documents of a corpus file, some of them in `infill`ing order; a UserError if the tokenizer loses bytes of one."""
     tokenizer = _load(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))

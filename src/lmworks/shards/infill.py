@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Infill
+from lmworks.recipe.schema.corpus import Fim
 
 if TYPE_CHECKING:
     from lmworks.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 
 
 def encode(
-    tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str], infill: Infill | None, seed: int, threads: int | None
+    tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str], infill: Fim | None, seed: int, threads: int | None
 ) -> list[np.ndarray]:
     """The tokens of each text, (T,) uint32 without the closing one; those that are drawn for it in infilling order."""
     if infill is None:
@@ -48,7 +48,7 @@ def encode(
     return documents
 
 
-def cut(identity: str, text: str, infill: Infill, seed: int) -> tuple[str, str, str, bool] | None:
+def cut(identity: str, text: str, infill: Fim, seed: int) -> tuple[str, str, str, bool] | None:
     """(prefix, middle, suffix, whether the suffix comes first) of a document; None for one that stays whole.
 
     The two places are drawn evenly over all between characters, as the paper found best: so pieces may begin inside a word, or be empty.

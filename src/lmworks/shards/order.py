@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.recipe.buckets import expand
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Phase
+from lmworks.recipe.derivation.buckets import expand
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
 from lmworks.shards.manifest import Manifest
 from lmworks.shards.mixture import Mixture, MixturePlan
 from lmworks.shards.reading import Reading

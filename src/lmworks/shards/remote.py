@@ -15,7 +15,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import write_bytes
-from lmworks.recipe.data import Cache
+from lmworks.recipe.schema.shards import Cache
 from lmworks.shards.cache import BlockCache, block_key
 from lmworks.shards.checked import BLOCK, ENDING, damaged, read_whole
 from lmworks.shards.indexed import IndexedFile

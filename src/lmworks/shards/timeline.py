@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import Phase
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.units import Duration
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.recipe.buckets import expand
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.derivation.buckets import expand
+from lmworks.recipe.schema.recipe import Recipe
 
 Shares = dict[tuple[str, str], float]  # (source, language) -> share of the sample's bytes
 _LOOKED_AT = 64  # row groups of a source from which its languages are estimated

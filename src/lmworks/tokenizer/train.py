@@ -15,7 +15,7 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
 from lmworks.progress import bar
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer import spec as spec_
 from lmworks.tokenizer.chat import shipped_template

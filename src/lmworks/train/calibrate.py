@@ -15,7 +15,7 @@ from lmworks.metrics import system
 from lmworks.model.generate import GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step

@@ -25,8 +25,8 @@ from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.progress import Bar, bar
-from lmworks.recipe.after import ChatData
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.tune import ChatData
 from lmworks.tokenizer.special import ASSISTANT
 from lmworks.tokenizer.tokenizer import Tokenizer
 

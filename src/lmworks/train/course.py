@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from lmworks.recipe.model import Rope
-from lmworks.recipe.training import Ewc
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.train import Ewc
+from lmworks.recipe.schema.units import Duration
 from lmworks.shards.batch import Batch
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.parallel.model import ParallelModel
 from lmworks.progress import console
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.stability import Stability
+from lmworks.recipe.schema.stability import Stability
 from lmworks.shards.batch import Batch
 from lmworks.train import corruption
 from lmworks.watch import skips

@@ -11,9 +11,9 @@ from lmworks import progress
 from lmworks.checkpoint import checkpoints, listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
-from lmworks.recipe.load import load_resolved
-from lmworks.recipe.model import Rope
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.stopping import USED
 from lmworks.train.tokenizer import META, require_same
 

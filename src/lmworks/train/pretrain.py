@@ -21,9 +21,9 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.start import launched
 from lmworks.progress import console
-from lmworks.recipe.fingerprint import as_tree, fingerprint
-from lmworks.recipe.model import LEARNING
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.model import LEARNING
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.manifest import Manifest, check_vocabulary, verify
 from lmworks.shards.report import warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lmworks.documents import corpus_files
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 _MOST, _LENGTH = 4, 48  # beginnings, one of each domain; characters of each
 _LOOKED_AT = 64  # documents of each file

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.training import EarlyStopping as Options
+from lmworks.recipe.schema.train import EarlyStopping as Options
 
 USED = "used_step"  # under this key a checkpoint's meta has the step whose weights are those of the stage if it ended with this one
 _SELECTS = ("validation/bits_per_byte", "validation/loss")

@@ -25,10 +25,10 @@ from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import EarlyStopping as EarlyStoppingOptions
-from lmworks.recipe.training import Ewc
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
+from lmworks.recipe.schema.train import Ewc
+from lmworks.recipe.schema.units import Duration
 from lmworks.shards.batch import Batch
 from lmworks.shards.prefetch import Prefetch
 from lmworks.train.anomaly import FirstNonFinite, first_non_finite

@@ -14,9 +14,9 @@ from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.model import ParallelModel
-from lmworks.recipe.fingerprint import as_tree, fingerprint
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Phase
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.tuning import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.recipe.stability import Stability
+from lmworks.recipe.schema.stability import Stability
 from lmworks.watch.finite import Arrays, BadSteps
 from lmworks.watch.skips import Rollback
 from lmworks.watch.spike import Limits, Spikes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lmworks.recipe.stability import Spike
+from lmworks.recipe.schema.stability import Spike
 
 _TINY = 1e-30
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lmworks.recipe.corpus import Corpus
-from lmworks.recipe.dedup import Minhash
+from lmworks.recipe.schema.corpus import Corpus
+from lmworks.recipe.schema.dedup import Minhash
 
 
 def changed_words(node: Minhash) -> int:

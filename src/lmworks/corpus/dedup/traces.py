@@ -20,8 +20,8 @@ from lmworks.corpus.dedup.sketch import Sketching, band_keys, sketches
 from lmworks.corpus.document import Batch
 from lmworks.corpus.semantic import Embed
 from lmworks.files import atomic_path, explain_os_errors
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.dedup import Dedup
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.dedup import Dedup
 
 _ROWS = 1 << 14  # whose bands are worked out together
 

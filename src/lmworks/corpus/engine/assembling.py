@@ -16,7 +16,7 @@ from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json, write_text
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 _ADVICE = {
     "enormous": "a document, which a file is without another document_format, may have corpus.max_document_bytes bytes: raise that, "

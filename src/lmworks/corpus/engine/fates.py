@@ -23,7 +23,7 @@ from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.reading import read_inputs
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.files import sha256_file
-from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.tree.fingerprint import as_tree
 
 FATES = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
 CUTS = pa.schema([("row", pa.int64()), ("text", pa.string()), ("left", pa.float64())])

@@ -15,9 +15,9 @@ from lmworks.corpus.dedup.traces import sketching_of
 from lmworks.corpus.engine.marker import digest
 from lmworks.corpus.readers import Part
 from lmworks.files import read_json, sha256_file, write_json
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.fingerprint import as_tree
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import as_tree
 
 _LATER = ("license", "optional", "buckets", "bucket_by", "dedup", "fim")  # what reading a source and its steps do not see
 

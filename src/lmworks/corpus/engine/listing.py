@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
 from lmworks.progress import bar
-from lmworks.recipe.fingerprint import Change
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.fingerprint import Change
 
 Listing = dict[str, dict[str, list[int]]]
 """Where in the recipe a source stands, to file to numbers that change with its contents."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.files import sha256_file, write_text
-from lmworks.recipe.fingerprint import canonical
+from lmworks.recipe.tree.fingerprint import canonical
 
 
 def digest(value: Any) -> str:

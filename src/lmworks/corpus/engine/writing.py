@@ -28,7 +28,7 @@ from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.items import EXCERPT
 from lmworks.documents import COLUMNS, part_path
 from lmworks.files import sha256_file, write_json
-from lmworks.recipe.fingerprint import as_tree
+from lmworks.recipe.tree.fingerprint import as_tree
 
 MOST_PASSAGES = 1000
 

@@ -23,7 +23,7 @@ from lmworks.corpus.items import Item, Unavailable
 from lmworks.corpus.readers import read
 from lmworks.errors import UserError
 from lmworks.files import read_json
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 SPLITS = ("train", "validation")
 ROW = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of", "variant_of")

@@ -14,8 +14,8 @@ from lmworks.corpus.items import Item
 from lmworks.corpus.quality.train import CHARACTERS
 from lmworks.errors import UserError
 from lmworks.progress import bar
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.recipe import Recipe
 
 _PART_BYTES = 16_000_000
 _MOST_BYTES = 16_000_000

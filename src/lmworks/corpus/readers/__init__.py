@@ -16,7 +16,7 @@ from lmworks.corpus.readers.extraction import require
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 __all__ = ["File", "Part", "parts", "provides", "read"]
 

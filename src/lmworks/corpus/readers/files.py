@@ -20,7 +20,7 @@ from lmworks.corpus.readers.listing import File, find, fits
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("path",)
 SUFFIXES: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 _BUFFER = 10_000
 

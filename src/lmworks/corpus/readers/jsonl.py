@@ -12,7 +12,7 @@ from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.corpus.readers.rows import Columns
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 _SUFFIXES = (".jsonl", ".json", ".ndjson")
 

@@ -15,7 +15,7 @@ from lmworks.corpus.opening import COMPRESSED
 from lmworks.credentials import hide
 from lmworks.errors import UserError
 from lmworks.masking import mask
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 from lmworks.storage import explained, filesystem
 
 LEADS_OUT = "a link that leads out of its source"

@@ -12,7 +12,7 @@ from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed, spans
 from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 _ROWS = 8  # more are no faster, and one value may be as long as a document
 

@@ -21,7 +21,7 @@ from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find, local_file, starting
 from lmworks.corpus.readers.part import Part, packed
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("repository", "files", "left_out")
 _VENDORED = re.compile(

@@ -18,7 +18,7 @@ from lmworks.corpus.items import Item, broken, decoded
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 _LONGEST_FACT = 16384
 _WHOLE_PAGE = re.compile("<(?:html|body)[ >]", re.IGNORECASE)

@@ -15,7 +15,7 @@ from lmworks.corpus.items import Item, broken, decoded
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 # tests (absent on some systems), other people's packages, and generated tables are no code to learn from
 _SKIPPED = {

@@ -20,7 +20,7 @@ from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.listing import File, find
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("url", "date")
 _PAGES = ("text/html", "application/xhtml+xml")

@@ -15,7 +15,7 @@ from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part, spans
 from lmworks.corpus.wheels import wheel
 from lmworks.errors import UserError
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema.corpus import Source
 
 
 def _path(source: Source) -> Path:

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 from lmworks.corpus.document import Step
-from lmworks.recipe import steps as nodes
-from lmworks.recipe.base import Node
-from lmworks.recipe.corpus import Source
+from lmworks.recipe.schema import corpus_steps as nodes
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.corpus import Source
 
 _MAKERS = {
     "clean": "lmworks.corpus.steps.clean",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.document import Document, PerDocument, Step
 from lmworks.corpus.steps import Context
-from lmworks.recipe.text_steps import Clean
+from lmworks.recipe.schema.text_steps import Clean
 
 
 def make(node: Clean, context: Context) -> Step:

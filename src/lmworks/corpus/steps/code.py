@@ -9,7 +9,7 @@ from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
-from lmworks.recipe.text_steps import Code
+from lmworks.recipe.schema.text_steps import Code
 from lmworks.sandbox import Limits, Ran, run_python
 
 _PYTHON = ("py", "pyi")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
-from lmworks.recipe.text_steps import Language
+from lmworks.recipe.schema.text_steps import Language
 
 _WINDOW = 400
 _WINDOWS = 3

@@ -10,8 +10,8 @@ import numpy as np
 
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step, split_id
 from lmworks.corpus.steps import Context
-from lmworks.recipe.corpus import Source
-from lmworks.recipe.text_steps import Lines
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.text_steps import Lines
 
 _PARAGRAPH = re.compile(r"(\n{2,})")
 _CELLS = 1 << 23

@@ -7,7 +7,7 @@ from typing import Any
 from lmworks.corpus.arithmetic import checks
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
-from lmworks.recipe.text_steps import Math
+from lmworks.recipe.schema.text_steps import Math
 
 _FACTS = ("math_checked", "math_wrong")
 

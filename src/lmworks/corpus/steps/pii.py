@@ -7,7 +7,7 @@ from typing import Any
 from lmworks.corpus.document import Document, PerDocument, Step
 from lmworks.corpus.pii.masking import mask
 from lmworks.corpus.steps import Context
-from lmworks.recipe.text_steps import Pii
+from lmworks.recipe.schema.text_steps import Pii
 
 
 def make(node: Pii, context: Context) -> Step:

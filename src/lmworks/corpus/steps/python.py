@@ -20,7 +20,7 @@ from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step, 
 from lmworks.corpus.steps import Context
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
-from lmworks.recipe.steps import Python
+from lmworks.recipe.schema.corpus_steps import Python
 
 
 def make(node: Python, context: Context) -> Step:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmworks.corpus.document import Batch, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.quality.classifier import Classifier
 from lmworks.corpus.steps import Context
-from lmworks.recipe.steps import Quality
+from lmworks.recipe.schema.corpus_steps import Quality
 
 
 class _Score:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lmworks.corpus.dedup.substring import cut, within
 from lmworks.corpus.document import Batch, Drop, Outcome, Step
 from lmworks.corpus.steps import Context
-from lmworks.recipe.text_steps import Repeats
+from lmworks.recipe.schema.text_steps import Repeats
 
 
 class _Repeats:

@@ -11,7 +11,7 @@ from lmworks.corpus.rules.published import c4, fineweb, gopher
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.tokens import Vocabulary
 from lmworks.corpus.steps import Context
-from lmworks.recipe.text_steps import Rules
+from lmworks.recipe.schema.text_steps import Rules
 
 
 @lru_cache(maxsize=64)

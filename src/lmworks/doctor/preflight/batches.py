@@ -17,8 +17,8 @@ import numpy as np
 
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.plan.render import size
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.units import Tokens
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.batch import Batches
 from lmworks.shards.order import Order
 

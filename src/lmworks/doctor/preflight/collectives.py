@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.render import size
-from lmworks.recipe.after import world_size
+from lmworks.recipe.schema.layout import world_size
 
 _LARGE = 4 << 20  # fp32 numbers
 _SMALL_TIMES, _LARGE_TIMES = 20, 4

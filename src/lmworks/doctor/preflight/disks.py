@@ -20,7 +20,7 @@ from lmworks import machine
 from lmworks.doctor.preflight.finding import Context, Finding, Result
 from lmworks.errors import UserError
 from lmworks.plan.render import size
-from lmworks.recipe.after import world_size
+from lmworks.recipe.schema.layout import world_size
 
 _BLOCK = 4 << 20
 _WRITES = 8

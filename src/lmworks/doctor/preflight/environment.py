@@ -8,7 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from lmworks.doctor.preflight.finding import Context, Finding
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 
 _OLDEST_TORCH = (2, 11)
 _FILES = 1024  # that one process may have open

@@ -15,7 +15,7 @@ from lmworks.export.export import DTYPES, check
 from lmworks.export.huggingface import compare, require_parity, write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
-from lmworks.recipe.huggingface import class_for
+from lmworks.recipe.loading.huggingface import class_for
 from lmworks.tokenizer import load as load_tokenizer
 
 _HIDDEN, _HEAD = 128, 64

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks.errors import UserError
-from lmworks.recipe.after import Cluster, Layout, world_size
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks

@@ -18,9 +18,9 @@ from lmworks.doctor.preflight.rounding import OF_LOSS, SLACK, worst
 from lmworks.doctor.preflight.small import LONGER, RATE, Trained, small_layouts, small_recipe, train
 from lmworks.model.init import normal, normal_part
 from lmworks.plan.layout import describe
-from lmworks.recipe.after import Layout, world_size
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.shapes import parameters
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.recipe.schema.recipe import Recipe
 
 _BOX = 48  # rows and columns
 _ALIKE = 0.1  # correlation of two boxes, beyond chance

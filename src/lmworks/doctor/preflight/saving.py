@@ -23,8 +23,8 @@ from lmworks.doctor.preflight.small import RATE, STEPS, first_weights, one_step,
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.plan.layout import describe
-from lmworks.recipe.after import Layout
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import with_optimizer
 
 _AT_LEAST = 2  # whole checkpoints before the kill

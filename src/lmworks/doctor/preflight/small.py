@@ -13,9 +13,9 @@ from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.recipe.after import Layout
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.units import Tokens
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.train.pretrain import with_optimizer

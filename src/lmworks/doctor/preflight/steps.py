@@ -22,8 +22,8 @@ from lmworks.plan.flops import per_token
 from lmworks.plan.memory import GIB, memory
 from lmworks.plan.plan import days
 from lmworks.plan.render import size
-from lmworks.recipe.after import Layout
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.pretrain import build_model, device_for, stages, with_optimizer
 
 _WATCH = 0.005  # seconds between looks at the memory of a process

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
-from lmworks.recipe.model import Model, Moe, Rope
+from lmworks.recipe.schema.model import Model, Moe, Rope
 
 _PARTS = ("gate", "up", "down")
 _SLIDES, _SEES_ALL = "sliding_attention", "full_attention"

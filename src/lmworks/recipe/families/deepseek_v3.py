@@ -6,7 +6,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
-from lmworks.recipe.model import Model, Rope
+from lmworks.recipe.schema.model import Model, Rope
 
 _LATENT_EPS = 1e-6
 """`transformers` norms latents with this, whatever rms_norm_eps says; other engines take rms_norm_eps."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmworks.errors import UserError
-from lmworks.recipe.model import Model, Rope
+from lmworks.recipe.schema.model import Model, Rope
 
 
 class NoClass(UserError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf, NoClass
-from lmworks.recipe.model import Model, Rope
+from lmworks.recipe.schema.model import Model, Rope
 
 
 def _to_config(model: Model, _: Rope) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Names
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 _POST_NORMS: Names = (
     ("layers.{i}.attention_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmworks.recipe.families import common
 from lmworks.recipe.families.family import Family, Gguf
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:

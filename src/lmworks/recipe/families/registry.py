@@ -9,7 +9,7 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe import families
 from lmworks.recipe.families.family import TRAITS, Family, NoClass
-from lmworks.recipe.model import Model
+from lmworks.recipe.schema.model import Model
 
 
 def _found() -> dict[str, Family]:

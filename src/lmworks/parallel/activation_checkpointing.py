@@ -1,0 +1,41 @@
+"""Activation checkpointing, from outside the model (Chen et al. 2016, arXiv:1604.06174)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lmworks.model import Transformer
+from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointing
+
+_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
+
+
+def checkpoint_activations(model: Transformer, recomputation: ActivationCheckpointing) -> None:
+    """Recompute layers in the backward pass, those that `recomputation` names, and of them all but what its policy keeps.
+
+    What the forward returns (expert counts, auxiliary loss) is that of the first pass: recomputation counts nothing twice.
+    """
+    preserve = model.config.residual_dropout + model.config.attention_dropout > 0
+    for layer, block in model.numbered_blocks():
+        policy = recomputation.of(layer)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
+        if policy.keeps == "products":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        if policy.keeps != "everything":
+            block.forward = _recomputed(block.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return checkpoint(forward, *args, **options) if torch.is_grad_enabled() else forward(*args)
+
+    return run
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,116 @@
+"""Where a model is cut into pipeline stages: what the plan counts is what the run builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+
+from lmworks.recipe.derivation.parameters import layer_parameters, mtp_parameters
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.train import Train
+
+
+def stage_layers(model: Model, layout: Layout) -> list[range]:
+    """The layers of each stage, in the order of the forward pass; stage s lies on rank s % pp.
+
+    Left to us (no `layers_per_pipeline_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets
+    in it,
+    the embedding counts for the first stage, and the head and multi-token prediction for the last.
+    """
+    assert model.num_hidden_layers
+    counts = layout.layers_per_pipeline_stage or _balanced(_costs(model), layout.pp * layout.pipeline_stages_per_rank)
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
+    """Why a model cannot be cut and run as the layout says; nothing if it can."""
+    stages, name = layout.pp * layout.pipeline_stages_per_rank, layout.pipeline_schedule
+    assert model.num_hidden_layers
+    if layout.pp == 1:
+        if layout.pipeline_stages_per_rank > 1 or layout.layers_per_pipeline_stage:
+            yield "pipeline_stages_per_rank and layers_per_pipeline_stage say how a pipeline is cut; leave them out, or set pp"
+        return
+    if model.moe is not None and model.moe.balance.method == "aux":
+        yield "model.moe.balance.method aux counts a whole step before its first backward, which a pipeline does not; choose bias, or pp=1"
+    if stages > model.num_hidden_layers:
+        of = f"pp {layout.pp}" + (
+            f" x pipeline_stages_per_rank {layout.pipeline_stages_per_rank}" if layout.pipeline_stages_per_rank > 1 else ""
+        )
+        yield f"{of} exceeds the {model.num_hidden_layers} layers"
+    elif (given := layout.layers_per_pipeline_stage) and (len(given) != stages or sum(given) != model.num_hidden_layers or min(given) < 1):
+        yield (
+            f"layers_per_pipeline_stage must be {stages} numbers from 1 that add up to {model.num_hidden_layers}; "
+            "left out, the stages are balanced"
+        )
+    if name in ("gpipe", "1f1b") and layout.pipeline_stages_per_rank > 1:
+        yield f"schedule {name} has one stage on each rank; set pipeline_stages_per_rank=1, or schedule=interleaved"
+    if name == "interleaved" and layout.pipeline_stages_per_rank == 1:
+        yield "schedule interleaved needs several stages on each rank; set pipeline_stages_per_rank=2, or schedule=1f1b"
+    if name == "zero-bubble" and train.compile:
+        yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
+    else:
+        yield from train.activation_checkpointing.problems(name)
+
+
+def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
+    """All layers that a rank of `pp` holds."""
+    return [layer for layers in stage_layers(model, layout)[rank :: layout.pp] for layer in layers]
+
+
+@lru_cache(maxsize=16)
+def _costs(model: Model) -> tuple[float, ...]:
+    """Of each layer, with what comes before the first and after the last."""
+    assert model.num_hidden_layers and model.vocab_size and model.hidden_size
+    dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
+    of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.num_hidden_layers - 1)}
+    costs = [of_kind[0 if layer < dense else model.num_hidden_layers - 1] for layer in range(model.num_hidden_layers)]
+    head = model.vocab_size * model.hidden_size
+    costs[0] += head
+    costs[-1] += head
+    for depth in range(model.mtp.num_nextn_predict_layers if model.mtp else 0):
+        costs[-1] += head + sum(p.size * p.active for p in mtp_parameters(model, depth))
+    return tuple(costs)
+
+
+@lru_cache(maxsize=256)
+def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, at least one: the least largest sum, and among those the least sum of squares.
+
+    Raises `ValueError` with fewer layers than stages.
+    """
+    if stages > len(costs):
+        raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
+    before = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
+    best[0] = (0.0, 0.0, ())
+    for stage in range(stages):
+        longer: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (len(costs) + 1)
+        for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
+            for start in range(end - 1, stage - 1, -1):
+                cost = before[end] - before[start]
+                if (found := longer[end]) is not None and cost > found[0]:
+                    break
+                if (head := best[start]) is not None:
+                    candidate = (max(head[0], cost), head[1] + cost * cost, (*head[2], end - start))
+                    longer[end] = candidate if found is None else min(found, candidate)
+        best = longer
+    found = best[-1]
+    assert found is not None
+    return found[2]
+
+
+def runnable(layout: Layout, micro_batches: int) -> int:
+    """The least number of micro-batches, from `micro_batches` on, that a step's schedule can run."""
+    if layout.pipeline_schedule in ("gpipe", "1f1b"):
+        return micro_batches
+    # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
+    return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)
+
+
+def pipelined_micro_batch(layout: Layout, rows: int, most: int) -> int | None:
+    """The largest micro-batch, of at most `most` rows, that cuts a rank's rows into as many as a step's schedule can run; None without."""
+    sizes = range(min(rows, most), 0, -1)
+    return next((size for size in sizes if rows % size == 0 and runnable(layout, rows // size) == rows // size), None)

@@ -1,0 +1,74 @@
+"""The positions of each phase in words, and what is unwise about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.recipe import Recipe
+
+_GROWTH = 2  # times longer than where the positions were set, above which a phase without a change is warned of
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What one phase trains under; `text` says it, with what it was before where the phase changes it."""
+
+    phase: str
+    length: int
+    rope: Rope
+    text: str
+
+
+def positions(recipe: Recipe) -> list[Positions]:
+    """The positions of each phase: those of the phase before, unless it changes them."""
+    found: list[Positions] = []
+    rope = recipe.model.rope
+    for phase in recipe.train.phases:
+        before, rope = rope, phase.rope.apply(rope) if phase.rope else rope
+        text = describe(rope) if before == rope else f"{describe(before)} -> {describe(rope)}"
+        found.append(Positions(phase.name, int(phase.sequence_length), rope, text))
+    return found
+
+
+def describe(rope: Rope) -> str:
+    """`theta 10,000, yarn x4 from 2,048 tokens, scores x1.3`."""
+    if rope.partial_rotary_factor == 0:
+        return "none"
+    words = [f"theta {rope.theta:,.0f}"]
+    if rope.scaling != "none":
+        since = f" from {int(rope.original_max_position_embeddings):,} tokens" if rope.original_max_position_embeddings else ""
+        words.append(f"{rope.scaling} x{rope.factor:g}{since}")
+    if rope.scaling == "yarn" and rope.factor > 1:
+        words.append(f"scores x{(0.1 * math.log(rope.factor) + 1) ** 2:.3g}")
+    return ", ".join(words)
+
+
+def warnings(recipe: Recipe) -> Iterator[str]:
+    """Phases that outgrow their positions, one line each."""
+    found = positions(recipe)
+    if not found or recipe.model.rope.partial_rotary_factor == 0 or recipe.model.no_rope_layer_interval == 1:
+        return
+    since, set_by = found[0].length, found[0].rope
+    stated = {phase.name for phase in recipe.train.phases if phase.rope is not None}  # whoever writes them down means them
+    for here in found:
+        rope, key = here.rope, f"train.phases.{here.phase}.rope"
+        if rope != set_by or here.phase in stated:
+            since, set_by = here.length, rope
+        elif here.length > _GROWTH * since:
+            yield (
+                f"{here.phase}: sequences grow from {since:,} to {here.length:,} tokens and positions stay ({describe(rope)}); "
+                f"to extend them set {key}.theta (ABF), or {key}.scaling to linear, ntk, yarn or llama3 with a factor; "
+                f"to keep them write {key}.theta as it is"
+            )
+            since = here.length
+        # Llama 3.1 itself goes beyond this product: 8 x 8,192 tokens became 131,072
+        original = int(rope.original_max_position_embeddings or 0) if rope.scaling not in ("none", "llama3") else 0
+        reach = int(original * rope.factor)
+        if original and reach < here.length:
+            yield (
+                f"{here.phase}: {rope.scaling} x{rope.factor:g} extends {original:,} tokens to {reach:,}, but sequences have "
+                f"{here.length:,}; set {key}.factor to {math.ceil(here.length / original)} or more"
+            )

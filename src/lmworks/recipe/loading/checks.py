@@ -1,0 +1,80 @@
+"""What the types of single nodes cannot see: names that must match across the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from lmworks.recipe.loading import deepspeed_checks
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.paths import Keys, nearest
+
+
+def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
+    """Each fault of a resolved recipe, with the keys where it stands."""
+    sources = [source.name for source in recipe.corpus.sources]
+    for index, name in enumerate(sources):
+        if name in sources[:index]:
+            yield ("corpus", "sources", index, "name"), f"two sources are called {name!r}; give each its own name"
+    for index, source in enumerate(recipe.corpus.sources):
+        if source.buckets and source.bucket_by == "quality" and not any(step.step in ("quality", "python") for step in recipe.corpus.steps):
+            message = "buckets need the documents' quality; add {step: quality, model: FILE} to corpus.steps, or name another bucket_by"
+            yield ("corpus", "sources", index, "buckets"), message
+    for index, step in enumerate(recipe.corpus.steps):
+        for name in getattr(step, "sources", ()):
+            if name not in sources:
+                yield ("corpus", "steps", index, "sources"), _unknown(name, sources)
+    outputs = [name for source in recipe.corpus.sources for name in source.outputs if name not in sources]
+    bodies = [data.name for data in recipe.tune.data] if recipe.tune else []
+    for index, name in enumerate(bodies):
+        if name in bodies[:index]:
+            yield ("tune", "data", index, "name"), f"two bodies of conversations are called {name!r}; give each its own name"
+    known = [*sources, *outputs, *recipe.shards.imported]
+    phases = [phase.name for phase in recipe.train.phases]
+    for index, phase in enumerate(recipe.train.phases):
+        at: Keys = ("train", "phases", index)
+        if phase.name in phases[:index]:
+            yield (*at, "name"), f"two phases are called {phase.name!r}; give each its own name"
+        if phase.ewc is not None and index == 0:
+            yield (*at, "ewc"), "there is no phase before the first one to hold on to; leave ewc out"
+        for name in phase.mixture:
+            if name not in known:
+                yield (*at, "mixture", name), _unknown(name, known)
+        if phase.mtp_loss_weight is not None and recipe.model.mtp is None:
+            yield (*at, "mtp_loss_weight"), "there is no multi-token-prediction layer to weigh; add model.mtp or leave this out"
+        for number, change in enumerate(phase.mixture_changes):
+            for name in change.mixture:
+                if name not in known:
+                    yield (*at, "mixture_changes", number, "mixture", name), _unknown(name, known)
+    model = recipe.model
+    if not model.vocab_size or not model.num_hidden_layers:
+        return  # of a recipe for a corpus alone
+    rope = model.rope
+    for index, phase in enumerate(recipe.train.phases):
+        if phase.rope and rope.partial_rotary_factor == 0:
+            yield (
+                ("train", "phases", index, "rope"),
+                "model.rope.partial_rotary_factor is 0, so there are no positions to change; leave rope out",
+            )
+        try:
+            rope = phase.rope.apply(rope) if phase.rope else rope
+        except ValidationError as error:
+            yield ("train", "phases", index, "rope"), error.errors()[0]["msg"].removeprefix("Value error, ")
+    if model.vocab_size < recipe.tokenizer.vocab_size and not recipe.tokenizer.path:
+        yield (
+            ("model", "vocab_size"),
+            f"{model.vocab_size} rows are too few for tokenizer.vocab_size {recipe.tokenizer.vocab_size}; leave model.vocab_size out",
+        )
+    yield from deepspeed_checks.problems(recipe)
+    if model.moe and model.moe.first_k_dense_replace >= model.num_hidden_layers:
+        yield (
+            ("model", "moe", "first_k_dense_replace"),
+            f"all {model.num_hidden_layers} layers would be dense; lower first_k_dense_replace or set model.moe to null",
+        )
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = nearest(name, known)
+    hint = f"did you mean {close!r}?" if close else f"the sources are: {', '.join(known) or 'none'}"
+    return f"no source is called {name!r}; {hint}"

@@ -1,0 +1,72 @@
+"""What the backward recomputes instead of keeping: the policies, and the share of layers that follow one; for run, plan and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from lmworks.recipe.schema.units import Quantity
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a layer `keeps` between forward and backward, and the pipeline schedules that cannot run it, with the reason.
+
+    `lmworks.plan.memory.layer_activations` says how many bytes per token that is.
+    """
+
+    name: str
+    keeps: Literal["everything", "products", "input"]
+    refused_by: tuple[tuple[str, str], ...] = ()
+
+
+NONE = Policy("none", "everything")
+SELECTIVE = Policy(
+    "selective", "products",
+    (("zero-bubble", "schedule zero-bubble goes back through a layer twice, and torch's selective recomputation once"),),
+)  # fmt: skip
+FULL = Policy("full", "input")
+POLICIES = {policy.name: policy for policy in (NONE, SELECTIVE, FULL)}
+
+
+@dataclass(frozen=True, repr=False)
+class ActivationCheckpointing(Quantity):
+    """A policy and the share of layers that follow it, spread evenly: `none`, `selective`, `full`, `50%` (of the layers in full), or
+    `selective 50%`."""
+
+    policy: Policy
+    share: Fraction = Fraction(1)
+    example = "none, selective, full, '50%' or 'selective 50%'"
+
+    @classmethod
+    def parse(cls, text: str) -> ActivationCheckpointing:
+        name, _, percent = text.strip().rpartition(" ") if "%" in text else (text.strip(), "", "")
+        policy = POLICIES.get(name.strip() or ("full" if percent else ""))
+        try:
+            share = Fraction(percent.removesuffix("%")) / 100 if percent else Fraction(1)
+        except (ValueError, ZeroDivisionError):
+            policy, share = None, Fraction(1)
+        if policy is None or not 0 < share <= 1 or (policy is NONE and percent) or len(text) > 40:
+            raise ValueError(f"{text[:40]!r} is no way to recompute; write for example {cls.example}")
+        return cls(policy, share)
+
+    def text(self) -> str:
+        if self.share == 1:
+            return self.policy.name
+        percent = f"{float(100 * self.share):g}%"
+        return percent if self.policy is FULL else f"{self.policy.name} {percent}"
+
+    def of(self, layer: int) -> Policy:
+        """The policy of a layer (counted from 0; those of multi-token prediction go on counting)."""
+        return self.policy if int((layer + 1) * self.share) > int(layer * self.share) else NONE
+
+    def problems(self, schedule: str) -> Iterator[str]:
+        """Why a pipeline's schedule cannot run it; nothing if it can."""
+        for name, why in self.policy.refused_by:
+            if name == schedule:
+                yield f"{why}; set train.activation_checkpointing to full or none, or schedule=1f1b"
+
+    def __repr__(self) -> str:
+        return f"ActivationCheckpointing({self.text()!r})"

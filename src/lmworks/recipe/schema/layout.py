@@ -1,0 +1,57 @@
+"""The layout of a run: how many ranks stand along each axis of the device mesh."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.schema.base import Node
+
+_MOST_RANKS = 1 << 20  # of an axis of the mesh
+
+
+class Layout(Node):
+    """How many ranks stand along each axis of the device mesh; `layout: auto` leaves that to the plan, when the ranks are known."""
+
+    renamed: ClassVar = {
+        "schedule": "pipeline_schedule", "stages_per_rank": "pipeline_stages_per_rank", "layers_per_stage": "layers_per_pipeline_stage",
+    }  # fmt: skip
+
+    auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
+    pp: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages")
+    dp_replicate: int = Field(1, gt=0, le=_MOST_RANKS, description="replicas of the sharded model")
+    dp_shard: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a replica's weights are sharded over (FSDP)")
+    cp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a sequence is split over")
+    tp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a matrix is split over")
+    ep: int = Field(1, gt=0, le=_MOST_RANKS, description="expert ranks; they lie inside dp_shard x cp")
+    zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b", description="order of micro-batches in a pipeline"
+    )
+    pipeline_stages_per_rank: int = Field(
+        1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble"
+    )
+    layers_per_pipeline_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _auto_or_axes(self) -> Layout:
+        given = [name for name, value in self if name not in ("auto", "zero") and value != Layout.model_fields[name].default]
+        if self.auto and given:
+            raise ValueError(f"layout.auto chooses all axes; leave out {', '.join(given)}, or auto")
+        return self
+
+    def overrides(self) -> list[str]:
+        """The same, as `--set` takes it."""
+        return [f"layout.{axis}={json.dumps(value)}" for axis, value in self if value is not None]
+
+
+def world_size(layout: Layout) -> int:
+    """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
+    return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp

@@ -1,0 +1,23 @@
+"""Where metrics are written."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.units import Duration
+
+
+class Metrics(Node):
+    """Where the numbers go; JSONL always."""
+
+    tensorboard: bool = Field(False, description="also write TensorBoard events")
+    wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
+    prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
+    dollars_per_hour: float = Field(
+        0.0, ge=0, description="price of a device (a GPU, or the cores of one rank), for the run page; the cluster's if left out"
+    )
+    watts: float = Field(0.0, ge=0, description="power that a device draws, for the run page, where it is not measured; likewise")
+    detail_every: Duration | None = Field(
+        None, description="distance between signals of each layer (activations, attention logits, gradients, updates); never when left out"
+    )

@@ -1,0 +1,268 @@
+"""The decoder as data: one family from a dense 1M model to a 355B mixture of experts."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.units import Tokens
+
+# What a plan or a derivation goes through one by one must end, whoever wrote the recipe. The largest models are far below.
+# How a model learns, and not what its weights compute.
+LEARNING = (
+    "preset", "max_position_embeddings", "residual_dropout", "attention_dropout", "initializer_range", "z_loss_weight", "moe.balance",
+    "moe.capacity_factor", "moe.temperature",
+    "moe.temperature_steps",
+)  # fmt: skip
+_WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
+_MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
+
+
+class Rope(Node):
+    """Rotary positions (Su et al. 2021), and how their frequencies are extended to longer contexts."""
+
+    renamed: ClassVar = {"fraction": "partial_rotary_factor", "original_length": "original_max_position_embeddings"}
+
+    theta: float = Field(10_000.0, gt=0, description="base of the frequencies; raising it is ABF (GLM: 10,000, then 1,000,000)")
+    partial_rotary_factor: float = Field(
+        1.0, ge=0, le=1, description="share of each head that is rotated; GLM rotates half, 0 is no RoPE at all"
+    )
+    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
+        "none", description="linear is position interpolation; llama3 interpolates slow frequencies as Llama 3.1 does"
+    )
+    factor: float = Field(1.0, ge=1, description="how many times longer the context becomes under `scaling`")
+    original_max_position_embeddings: Tokens | None = Field(None, description="context length before `scaling`")
+    beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is left alone")
+    beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is interpolated in full")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: rotations within original_max_position_embeddings below which a frequency is interpolated in full"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: rotations within original_max_position_embeddings above which a frequency is left alone"
+    )
+
+    @model_validator(mode="after")
+    def _scaling_needs_length(self) -> Rope:
+        if self.scaling in ("ntk", "yarn", "llama3") and self.original_max_position_embeddings is None:
+            raise ValueError(f"rope.scaling {self.scaling} needs rope.original_max_position_embeddings, the context before the extension")
+        if self.scaling == "none" and self.factor != 1:
+            raise ValueError(f"rope.factor {self.factor:g} does nothing without rope.scaling; set scaling to linear, ntk, yarn or llama3")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"rope.high_freq_factor {self.high_freq_factor:g} must exceed rope.low_freq_factor {self.low_freq_factor:g}")
+        return self
+
+
+class Balance(Node):
+    """How the experts are kept equally busy; without an auxiliary loss by default (Wang et al. 2024, arXiv:2408.15664)."""
+
+    renamed: ClassVar = {
+        "update": "bias_update", "rate": "bias_update_rate", "clamp": "bias_clamp", "aux_weight": "aux_loss_weight",
+        "sequence_aux_weight": "sequence_aux_loss_weight",
+    }  # fmt: skip
+
+    method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
+        "bias", description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
+        "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
+    )
+    bias_update: Literal["sign", "proportional"] = Field(
+        "sign", description="step of the bias: the sign of the load error, or the error itself"
+    )
+    bias_update_rate: float = Field(0.001, ge=0, description="size of the bias update per optimizer step")
+    bias_clamp: float = Field(1.0, gt=0, description="the bias stays within plus and minus this")
+    aux_loss_weight: float = Field(0.01, ge=0, description="weight of the auxiliary loss over the whole step when method is aux")
+    sequence_aux_loss_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
+
+
+class Moe(Node):
+    """Mixture of experts: sigmoid gates, selection bias, shared experts."""
+
+    renamed: ClassVar = {
+        "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "expert_size": "moe_intermediate_size",
+        "shared_experts": "n_shared_experts", "dense_layers": "first_k_dense_replace", "gate": "scoring_func",
+        "normalize_top_k": "norm_topk_prob", "routed_scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "topk_group",
+    }  # fmt: skip
+
+    n_routed_experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
+    num_experts_per_tok: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
+    moe_intermediate_size: int = Field(gt=0, le=_WIDEST, description="hidden width of one expert")
+    n_shared_experts: int = Field(
+        1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is n_shared_experts * moe_intermediate_size"
+    )
+    first_k_dense_replace: int = Field(1, ge=0, le=_MOST_LAYERS, description="the first layers that stay dense")
+    scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
+    norm_topk_prob: bool = Field(True, description="the chosen weights are divided by their sum")
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
+    n_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups for group-limited routing")
+    topk_group: int = Field(1, gt=0, le=_MOST_PARTS, description="groups kept per token")
+    capacity_factor: float = Field(1.25, gt=0, description="only for the overflow metric: tokens are never dropped")
+    temperature: float = Field(1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps")
+    temperature_steps: int = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
+    balance: Balance = Balance()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Moe:
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(f"moe.num_experts_per_tok {self.num_experts_per_tok} exceeds moe.n_routed_experts {self.n_routed_experts}")
+        if self.n_routed_experts % self.n_group or self.topk_group > self.n_group:
+            raise ValueError(
+                f"moe.n_group {self.n_group} must divide moe.n_routed_experts {self.n_routed_experts} and be at least "
+                f"moe.topk_group {self.topk_group}"
+            )
+        return self
+
+
+class Mla(Node):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come out of one small latent per token."""
+
+    renamed: ClassVar = {
+        "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "nope_dim": "qk_nope_head_dim",
+        "value_dim": "v_head_dim", "norm_eps": "rms_norm_eps",
+    }  # fmt: skip
+
+    q_lora_rank: int | None = Field(
+        None, gt=0, le=_WIDEST, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none"
+    )
+    kv_lora_rank: int = Field(
+        512, gt=0, le=_WIDEST, description="width of the latent that keys and values share; it and the rotated key are what is cached"
+    )
+    qk_rope_head_dim: int = Field(
+        64, gt=0, le=_WIDEST, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads"
+    )
+    qk_nope_head_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key that have no positions")
+    v_head_dim: int = Field(128, gt=0, le=_WIDEST, description="width of a head's value")
+    rms_norm_eps: float = Field(
+        1e-6, gt=0, description="added to the mean square in the norms of the latents; DeepSeek's classes fix it at 1e-6, whatever "
+        "rms_norm_eps says",
+    )
+
+
+class Mtp(Node):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each."""
+
+    renamed: ClassVar = {"layers": "num_nextn_predict_layers", "weight": "loss_weight"}
+
+    num_nextn_predict_layers: int = Field(
+        1, gt=0, le=_MOST_LAYERS, description="layers, each one token further ahead (GLM-4.x and DeepSeek-V3: 1)"
+    )
+    loss_weight: float = Field(0.3, gt=0, description="of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
+
+
+class Model(Node):
+    """A decoder-only transformer. Shapes follow the usual names; see `lmworks.model`."""
+
+    renamed: ClassVar = {
+        "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn_size": "intermediate_size",
+        "qk_norm": "use_qk_norm", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+        "logit_softcap": "final_logit_softcapping", "z_loss": "z_loss_weight", "dropout": "residual_dropout",
+        "max_length": "max_position_embeddings", "nope_every": "no_rope_layer_interval",
+    }  # fmt: skip
+
+    preset: str | None = Field(None, description="a file of recipes/models to start from, by name, or a published config.json by path")
+    vocab_size: int | None = Field(
+        None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
+    )
+    hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
+    num_hidden_layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
+    num_attention_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")
+    num_key_value_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="key/value heads; fewer than heads is GQA, 1 is MQA")
+    head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and heads")
+    intermediate_size: int | None = Field(None, gt=0, le=_WIDEST, description="hidden width of the dense SwiGLU layers")
+    attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
+    use_qk_norm: bool = Field(False, description="RMS norm on queries and keys, before RoPE")
+    qk_norm_over: Literal["head", "all_heads"] = Field(
+        "head", description="what qk_norm takes the mean square of: each head, with one weight for all (Qwen3, GLM), or all heads at once "
+        "(OLMo 2)",
+    )
+    norm_position: Literal["pre", "post"] = Field(
+        "pre", description="where a layer has its two norms: pre, on what attention and feed-forward read; post, on what they add to the "
+        "residual stream (OLMo 2)",
+    )
+    mla: Mla | None = None
+    rope: Rope = Rope()
+    no_rope_layer_interval: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
+    sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
+    layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = Field(
+        (), description="with a sliding window, which layers slide: one entry per layer, or fewer, which repeat; all slide when left out"
+    )
+    moe: Moe | None = None
+    mtp: Mtp | None = None
+    tie_word_embeddings: bool = Field(False, description="the head is the embedding matrix")
+    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMS norms")
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the first weights")
+    final_logit_softcapping: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 is off")
+    z_loss_weight: float = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
+    residual_dropout: float = Field(0.0, ge=0, lt=1, description="share of residual updates dropped in training")
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="share of attention weights dropped in training")
+    max_position_embeddings: Tokens | None = Field(None, description="longest context the exported model states; derived from the phases")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Model:
+        if self.num_attention_heads and self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.num_key_value_heads {self.num_key_value_heads} must divide model.num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim and self.mla is None and int(self.head_dim * self.rope.partial_rotary_factor) % 2:
+            raise ValueError(
+                f"model.rope.partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim {self.head_dim} must be an even "
+                f"number of dimensions"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _norm_over_heads_is_a_norm(self) -> Model:
+        if self.qk_norm_over != "head" and not self.use_qk_norm:
+            raise ValueError(
+                f"model.qk_norm_over {self.qk_norm_over} does nothing without model.use_qk_norm; set use_qk_norm or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layer_types_have_a_window(self) -> Model:
+        if not self.layer_types:
+            return self
+        if self.sliding_window is None:
+            raise ValueError("model.layer_types says which layers slide, but there is no window; set model.sliding_window or leave it out")
+        if "sliding_attention" not in self.layer_types:
+            raise ValueError("model.layer_types has no layer that slides; leave it and model.sliding_window out")
+        if self.num_hidden_layers and len(self.layer_types) > self.num_hidden_layers:
+            raise ValueError(
+                f"model.layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers; write at most one per layer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _latent_attention_stands_alone(self) -> Model:
+        mla = self.mla
+        if mla is None:
+            return self
+        for name, clash, why in (
+            ("attention_bias", self.attention_bias, "its projections have no biases"),
+            ("use_qk_norm", self.use_qk_norm, "the latents are normed instead"),
+            ("no_rope_layer_interval", self.no_rope_layer_interval, "every layer rotates mla.qk_rope_head_dim dimensions"),
+            ("sliding_window", self.sliding_window, "every layer sees everything"),
+            ("rope.partial_rotary_factor", self.rope.partial_rotary_factor != 1, "mla.qk_rope_head_dim says how much of a head is rotated"),
+            (
+                "num_key_value_heads",
+                self.num_key_value_heads not in (None, self.num_attention_heads),
+                "every head has a key of its own out of the latent",
+            ),
+            (
+                "head_dim",
+                self.head_dim not in (None, mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+                "it is mla.qk_nope_head_dim + mla.qk_rope_head_dim",
+            ),
+        ):
+            if clash:
+                raise ValueError(f"model.{name} does not combine with model.mla: {why}; leave it out")
+        return self
+
+    def has_positions(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `no_rope_layer_interval`-th layer."""
+        return self.rope.partial_rotary_factor > 0 and not (self.no_rope_layer_interval and (layer + 1) % self.no_rope_layer_interval == 0)
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer (counted from 0) sees only a window; `layer_types` repeat, also over the layers of multi-token prediction."""
+        types = self.layer_types
+        return bool(self.sliding_window) and (not types or types[layer % len(types)] == "sliding_attention")

@@ -1,0 +1,55 @@
+"""The root of the recipe tree: everything that describes a run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.checkpoints import Checkpoints
+from lmworks.recipe.schema.corpus import Corpus
+from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.recipe.schema.export import Export
+from lmworks.recipe.schema.launch import Launch
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.metrics import Metrics
+from lmworks.recipe.schema.model import Model
+from lmworks.recipe.schema.optimizer import Optimizer
+from lmworks.recipe.schema.shards import Shards
+from lmworks.recipe.schema.stability import Stability
+from lmworks.recipe.schema.tokenizer import Tokenizer
+from lmworks.recipe.schema.train import Train
+from lmworks.recipe.schema.tune import Tune
+from lmworks.recipe.schema.units import Seconds
+
+
+class Recipe(Node):
+    """One run, from raw text to served model."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run and of its directory")
+    seed: int = Field(1, description="everything random follows from it: order of the data, first weights, samples")
+    run_dir: str | None = Field(None, description="derived: runs/NAME")
+    size: str | None = Field(
+        None,
+        description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive; auto: the size for "
+        "which `time` is compute-optimal on this machine",
+    )
+    time: Seconds | None = Field(
+        None,
+        description="of `lmworks run` from start to end, such as 10min: the budgets of phases and tuning become proportions, and one "
+        "factor, from the speed measured before the first step, makes them fill it",
+    )
+    threads: int | None = Field(None, gt=0, description="CPU threads; derived from the machine")
+    corpus: Corpus = Corpus()
+    tokenizer: Tokenizer = Tokenizer()
+    shards: Shards = Shards()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    checkpoints: Checkpoints = Checkpoints()
+    stability: Stability = Stability()
+    metrics: Metrics = Metrics()
+    tune: Tune | None = None
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+    layout: Layout = Layout()
+    launch: Launch = Launch()

@@ -1,0 +1,51 @@
+"""Token files, and their cache on a local disk."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.units import Bytes, Duration, Tokens
+
+
+class Cache(Node):
+    """Blocks of token files on a fast local disk, for files on slow or remote storage; shared by the processes of a machine."""
+
+    renamed: ClassVar = {"bytes": "max_bytes", "ahead": "prefetch"}
+
+    dir: str = Field(description="a folder on the local disk")
+    max_bytes: Bytes = Field(description="of token blocks, at most; indexes of documents come on top (20 bytes a document)")
+    remote: str | None = Field(
+        None, description="folder or fsspec URL with a copy of the run's shards folder; when left out, that folder itself is the slow one"
+    )
+    prefetch: Duration = Field(Duration.parse("64 steps"), description="steps whose blocks are fetched before they are needed")
+
+    @model_validator(mode="after")
+    def _in_steps(self) -> Cache:
+        if self.prefetch.unit != "steps":
+            raise ValueError(f"shards.cache.prefetch {self.prefetch.text()!r} must be a number of steps, such as '64 steps'")
+        return self
+
+
+class Shards(Node):
+    """Token files in Megatron's indexed format."""
+
+    shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
+    imported: dict[str, str] = Field(
+        default_factory=dict,
+        description="further sources by name: folders that `lmworks data import` made, relative to the working directory; mixtures may "
+        "name them",
+    )
+    cache: Cache | None = None
+    packing: Literal["concatenate", "best_fit"] = Field(
+        "concatenate",
+        description="concatenate: end to end, cut into sequences; best_fit: no document is cut that fits, some padding (arXiv:2404.10830)",
+    )
+    max_epochs: float = Field(
+        40.0,
+        gt=0,
+        description="most readings of a source in a phase; repeated text loses value after about 4, all of it by 40 (arXiv:2305.16264)",
+    )
+    warn_epochs: float = Field(4.0, gt=0, description="readings of a source, in a phase or over all, above which a warning is printed")

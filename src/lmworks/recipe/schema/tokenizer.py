@@ -1,0 +1,34 @@
+"""The tokenizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.units import Bytes
+
+
+class Tokenizer(Node):
+    """Byte-pair merges over bytes (or characters), named special tokens and a chat template."""
+
+    path: str | None = Field(
+        None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
+    )
+    vocab_size: int = Field(4096, ge=320, description="entries, special tokens included")
+    kind: Literal["bytes", "sentencepiece"] = Field(
+        "bytes",
+        description="bytes: byte-level as in GLM-4.x. sentencepiece: characters, rare ones as bytes, each digit alone; encodes slower",
+    )
+    special_tokens: int = Field(64, ge=36, description="GLM-4.x's 36, then 28 for roles, tools and code, then reserved ones")
+    sample_bytes: Bytes = Field(Bytes.parse("16MB"), description="text used for training, drawn by mixture weight")
+    language_balance: float = Field(
+        0.7, ge=0, le=1, description="languages count by their share to this power: 1 as in the mixture, 0 all alike; code keeps its share"
+    )
+    max_words: int = Field(
+        2_000_000, ge=10_000, description="distinct words kept while counting, rarest forgotten first; about 0.5 kB of memory each"
+    )
+    chat_template: Literal["brief", "glm-4.6"] = Field(
+        "brief", description="glm-4.6: as published, each answer opens with its thoughts. brief: the same without empty thoughts"
+    )
