@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from minhash import real_texts
 
-from lmworks.corpus.contamination import Findings, Gate, Match, Question
+from lmworks.corpus.contamination import Decontaminator, Findings, Match, Question
 from lmworks.corpus.units import ngrams, units
 from lmworks.evaluate import benchmarks
 from lmworks.evaluate.benchmarks import Item
@@ -85,7 +85,7 @@ LAYOUTS: tuple[Plant, ...] = (
 )  # fmt: skip
 
 
-def judged(gate: Gate, documents: list[str]) -> dict[int, list[Match]]:
+def judged(gate: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
     found = Findings.joined([(first, gate.scan(documents[first : first + 200])) for first in range(0, len(documents), 200)])
     seen = gate.seen([found])
     matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
@@ -117,7 +117,7 @@ def main() -> None:
     given = options.parse_args()
     rng = random.Random(1)
     clean = real_texts(given.recipe, given.documents)
-    gate = Gate(13)
+    gate = Decontaminator(13)
     asked = list(benchmarks.questions(SETS))
     begin = time.process_time()
     gate.protect([one.name for one in asked], [one.text for one in asked], [one.answer for one in asked], evaluation=True)

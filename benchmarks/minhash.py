@@ -26,8 +26,8 @@ from lmworks.corpus.dedup.clusters import Clusters
 from lmworks.corpus.dedup.keys import copies
 from lmworks.corpus.dedup.near import Stacked, candidates, distinct, each_once, jaccard, weigh
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, shingles, sketches
-from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import Part, parts, read
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.units import units
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.corpus import Source

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from command import Lmworks
 
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.evaluate import benchmarks, tasks
 from lmworks.files import read_json

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from source_items import LIMIT, items, reasons, source, texts
 
-from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import archives, parts, read
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.readers.repository import ordered
 
 

@@ -7,26 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.corpus.contamination import Findings, Gate, Match, Shared, Widespread
+from lmworks.corpus.contamination import Decontaminator, Findings, Match, Shared, Widespread
 
 HELD = " ".join(f"held{number}" for number in range(60))
 FILLER = " ".join(f"filler{number}" for number in range(40))
 
 
-def findings(gate: Gate, documents: list[str]) -> Findings:
+def findings(gate: Decontaminator, documents: list[str]) -> Findings:
     """One batch each: batches must not matter."""
     return Findings.joined([(number, gate.scan([document])) for number, document in enumerate(documents)])
 
 
-def judged(gate: Gate, documents: list[str]) -> dict[int, list[Match]]:
+def judged(gate: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
     found = findings(gate, documents)
     seen = gate.seen([found])
     matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
     return {number: passages for number, passages in matches.items() if passages}
 
 
-def run(documents: list[str], held: list[str] | None = None, evaluation: list[str] | None = None) -> tuple[Gate, dict[int, str]]:
-    gate = Gate(13)
+def run(documents: list[str], held: list[str] | None = None, evaluation: list[str] | None = None) -> tuple[Decontaminator, dict[int, str]]:
+    gate = Decontaminator(13)
     gate.protect([f"held/{place}" for place in range(len(held or []))], held or [], evaluation=False)
     gate.protect([f"evaluation/{place}" for place in range(len(evaluation or []))], evaluation or [], evaluation=True)
     return gate, {number: documents[number][match.start : match.end] for number, (match, *_) in judged(gate, documents).items()}
@@ -48,7 +48,7 @@ def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> N
 
 
 def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
-    gate = Gate(13)
+    gate = Decontaminator(13)
     gate.protect(["held"], [HELD], evaluation=False)
     assert not len(gate.scan([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]).rows)
 
@@ -109,7 +109,7 @@ LAYOUTS = {
 
 
 def asked(texts: list[str], question: str, answer: str) -> list[int]:
-    gate = Gate(13)
+    gate = Decontaminator(13)
     gate.protect(["sky/1"], [question], [answer], evaluation=True)
     return sorted(judged(gate, texts))
 
@@ -138,7 +138,7 @@ def test_a_question_too_short_to_be_told_is_found_by_its_answer() -> None:
 
 def test_batches_of_many_documents_find_what_single_ones_do() -> None:
     texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{part(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {part(3, 30)}", ""]
-    gate = Gate(13)
+    gate = Decontaminator(13)
     gate.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
     whole = gate.scan(texts).rows
     assert np.array_equal(whole, findings(gate, texts).rows)
@@ -146,7 +146,7 @@ def test_batches_of_many_documents_find_what_single_ones_do() -> None:
 
 
 def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
-    gate = Gate(13)
+    gate = Decontaminator(13)
     gate.protect(["held/0"], [HELD], evaluation=False)
     texts = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
     for number, half in enumerate((texts[:6], texts[6:])):
@@ -160,7 +160,7 @@ def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
 
 
 def test_an_empty_gate_finds_nothing() -> None:
-    gate = Gate(13)
+    gate = Decontaminator(13)
     found = gate.scan([FILLER])
     seen = gate.seen([found])
     assert gate.suspects(found, seen) == []
@@ -168,8 +168,8 @@ def test_an_empty_gate_finds_nothing() -> None:
     assert gate.widespread(seen, 5) == []
 
 
-def asked_of(questions: list[tuple[str, str]]) -> Gate:
-    gate = Gate(13)
+def asked_of(questions: list[tuple[str, str]]) -> Decontaminator:
+    gate = Decontaminator(13)
     gate.protect([f"own/{number}" for number in range(len(questions))], *map(list, zip(*questions, strict=True)), evaluation=True)
     return gate
 

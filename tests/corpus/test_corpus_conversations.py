@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lmworks.corpus.conversations import Conversation, chitchat, parse_story, story_language, story_messages, virtual_stories
-from lmworks.corpus.document_formats import FORMATS, Member, render_story
-from lmworks.corpus.items import Item, Unavailable
-from lmworks.corpus.wheels import wheel
+from lmworks.corpus.readers.document_formats import FORMATS, Member, render_story
+from lmworks.corpus.readers.items import Item, Unavailable
+from lmworks.corpus.readers.wheel_download import wheel
 
 STORY = '''"""
 Guest asks for pillows.

@@ -21,7 +21,7 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.engine import local
+from lmworks.corpus.engine.executors import local
 from lmworks.corpus.report import Report
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
@@ -258,8 +258,8 @@ import sys
 from pathlib import Path
 from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.engine import local
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.corpus.engine.executors import local
 local._WORTH_A_PROCESS = 50_000
 print("begun", flush=True)
 out, texts = map(Path, sys.argv[2:])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.engine import batch, slurm
+from lmworks.corpus.engine.executors import batch_task, slurm
 from lmworks.corpus.engine.job import Job, code_of
-from lmworks.corpus.engine.stages import STAGES
+from lmworks.corpus.engine.passes.sequence import STAGES
 from lmworks.corpus.engine.task import named
 from lmworks.corpus.pipeline import preview
 from lmworks.corpus.readers import parts
@@ -122,19 +122,19 @@ def test_the_tasks_of_a_stage_are_dealt_out_whole(texts: Path, tmp_path: Path) -
     job.save()
     jobs = 3
     for first in range(jobs):
-        batch.do(job.out, "read", first, jobs)
+        batch_task.do(job.out, "read", first, jobs)
     assert all(named(STAGES, "read").is_done(job, piece) for piece in job.pieces)
     with pytest.raises(UserError, match=rf"the stage read has {len(job.pieces)} tasks, numbered from 0"):
-        batch.do(job.out, "read", 99, 100)
+        batch_task.do(job.out, "read", 99, 100)
     with pytest.raises(UserError, match="there is no stage 'reed' of a corpus job; there are: size, draw, read"):
-        batch.do(job.out, "reed", 0, 1)
+        batch_task.do(job.out, "reed", 0, 1)
 
 
 def test_a_batch_job_leaves_its_reason_where_the_executor_looks(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts, ("fails",)), tmp_path / "out", texts)
     job.save()
     with pytest.raises(UserError, match="step fails"):
-        batch.do(job.out, "read", 0, 10)
+        batch_task.do(job.out, "read", 0, 10)
     (told,) = slurm.failures(job).glob("*.txt")
     assert "step fails" in told.read_text()
 

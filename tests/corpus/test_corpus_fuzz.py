@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import source
 
-from lmworks.corpus.items import Item
 from lmworks.corpus.readers import parts, read
+from lmworks.corpus.readers.items import Item
 from lmworks.errors import UserError
 
 LIMIT = 20_000

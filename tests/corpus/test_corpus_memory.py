@@ -14,8 +14,8 @@ from step_documents import documents
 from lmworks.corpus import prepare
 from lmworks.corpus.dedup.traces import TracesWriter, sketching_of
 from lmworks.corpus.document import Batch
-from lmworks.corpus.engine import reading
 from lmworks.corpus.engine.decisions import Decisions
+from lmworks.corpus.engine.passes import reading
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.dedup import Dedup
 from lmworks.recipe.schema.recipe import Recipe

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 from source_items import LIMIT, items, reasons, rows, source, texts
 
-from lmworks.corpus.items import Unavailable
-from lmworks.corpus.opening import bounded_lines
 from lmworks.corpus.readers import File, Part, huggingface, parts, read
+from lmworks.corpus.readers.items import Unavailable
+from lmworks.corpus.readers.opening import bounded_lines
 from lmworks.errors import UserError
 
 GOOD = ["first document", "second: naïve 文書", "third"]

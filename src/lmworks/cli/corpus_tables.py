@@ -12,10 +12,10 @@ from rich.text import Text
 from lmworks.doctor.figures import compact, percent, significant, size
 
 if TYPE_CHECKING:
-    from lmworks.corpus.engine.duplicates import Duplicates
-    from lmworks.corpus.evidence.diff import SourceDifference
-    from lmworks.corpus.evidence.sample import Drawn
-    from lmworks.corpus.evidence.trace import Trace
+    from lmworks.corpus.analysis.diff import SourceDifference
+    from lmworks.corpus.analysis.sample import Drawn
+    from lmworks.corpus.analysis.trace import Trace
+    from lmworks.corpus.engine.dedup_preview import Duplicates
     from lmworks.shards.finding import Place
 
 _MOST_ROWS = 20

@@ -17,8 +17,8 @@ from lmworks.errors import UserError
 from lmworks.files import write_json
 
 if TYPE_CHECKING:
-    from lmworks.corpus.evidence.opened import Prepared
-    from lmworks.corpus.evidence.trace import Trace
+    from lmworks.corpus.analysis.prepared import Prepared
+    from lmworks.corpus.analysis.trace import Trace
     from lmworks.shards.finding import Place
     from lmworks.tokenizer.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def corpus_of(where: str) -> Path:
 
 
 def _open(where: str) -> Prepared:
-    from lmworks.corpus.evidence.opened import Prepared
+    from lmworks.corpus.analysis.prepared import Prepared
 
     return Prepared(corpus_of(where))
 
@@ -82,7 +82,7 @@ def analyze(
 ) -> None:
     """What a corpus is made of, before and after: tokens, languages, lengths, quality, perplexity, duplicates. Also writes a page."""
     from lmworks.cli.corpus_tables import analysis_tables
-    from lmworks.corpus.evidence.analyze import analyze as measure
+    from lmworks.corpus.analysis.analyze import analyze as measure
     from lmworks.doctor.corpus_page import write_corpus_page
 
     out = corpus_of(where)
@@ -113,8 +113,8 @@ def sample(
     as_json: JsonOption = False,
 ) -> None:
     """Show documents drawn at random, kept or dropped; the text of one that was dropped is read from its source again."""
-    from lmworks.corpus.evidence.sample import Choice
-    from lmworks.corpus.evidence.sample import sample as draw
+    from lmworks.corpus.analysis.sample import Choice
+    from lmworks.corpus.analysis.sample import sample as draw
 
     drawn = draw(_open(where), Choice(source, fate, reason, bucket), count, seed)
     if as_json:
@@ -134,7 +134,7 @@ def trace(
     as_json: JsonOption = False,
 ) -> None:
     """Follow a document from its row in the source through every decision to its tokens; each step is done again."""
-    from lmworks.corpus.evidence.trace import trace as follow
+    from lmworks.corpus.analysis.trace import trace as follow
 
     corpus = _open(run)
     shards = corpus.out.parent / "shards"
@@ -188,9 +188,9 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Which documents B has gained, lost, moved or changed against A, and why. Exit code 1 if any."""
-    from lmworks.corpus.evidence.diff import as_json as plain
-    from lmworks.corpus.evidence.diff import diff as compare
-    from lmworks.corpus.evidence.diff import differs
+    from lmworks.corpus.analysis.diff import as_json as plain
+    from lmworks.corpus.analysis.diff import diff as compare
+    from lmworks.corpus.analysis.diff import differs
 
     found = compare(_open(one), _open(other))
     if as_json:

@@ -81,7 +81,7 @@ def register(app: typer.Typer) -> None:
 
 def _warn(resolved: Resolved, *lines: str | None) -> None:
     """Print these lines, and what is wrong with the sources as far as it is known here."""
-    from lmworks.corpus.missing import faults
+    from lmworks.corpus.source_checks import faults
 
     for line in (*lines, *faults(resolved.recipe)):
         if line:

@@ -16,14 +16,14 @@ from rich.console import RenderableType
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.dedup.advice import advice
 from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
-from lmworks.corpus.engine.duplicates import Duplicates, duplicates
-from lmworks.corpus.engine.gate import EVALUATION, PROTECTED
+from lmworks.corpus.engine.dedup_preview import Duplicates, duplicates
 from lmworks.corpus.engine.job import Job, code_of
-from lmworks.corpus.engine.reading import check_facts
-from lmworks.corpus.engine.stages import STAGES
+from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
+from lmworks.corpus.engine.passes.reading import check_facts
+from lmworks.corpus.engine.passes.sequence import STAGES
 from lmworks.corpus.engine.tables import writing
-from lmworks.corpus.items import Unavailable
 from lmworks.corpus.readers import Part, parts
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.report import Report
 from lmworks.corpus.units import SPACELESS_LANGUAGES
 from lmworks.errors import UserError
@@ -74,7 +74,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
     """What `prepare` would do: the parts of each source, the tasks of each stage, and for Slurm its scripts. Writes nothing."""
     from rich.table import Table
 
-    from lmworks.corpus.engine import slurm
+    from lmworks.corpus.engine.executors import slurm
 
     _check(recipe.corpus)
     found, missing = _find(recipe.corpus)

@@ -1,4 +1,4 @@
-"""The corpus page: one static HTML file that shows what `lmworks.corpus.evidence.analyze` has found. No script, nothing loaded."""
+"""The corpus page: one static HTML file that shows what `lmworks.corpus.analysis.analyze` has found. No script, nothing loaded."""
 
 from __future__ import annotations
 

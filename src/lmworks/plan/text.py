@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmworks.corpus.engine.listing import listing
+from lmworks.corpus.readers.snapshot import listing
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.manifest import MANIFEST, Manifest

@@ -325,7 +325,7 @@ def _work(recipe: Recipe, run_dir: Path) -> _Work:
 
 def _items(recipe: Recipe, run_dir: Path) -> dict[str, float]:
     """Tokens of an item of each benchmark set, all its choices, from the first ones; none where the sets cannot be had."""
-    from lmworks.corpus.items import Unavailable
+    from lmworks.corpus.readers.items import Unavailable
     from lmworks.evaluate import benchmarks
     from lmworks.tokenizer import load
 

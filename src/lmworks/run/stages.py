@@ -18,7 +18,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
-    from lmworks.corpus.contamination import Gate
+    from lmworks.corpus.contamination import Decontaminator
     from lmworks.evaluate.protection import Protection
     from lmworks.parallel.mesh import Ranks
     from lmworks.watch.heartbeat import Heartbeat
@@ -149,7 +149,7 @@ def _tune(context: Context) -> RenderableType | None:
 
     recipe = context.recipe
 
-    def protect() -> tuple[set[str], Gate | None]:
+    def protect() -> tuple[set[str], Decontaminator | None]:
         asked = _asked(recipe)
         _searched(asked, recipe, context.run_dir / "tune")
         gate = recipe.corpus.decontaminate

@@ -15,7 +15,7 @@ from typing import Any
 
 from lmworks import __version__
 from lmworks.checkpoint import listing
-from lmworks.corpus.engine.listing import Listing
+from lmworks.corpus.readers.snapshot import Listing
 from lmworks.errors import UserError
 from lmworks.files import read_json, sha256_file, write_json
 from lmworks.recipe.schema.recipe import Recipe

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lmworks import credentials
 from lmworks.checkpoint import listing as saved
-from lmworks.corpus.engine.listing import Listing, changes, listing
+from lmworks.corpus.readers.snapshot import Listing, changes, listing
 from lmworks.doctor.page import write_page
 from lmworks.errors import UserError
 from lmworks.files import explain_full_disk, read_json, write_json

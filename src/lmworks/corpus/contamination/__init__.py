@@ -22,10 +22,10 @@ In scripts without spaces a character is less than a word: there all these lengt
 three words: formulas, code, brackets, emoji) is compared symbol by symbol, with the lengths doubled, too; so is a held-out document with
 more symbols than words. In all other text symbols do not matter.
 
-On many machines: every process makes the same `Gate` from the same protected texts; `scan` is a map over the parts of the corpus, whose
+On many machines: every process makes the same `Decontaminator` from the same protected texts; `scan` is a map over the parts of the corpus, whose
 `Findings` are added up by `seen`; with that sum each part's `suspects` are judged one by one.
 """
 
-from lmworks.corpus.contamination.gate import HELD_OUT, Findings, Gate, Match, Question, Shared, Widespread
+from lmworks.corpus.contamination.decontaminator import HELD_OUT, Decontaminator, Findings, Match, Question, Shared, Widespread
 
-__all__ = ["HELD_OUT", "Findings", "Gate", "Match", "Question", "Shared", "Widespread"]
+__all__ = ["HELD_OUT", "Decontaminator", "Findings", "Match", "Question", "Shared", "Widespread"]

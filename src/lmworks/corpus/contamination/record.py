@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.contamination.gate import Question
+from lmworks.corpus.contamination.decontaminator import Question
 from lmworks.files import atomic_path
 
 RECORD = "searched.npy"

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from lmworks.corpus.dedup.keys import text_keys, url_keys
+from lmworks.corpus.dedup.semantic import Embed
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, sketches
 from lmworks.corpus.document import Batch
-from lmworks.corpus.semantic import Embed
 from lmworks.files import atomic_path, explain_os_errors
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.dedup import Dedup

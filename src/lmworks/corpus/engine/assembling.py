@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.engine.counts import Samples, Touched
-from lmworks.corpus.engine.gate import on
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.writing import MOST_PASSAGES, decisions_path, outputs
+from lmworks.corpus.engine.passes.decontamination import on
+from lmworks.corpus.engine.passes.writing import MOST_PASSAGES, decisions_path, outputs
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmworks.corpus.items import EXCERPT
+from lmworks.corpus.readers.items import EXCERPT
 
 SAMPLES = 10
 

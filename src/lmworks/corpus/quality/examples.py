@@ -10,8 +10,8 @@ import numpy as np
 from lmworks.corpus import readers
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.drawing import keys
-from lmworks.corpus.items import Item
 from lmworks.corpus.quality.train import CHARACTERS
+from lmworks.corpus.readers.items import Item
 from lmworks.errors import UserError
 from lmworks.progress import bar
 from lmworks.recipe.schema.corpus import Source

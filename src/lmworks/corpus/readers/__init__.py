@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 
-from lmworks.corpus.items import Item, broken, shown
 from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.readers.extraction import require
+from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError

@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from lmworks.corpus import unpacking
-from lmworks.corpus.document_formats import Member
-from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import Bomb, Damaged
+from lmworks.corpus.readers import unpacking
+from lmworks.corpus.readers.document_formats import Member
+from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.listing import File
+from lmworks.corpus.readers.opening import Bomb, Damaged
 from lmworks.errors import UserError
 from lmworks.limited import Ended, Failed, Limited
 
@@ -41,7 +41,7 @@ def members(file: File) -> Iterator[Member | Item]:
     A name that leads out of the archive, one that was there before, and an encrypted or damaged member cost that member only. Links and
     devices are passed over. Raises Bomb, Damaged, ConnectionError and UserError, and so do the streams of the members.
     """
-    unpacker = _idle.pop() if _idle else Limited("lmworks.corpus.unpacking:Unpacker", _SECONDS, _MEMORY)
+    unpacker = _idle.pop() if _idle else Limited("lmworks.corpus.readers.unpacking:Unpacker", _SECONDS, _MEMORY)
     try:
         path = file.path if "://" in file.path else os.path.abspath(file.path)
         _ask(unpacker, unpacking.OPEN, b"%d %s" % (file.size, os.fsencode(path)))

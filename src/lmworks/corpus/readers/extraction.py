@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from types import TracebackType
 
-from lmworks.corpus.items import Item, broken
+from lmworks.corpus.readers.items import Item, broken
 from lmworks.errors import UserError
 from lmworks.limited import Ended, Failed, Limited
 

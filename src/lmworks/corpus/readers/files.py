@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
-from lmworks.corpus.document_formats import Member, document_format
-from lmworks.corpus.items import Item, broken, decoded, shown
-from lmworks.corpus.opening import open_binary
 from lmworks.corpus.readers import notebook
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
+from lmworks.corpus.readers.document_formats import Member, document_format
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, broken, decoded, shown
 from lmworks.corpus.readers.jsonl import line_parts, lines_of
 from lmworks.corpus.readers.listing import File, find, fits
 from lmworks.corpus.readers.markdown import without_front_matter
+from lmworks.corpus.readers.opening import open_binary
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source

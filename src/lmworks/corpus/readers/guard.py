@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 
-from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import Bomb
+from lmworks.corpus.readers.items import Item, broken, shown
+from lmworks.corpus.readers.opening import Bomb
 from lmworks.errors import UserError
 from lmworks.masking import mask
 from lmworks.storage import lost_errors

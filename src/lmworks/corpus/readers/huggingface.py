@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.items import Item, Unavailable
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, Unavailable
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.corpus.readers.rows import Columns

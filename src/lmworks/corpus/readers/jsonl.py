@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 
-from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import COMPRESSED, bounded_lines, can_seek, open_binary, skip_line
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.listing import File, find
+from lmworks.corpus.readers.opening import COMPRESSED, bounded_lines, can_seek, open_binary, skip_line
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.corpus.readers.rows import Columns
 from lmworks.recipe.schema.corpus import Source

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.corpus.items import Unavailable
-from lmworks.corpus.opening import COMPRESSED
+from lmworks.corpus.readers.items import Unavailable
+from lmworks.corpus.readers.opening import COMPRESSED
 from lmworks.credentials import hide
 from lmworks.errors import UserError
 from lmworks.masking import mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lmworks.corpus.items import Item, broken, decoded
+from lmworks.corpus.readers.items import Item, broken, decoded
 
 FORMATS = ("cells", "outputs")
 _LONGEST_NAME = 40  # of a language: it stands before each cell

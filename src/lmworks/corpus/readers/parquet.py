@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lmworks.corpus.items import Item, broken, shown
-from lmworks.corpus.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, open_binary
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.listing import File, find
+from lmworks.corpus.readers.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, open_binary
 from lmworks.corpus.readers.part import Part, packed, spans
 from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError

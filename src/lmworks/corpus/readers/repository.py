@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
-from lmworks.corpus.items import Item, Unavailable, broken, shown
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, Unavailable, broken, shown
 from lmworks.corpus.readers.listing import File, find, local_file, starting
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.recipe.schema.corpus import Source

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from lmworks.corpus.document import Fact
-from lmworks.corpus.items import Item, broken, decoded
 from lmworks.corpus.readers.extraction import Extractor
+from lmworks.corpus.readers.items import Item, broken, decoded
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source

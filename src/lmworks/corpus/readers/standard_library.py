@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lmworks.corpus.items import Item, broken, decoded
+from lmworks.corpus.readers.items import Item, broken, decoded
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError

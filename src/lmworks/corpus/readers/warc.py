@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from lmworks.corpus.items import Item, broken, decoded, shown
-from lmworks.corpus.opening import Damaged, open_binary
 from lmworks.corpus.readers.extraction import Extractor
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item, broken, decoded, shown
 from lmworks.corpus.readers.listing import File, find
+from lmworks.corpus.readers.opening import Damaged, open_binary
 from lmworks.corpus.readers.part import Part, packed
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source

@@ -7,13 +7,13 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmworks.corpus.document_formats import WHOLE, Member, document_format
-from lmworks.corpus.items import Item
-from lmworks.corpus.opening import decompress
+from lmworks.corpus.readers.document_formats import WHOLE, Member, document_format
 from lmworks.corpus.readers.guard import guarded
+from lmworks.corpus.readers.items import Item
 from lmworks.corpus.readers.listing import File
+from lmworks.corpus.readers.opening import decompress
 from lmworks.corpus.readers.part import Part, spans
-from lmworks.corpus.wheels import wheel
+from lmworks.corpus.readers.wheel_download import wheel
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lmworks.corpus.parsing import parsed
+from lmworks.corpus.checks.parsing import parsed
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
 from lmworks.corpus.units import ngrams, repeated, units

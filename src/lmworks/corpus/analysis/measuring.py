@@ -1,0 +1,186 @@
+"""What is counted of one part of a corpus: the decisions, and where asked the texts, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lmworks.corpus.analysis.perplexity import Reference
+from lmworks.corpus.analysis.prepared import SPLITS, Prepared, changed
+from lmworks.corpus.analysis.tally import Side, Tally, Texts
+from lmworks.corpus.document import split_id, variant_id
+from lmworks.corpus.engine.counts import Count
+from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.passes.duplicates import HELD, REASONS
+from lmworks.corpus.engine.passes.reading import BATCH_CHARACTERS
+from lmworks.corpus.engine.tables import row_groups
+from lmworks.corpus.units import units
+from lmworks.documents import corpus_files
+from lmworks.errors import UserError
+
+CountTokens = Callable[[Sequence[str]], Sequence[int]]
+"""Tokens of each text; goes to other processes."""
+
+_COLUMNS = ("bytes", "language", "fate", "reason", "copy_of", "variant_of")
+_PER_OUTPUT = 500_000  # characters of held-out text that the reference model reads of each output
+_VARIANTS, _NUMBERS, _PARTS = 8, 28, 18  # bits of a packed id; the rest are for the source
+
+
+def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: CountTokens | None) -> tuple[Tally, str | None]:
+    """What is counted of one part; `texts` says whether its texts are looked at, too.
+
+    Second: None, or why the texts that were dropped could not be read again; those that were kept are measured all the same.
+    """
+    corpus = _opened(out)
+    piece = corpus.piece(name, number)
+    tally = Tally()
+    for _, rows in corpus.decisions(piece, _COLUMNS):
+        _count(corpus, tally, rows)
+    if not texts:
+        return tally, None
+    measure = _Measure(reference(out), count_tokens)
+    for batch in _kept_texts(corpus, piece):
+        measure.add(batch, [[tally.train.texts]] * len(batch))
+    try:
+        _read_again(corpus, piece, tally, measure)
+    except UserError as error:
+        for side in (tally.read, *tally.dropped.values()):
+            side.texts = Texts()  # some of it may be of other documents
+        return tally, str(error)
+    return tally, None
+
+
+@lru_cache(maxsize=1)
+def _opened(out: Path) -> Prepared:
+    return Prepared(out)
+
+
+@lru_cache(maxsize=1)
+def reference(out: Path) -> Reference:
+    """The model of the held-out text of the corpus, of each output some."""
+
+    def texts() -> Iterator[str]:
+        for paths in corpus_files(out, "validation").values():
+            left = _PER_OUTPUT
+            for path in paths:
+                for _, rows in row_groups(path, ["text"]):
+                    for text in rows["text"].to_pylist():
+                        if left > 0:
+                            yield text[:left]
+                            left -= len(text)
+
+    return Reference(texts())
+
+
+def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
+    fate = rows["fate"]
+    read = pc.and_(pc.not_equal(fate, "quarantine"), pc.equal(rows["variant_of"], ""))
+    tally.read.add(rows.filter(read))
+    tally.train.add(rows.filter(pc.equal(fate, "train")))
+    held = rows.filter(pc.equal(fate, "validation"))
+    tally.validation.add(pc.sum(held["bytes"]).as_py() or 0, held.num_rows)
+    dropped = rows.filter(pc.invert(pc.is_in(fate, pa.array(SPLITS))))
+    for step, reason in dict.fromkeys(zip(dropped["fate"].to_pylist(), dropped["reason"].to_pylist(), strict=True)):
+        chosen = pc.and_(pc.equal(dropped["fate"], step), pc.equal(dropped["reason"], reason))
+        tally.dropped.setdefault((step, reason), Side()).add(dropped.filter(chosen))
+    for reason in REASONS[1:HELD]:
+        same = rows.filter(pc.equal(rows["reason"], reason))
+        if same.num_rows:
+            tally.duplicates.setdefault(reason, Count()).add(pc.sum(same["bytes"]).as_py(), same.num_rows)
+            tally.copied.append(packed(corpus, same["copy_of"].to_pylist()))
+
+
+def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
+    """(N,) ids of documents as uint64: source, part, number and variant."""
+    places = {source.name: place for place, source in enumerate(corpus.job.sources)}
+    split = [split_id(identity) for identity in ids]
+    return np.array(
+        [((places[name] << _PARTS | part) << _NUMBERS | number) << _VARIANTS | variant for name, part, number, variant in split],
+        dtype=np.uint64,
+    )
+
+
+def unpacked(corpus: Prepared, value: int) -> str:
+    """The id again."""
+    value, variant = divmod(value, 1 << _VARIANTS)
+    name = corpus.job.sources[value >> (_PARTS + _NUMBERS)].name
+    return variant_id(f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}", variant)
+
+
+class _Measure:
+    """Adds texts to the figures of those they belong to. Documents of equal fate share one `Texts`."""
+
+    def __init__(self, model: Reference, count_tokens: CountTokens | None) -> None:
+        self._model, self._count_tokens = model, count_tokens
+
+    def add(self, texts: Sequence[str], belongs: Sequence[Sequence[Texts]], skip: Sequence[bool] = ()) -> None:
+        """Of each text the figures that it counts in; `skip` is true for those that the reference model has learnt."""
+        sizes = [len(text.encode()) for text in texts]
+        words = np.diff(units(texts).bounds).tolist()
+        tokens = list(self._count_tokens(texts)) if self._count_tokens else [0] * len(texts)
+        perplexity = self._model.perplexity(texts) if self._model.bytes else np.full(len(texts), np.nan)
+        if len(skip):
+            perplexity[np.array(skip)] = np.nan
+        by_texts: dict[int, tuple[Texts, list[int]]] = {}
+        for place, some in enumerate(belongs):
+            for one in some:
+                by_texts.setdefault(id(one), (one, []))[1].append(place)
+        for one, places in by_texts.values():
+            one.add(*([values[place] for place in places] for values in (sizes, words, tokens, perplexity.tolist())))
+
+
+def _kept_texts(corpus: Prepared, piece: Piece) -> Iterator[list[str]]:
+    for path, _, rows in corpus.kept(piece, ("text",)):
+        if path.parent.parent.name == "train":
+            yield from _batches(rows["text"].to_pylist())
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure) -> None:
+    """The texts before the first step. Raises UserError where the source is not what it was."""
+    waiting: list[tuple[str, list[Texts], bool]] = []
+    characters = 0
+
+    def measured() -> None:
+        texts, belongs, skip = zip(*waiting, strict=True)
+        measure.add(texts, belongs, skip)
+
+    for item, decision in zip_longest(corpus.items(piece), _decided(corpus, piece)):
+        if item is None or decision is None or item.origin != decision[0] or (item.reason is None) == (decision[1] == "quarantine"):
+            raise changed(piece.source)
+        if item.reason is not None:
+            continue
+        _, fate, reason = decision
+        side = tally.dropped.get((fate, reason)) if fate not in SPLITS else None
+        waiting.append((item.text, [tally.read.texts, *([side.texts] if side else [])], fate == "validation"))
+        characters += len(item.text)
+        if characters >= BATCH_CHARACTERS:
+            measured()
+            waiting, characters = [], 0
+    if waiting:
+        measured()
+
+
+def _decided(corpus: Prepared, piece: Piece) -> Iterator[tuple[str, str, str]]:
+    """(origin, fate, reason) of each document that was read of a part."""
+    for _, rows in corpus.decisions(piece, ("origin", "fate", "reason", "variant_of")):
+        rows = rows.filter(pc.equal(rows["variant_of"], ""))
+        yield from zip(*(rows[name].to_pylist() for name in ("origin", "fate", "reason")), strict=True)

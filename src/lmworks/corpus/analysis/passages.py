@@ -1,0 +1,32 @@
+"""Which protected text a document of the corpus holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.passes.decontamination import verdicts
+from lmworks.corpus.readers.items import EXCERPT
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Words of a document that stand in the protected text `against`."""
+
+    against: str
+    passage: str
+
+
+def passages(corpus: Prepared, piece: Piece, identity: str) -> list[Passage]:
+    """The passages for which a document was, or could have been, dropped, longest first.
+
+    They are looked for again where the staged files are kept; else those that the report has are all there are.
+    """
+    found = corpus.staged(piece, identity)
+    if found is None:
+        told = [one for one in corpus.report["contamination"] if one["id"] == identity]
+        return [Passage(one["against"], one["passage"]) for one in told]
+    row, text = found
+    text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # which is what the gate saw
+    return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in verdicts(corpus.job, piece).get(row, [])]

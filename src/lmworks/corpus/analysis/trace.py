@@ -1,0 +1,233 @@
+"""`lmworks corpus trace`: one document from its row in the source through every decision, each step done again before your eyes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow.compute as pc
+
+from lmworks.corpus.analysis.differences import differences
+from lmworks.corpus.analysis.passages import passages
+from lmworks.corpus.analysis.prepared import SPLITS, Kept, Prepared, changed
+from lmworks.corpus.analysis.sample import documents
+from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
+from lmworks.corpus.engine.dedup_decisions import REPEATED
+from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.engine.passes.duplicates import REASONS
+from lmworks.corpus.engine.passes.reading import BATCH_CHARACTERS, steps_of
+from lmworks.corpus.engine.step_runner import variants, with_original
+from lmworks.corpus.readers.items import EXCERPT, Item
+from lmworks.progress import bar
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one stage or step did: `outcome` in a few words, facts that are new or have changed, and lines of text that have."""
+
+    stage: str
+    outcome: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    changed: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The way of a document. `decision` is what was written down when the corpus was made, `text` its beginning as it stands last.
+
+    `agrees` is false where doing the steps again ends otherwise than the decision says: the source, a file that a step reads, or lmworks
+    itself has changed since.
+    """
+
+    id: str
+    origin: str
+    source: str
+    domain: str
+    decision: dict[str, Any]
+    moments: list[Moment]
+    text: str
+    kept: str | None
+    agrees: bool
+
+
+def trace(corpus: Prepared, identity: str) -> Trace:
+    """Follow the document. Raises UserError for an id that the corpus has not and for a source that cannot be read again or has changed.
+
+    The steps are first given the document alone. Where that ends otherwise than it did (`lines` may look at what came before), its part
+    is gone through from the start.
+    """
+    piece = corpus.piece_of(identity)
+    decision = documents(corpus, [identity])[0].decision
+    _, _, number, _ = split_id(identity)
+    item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
+    if item.origin != decision["origin"]:
+        raise changed(piece.source)
+    original = documents(corpus, [decision["variant_of"]])[0].decision if decision["variant_of"] else decision
+    moments = [Moment("read", _read(original, item), item.facts)]
+    kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
+    final = _final(corpus, piece, identity, kept)
+    if decision["fate"] in ("quarantine", "max_bytes"):
+        agrees, text = (decision["fate"] == "quarantine") == (item.reason is not None), item.text
+        moments.append(Moment(decision["fate"], f"dropped: {decision['reason']}"))
+    elif item.reason is not None:
+        agrees, text = False, item.text
+    else:
+        document = _document(piece, decision["variant_of"] or identity, item)
+        steps = steps_of(corpus.job, piece)
+        way = _Way(decision, final)
+        if not way.go(steps, [[document]]):
+            way = _Way(decision, final)
+            way.go(steps_of(corpus.job, piece), _batches(corpus, piece, number))
+        agrees, text = way.agrees, way.text
+        moments += [*way.moments, *_later(corpus, piece, decision, kept, text)]
+    place = f"{kept.path.relative_to(corpus.out)}:{kept.row}" if kept else None
+    shown = kept.columns["text"] if kept else text
+    return Trace(identity, item.origin, piece.source.name, piece.source.domain, decision, moments, shown[:EXCERPT], place, agrees)
+
+
+def _final(corpus: Prepared, piece: Piece, identity: str, kept: Kept | None) -> str | None:
+    """The text that the steps left, as far as it is known: where passages are cut afterwards, it is not what was kept."""
+    staged = corpus.staged(piece, identity)
+    if staged:
+        return staged[1]
+    return kept.columns["text"] if kept and not corpus.job.recipe.corpus.dedup.substring else None
+
+
+def _read(decision: Mapping[str, Any], item: Item) -> str:
+    return f"{decision['bytes']:,} bytes" + (f", no document: {item.reason}" if item.reason else "")
+
+
+def _document(piece: Piece, identity: str, item: Item) -> Document:
+    source = piece.source
+    return Document(identity, item.text, item.origin, source.name, source.domain, item.language or source.language, item.facts)
+
+
+def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Document]]:
+    """The documents of a part that went through the steps, up to this one."""
+    entered: list[bool] = []
+    for _, rows in corpus.decisions(piece, ("fate", "variant_of")):
+        rows = rows.filter(pc.equal(rows["variant_of"], ""))
+        entered += [fate not in ("quarantine", "max_bytes") for fate in rows["fate"].to_pylist()]
+    batch: list[Document] = []
+    characters = 0
+    with bar(f"replay {piece}", number + 1) as progress:
+        for place, item in enumerate(corpus.items(piece)):
+            if entered[place] and item.reason is None:
+                batch.append(_document(piece, f"{piece.source.name}/{piece.number}/{place}", item))
+                characters += len(item.text)
+            if characters >= BATCH_CHARACTERS or place == number:
+                progress.advance(len(batch))
+                yield batch
+                batch, characters = [], 0
+            if place == number:
+                return
+
+
+class _Way:
+    """A document among others on its way through the steps."""
+
+    def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
+        self._decision, self._final = decision, final
+        self._identity = decision["variant_of"] or decision["id"]  # the variant itself from the step that makes it
+        self._numbers: dict[str, int] = {}
+        self.moments: list[Moment] = []
+        self.text = ""
+        self._dropped: tuple[str, str] | None = None
+        self._measured: dict[str, Fact] = {}
+
+    def go(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
+        """Put batches through the steps; the last holds the document. Returns whether it ended as it was written down."""
+        for batch in batches:
+            self.moments = []
+            for step in steps:
+                batch = self._one(step, batch) if batch else batch
+            self.text = next((document.text for document in batch if document.id == self._identity), self.text)
+        return self.agrees
+
+    def _one(self, step: Step, batch: list[Document]) -> list[Document]:
+        left = []
+        gone: dict[str, Drop] = {}
+        for document, found in zip(batch, step(Batch(batch)), strict=True):
+            made = found.made if isinstance(found, Variants) else ()
+            outcome = _sound(document, found.document if isinstance(found, Variants) else found)
+            original = str(document.facts.get("variant_of", ""))
+            if isinstance(outcome, Document) and original in gone:
+                outcome = with_original(gone[original])
+            if isinstance(outcome, Drop):
+                gone[document.id] = outcome
+            if document.id == self._identity:
+                self._tell(step, document, outcome)
+            if not isinstance(outcome, Document):
+                continue
+            left.append(outcome)
+            for variant, one in variants(self._numbers, step, outcome, made):
+                one = _sound(outcome, one)
+                if variant.id == self._decision["id"]:
+                    self._identity = variant.id
+                    self.moments.pop()  # that its original stayed as it was
+                    self._tell(step, outcome, one, f"variant {variant.id} made of it")
+                left += [one] if isinstance(one, Document) else []
+        return sorted(left, key=lambda document: split_id(document.id))
+
+    def _tell(self, step: Step, before: Document, after: Document | Drop, made: str = "") -> None:
+        self._measured |= {name: after.facts[name] for name in step.statistics if name in after.facts}
+        new = {name: value for name, value in after.facts.items() if before.facts.get(name) != value}
+        self.text = before.text
+        if isinstance(after, Drop):
+            self._dropped = step.name, after.reason
+            detail = f" ({after.detail})" if after.detail else ""
+            self.moments.append(Moment(step.name, f"dropped: {after.reason}{detail}", new))
+            return
+        if after.language != before.language:
+            new["language"] = after.language
+        self.text = after.text
+        outcome = made or "unchanged"
+        if after.text != before.text:
+            outcome = f"{made or 'changed'}: {len(before.text.encode()):,} to {len(after.text.encode()):,} bytes"
+        self.moments.append(Moment(step.name, outcome, new, differences(before.text, after.text) if after.text != before.text else ()))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether this is how it ended when the corpus was made, and what was measured of it then."""
+        numbers = {name: value for name, value in self._measured.items() if isinstance(value, int | float) and math.isfinite(value)}
+        if any(self._decision.get(name) != value for name, value in numbers.items()):
+            return False
+        fate, reason = self._decision["fate"], self._decision["reason"]
+        if self._dropped:
+            return self._dropped == (fate, reason)
+        return fate in (*SPLITS, "dedup", "decontaminate") and self._final in (None, self.text)
+
+
+def _sound(before: Document, outcome: Document | Drop) -> Document | Drop:
+    empty = isinstance(outcome, Document) and outcome.text is not before.text and not outcome.text.strip()
+    return Drop("empty_text") if empty else outcome
+
+
+def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
+    """What came after the steps."""
+    fate, reason = decision["fate"], decision["reason"]
+    if fate not in (*SPLITS, "dedup", "decontaminate"):
+        return
+    if reason in REASONS[1:]:
+        copied = documents(corpus, [decision["copy_of"]])[0].decision
+        where = f"{copied['id']} ({copied['origin']}), which came to {copied['fate']}"
+        yield Moment("dedup", f"dropped: {reason} of {where}")
+        return
+    if fate == "dedup" and reason == REPEATED:
+        cut = corpus.cut(piece, decision["id"])
+        left = f", {cut[1]:.0%} of its words did not stand earlier" if cut else ""
+        yield Moment("dedup", f"dropped: {reason}{left}", changed=differences(text, cut[0]) if cut else ())
+        return
+    yield Moment("dedup", "no copy of an earlier document")
+    if kept and kept.columns["text"] != text:
+        yield Moment("substring", "passages cut", changed=differences(text, kept.columns["text"]))
+    if fate == "validation":
+        yield Moment("hold out", "held out for validation")
+    elif corpus.job.recipe.corpus.decontaminate:
+        found = passages(corpus, piece, decision["id"])
+        verb = "dropped" if fate == "decontaminate" else "kept, but holds protected text" if found else "no protected text"
+        yield Moment("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
+    if kept:
+        yield Moment("write", f"{kept.path.relative_to(corpus.out)}, row {kept.row:,}")

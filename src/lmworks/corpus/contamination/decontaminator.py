@@ -1,0 +1,425 @@
+"""The gate: what is protected, what training text has of it, and which documents must go. See the package for the rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.corpus.contamination.readings import located, readings
+from lmworks.corpus.contamination.table import NEAR, SHORTEST, Item, Tables, longer
+from lmworks.corpus.units import Symbols, Units, more_symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units
+from lmworks.files import atomic_path
+
+BOILERPLATE_DOCUMENTS = 10
+ANSWER_WITHIN = 48
+_BARE = 20  # symbols of an item with too few words to call for being read by its symbols, from which it is looked for all the same
+_AROUND = 1024  # characters of a document that are read by their symbols, before and after what calls for it
+
+
+HELD_OUT = "held out"
+
+
+@dataclass(frozen=True)
+class Question:
+    """An item of an evaluation set: `name` is SET/ITEM, `answer` the right one as it is written, if there is one to write."""
+
+    name: str
+    text: str
+    answer: str = ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A passage of a training document (code points start to end) that protected text `against` has too.
+
+    `evaluation` says that it is an item of an evaluation set, not a held-out document.
+    """
+
+    against: str
+    evaluation: bool
+    start: int
+    end: int
+
+    @property
+    def set(self) -> str:
+        """The evaluation set, or `held out`."""
+        return set_of(self.against) if self.evaluation else HELD_OUT
+
+
+def set_of(name: str) -> str:
+    """The set of an item called SET/ITEM."""
+    return name.split("/", 1)[0]
+
+
+@dataclass(frozen=True)
+class Widespread:
+    """A passage of protected text `against` that stands in `documents` training documents, more than ten.
+
+    In held-out text that is boilerplate and was `let_pass`; of an evaluation set it is a leak like any other.
+    """
+
+    documents: int
+    against: str
+    passage: str
+    let_pass: bool
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How an evaluation set asks: `runs` that so many of its items share are not looked for, such as `passage`."""
+
+    set: str
+    runs: int
+    passage: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What one part's documents have in common with protected text: (F, 2) int64 rows of (document, entry), each pair once, ascending.
+
+    An entry under `Decontaminator.entries` is a run; from there on they are whole items.
+    """
+
+    rows: np.ndarray
+
+    @classmethod
+    def joined(cls, batches: Sequence[tuple[int, Findings]]) -> Findings:
+        """Those of several batches, each with the number of its first document."""
+        shifted = [found.rows + np.array([first, 0]) for first, found in batches]
+        return cls(np.concatenate([np.zeros((0, 2), dtype=np.int64), *shifted]))
+
+    def save(self, path: Path) -> None:
+        """Write them, whole or not at all."""
+        with atomic_path(path) as aside, open(aside, "wb") as handle:
+            np.save(handle, self.rows, allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Findings:
+        return cls(np.load(path, allow_pickle=False))
+
+
+@dataclass(frozen=True)
+class _Hits:
+    """Protected runs of one length in a batch: the unit where each begins, its entry and document; `grams` but for short questions."""
+
+    length: int
+    places: np.ndarray
+    entries: np.ndarray
+    documents: np.ndarray
+    grams: np.ndarray | None = None
+
+
+_Span = tuple[int, int, int, int]
+"""(document, owner, first unit, one past the last)"""
+
+
+class _View:
+    """Protected items as one way of splitting text into units shows them, and what of them is in a batch that was split likewise."""
+
+    def __init__(self, symbols: Symbols, tables: Tables, first: int) -> None:
+        self.symbols: Symbols = symbols
+        self.tables, self.first = tables, first
+
+    def hits(self, batch: Units) -> tuple[list[_Hits], list[_Span], list[tuple[int, int]]]:
+        """Runs, with entries numbered through all views; items of which all or nearly all is there; and the documents, with the places in
+        them, that call for being read by their symbols.
+        """
+        tables, found = self.tables, []
+        wholes: list[_Span] = []
+        called: list[tuple[int, int]] = []
+        for length, grams in ngrams_of(batch.hashes, tables.lengths):
+            if length in tables.runs:
+                table, first = tables.runs[length]
+                places, entries = table.find(grams)
+                inside, documents = _inside(batch, places, length)
+                places = places[inside]
+                found.append(_Hits(length, places, entries[inside] + first + self.first, documents, grams[places]))
+                wholes += self._whole(batch, found[-1])
+            for five in tables.fives:
+                if length == five.table.length:
+                    places, entries = five.table.find(grams)
+                    inside, documents = _inside(batch, places, length)
+                    if five.begins.any():
+                        found += self._short_hits(batch, places[five.begins[entries]], five.scale)
+                    places, entries = places[inside], entries[inside]
+                    calls = five.calls[entries]
+                    called += zip(documents[calls].tolist(), batch.starts[places[calls]].tolist(), strict=True)
+                    alike = five.alike[entries]
+                    if five.near:
+                        wholes += five.near.find(places[alike >= 0], alike[alike >= 0], documents[alike >= 0])
+        return found, wholes, called
+
+    def _short_hits(self, batch: Units, begun: np.ndarray, scale: int) -> Iterator[_Hits]:
+        tables = self.tables
+        for length, places, grams in longer(batch.hashes, begun, SHORTEST * scale, tables.short_lengths[scale]):
+            table, first = tables.shorts[scale, length]
+            index, entries = table.find(grams)
+            inside, documents = _inside(batch, places[index], length)
+            places, entries = places[index][inside], entries[inside]
+            keep = np.array(
+                [
+                    self._answered(batch, place, document, scale, int(table.hashes[entry]), length)
+                    for place, document, entry in zip(places.tolist(), documents.tolist(), entries.tolist(), strict=True)
+                ],
+                dtype=bool,
+            )
+            yield _Hits(length, places[keep], entries[keep] + first + self.first, documents[keep])
+
+    def _answered(self, batch: Units, place: int, document: int, scale: int, hashed: int, length: int) -> bool:
+        """Whether what the short text at `place` needs beside it, if anything, stands there."""
+        for short in self.tables.short_items[scale, length][hashed]:
+            wanted = len(short.beside)
+            if not wanted:
+                return True
+            reach = ANSWER_WITHIN * scale + wanted
+            after = place + length, min(place + length + reach, int(batch.bounds[document + 1]))
+            before = max(place - reach, int(batch.bounds[document])), place
+            window = batch.hashes[slice(*(before if short.before else after))]
+            begun = np.flatnonzero(window[: max(len(window) - wanted + 1, 0)] == short.beside[0])
+            if any(np.array_equal(window[at : at + wanted], short.beside) for at in begun.tolist()):
+                return True
+        return False
+
+    def _whole(self, batch: Units, hits: _Hits) -> Iterator[_Span]:
+        """Long evaluation questions that stand whole in a document."""
+        if hits.grams is None or not self.tables.long:
+            return
+        for place, document, gram in zip(hits.places.tolist(), hits.documents.tolist(), hits.grams.tolist(), strict=True):
+            for long in self.tables.long.get(gram, ()):
+                start = place - long.at
+                end = start + len(long.text)
+                inside = batch.bounds[document] <= start and end <= batch.bounds[document + 1]
+                if inside and np.array_equal(batch.hashes[start:end], long.text):
+                    yield document, long.owner, start, end
+
+
+class Decontaminator:
+    """Protected texts. Call `protect` for all of them, then `scan`, `seen`, `suspects` and `judge`."""
+
+    def __init__(self, ngram: int) -> None:
+        self.ngram = ngram
+        self.names: list[str] = []
+        self.evaluation: list[bool] = []
+        self._texts: list[str] = []
+        self._sets: dict[str, int] = {}
+        self._sizes: list[int] = []
+        self._items: dict[Symbols, list[Item]] = {"": [], "all": []}
+        self._symbols: list[Symbols] = []
+        self._calls: list[np.ndarray] = []  # runs of five words of the items that are read by their symbols
+        self._bare = False  # whether such an item has too few words for that
+
+    def protect(self, names: Sequence[str], texts: Sequence[str], answers: Sequence[str] | None = None, *, evaluation: bool) -> None:
+        """Add protected texts under their names (SET/ITEM, or the id of a held-out document).
+
+        Only `evaluation` ones are looked for whole, as whole questions are what a test asks; `answers` are their right answers. Items too
+        short to be looked for at all are counted in `trivial`, by set.
+
+        A held-out document shorter than the n-gram is passed over.
+        """
+        assert "_views" not in self.__dict__, "protect everything before the first scan"
+        answers = answers if answers is not None else [""] * len(texts)
+        both = [_joined(text, answer) for text, answer in zip(texts, answers, strict=True)]
+        made_of = symbolic(both) if evaluation else more_symbols(both)
+        for symbols in self._items:
+            chosen = np.flatnonzero(made_of == (symbols == "all")).tolist()
+            if symbols and chosen:
+                words = units([readings(both[number])[0] for number in chosen])
+                signs = np.diff(units([readings(both[number])[0] for number in chosen], symbols).bounds)
+                self._calls += [ngrams(words.hashes_of(place), NEAR) for place in range(len(chosen))]
+                self._bare |= bool(((np.diff(words.bounds) < NEAR) & (signs >= _BARE)).any())
+            asked, replied = (units([readings(one[number])[0] for number in chosen], symbols) for one in (texts, answers))
+            for place, number in enumerate(chosen):
+                question, answer = asked.hashes_of(place), replied.hashes_of(place)
+                single = asked.single[asked.bounds[place] : asked.bounds[place + 1]]
+                scale = 2 if symbols or (len(question) and single.mean() > 0.5) else 1
+                group = self._set(names[number]) if evaluation else -1
+                if evaluation or len(question) >= self.ngram * scale:
+                    self._items[symbols].append(Item(len(self.names), group, question, answer, scale))
+                    self.names.append(names[number])
+                    self.evaluation.append(evaluation)
+                    self._texts.append(both[number])
+                    self._symbols.append(symbols)
+
+    def _set(self, name: str) -> int:
+        number = self._sets.setdefault(set_of(name), len(self._sets))
+        if number == len(self._sizes):
+            self._sizes.append(0)
+        self._sizes[number] += 1
+        return number
+
+    @cached_property
+    def _views(self) -> list[_View]:
+        """Words first: they tell which documents must be read by their symbols, too."""
+        views, first, calls = [], 0, np.unique(np.concatenate([np.zeros(0, np.uint64), *self._calls]))
+        for symbols, items in self._items.items():
+            if items or (not symbols and len(calls)):
+                views.append(_View(symbols, Tables(items, self.ngram, self._sizes, calls if not symbols else calls[:0]), first))
+                first += views[-1].tables.entries
+        self._items.clear()
+        return views
+
+    @property
+    def protected(self) -> dict[str, int]:
+        """How many items of each evaluation set, and how many held-out documents, are looked for."""
+        return self._counted(looked_for=True)
+
+    @property
+    def trivial(self) -> dict[str, int]:
+        """How many items of each evaluation set are not, being too short, or nothing that others of the set are not."""
+        return self._counted(looked_for=False)
+
+    def _counted(self, looked_for: bool) -> dict[str, int]:
+        owners = {owner for view in self._views for owner in view.tables.owners}
+        sets = (set_of(name) if evaluation else HELD_OUT for name, evaluation in zip(self.names, self.evaluation, strict=True))
+        return dict(sorted(Counter(one for owner, one in enumerate(sets) if (owner in owners) == looked_for).items()))
+
+    @property
+    def entries(self) -> int:
+        """How many runs are protected."""
+        return sum(view.tables.entries for view in self._views)
+
+    @cached_property
+    def _asked(self) -> np.ndarray:
+        """(entries,) bool: the runs of evaluation sets."""
+        owners = [np.zeros(0, dtype=np.int64), *(view.tables.owner_of for view in self._views)]
+        return np.array([*self.evaluation, False], dtype=bool)[np.concatenate(owners)]
+
+    def scan(self, texts: Sequence[str]) -> Findings:
+        """What documents have of the protected texts."""
+        read = [(number, reading) for number, text in enumerate(texts) for reading in readings(text)]
+        found = [np.zeros((0, 2), dtype=np.int64)]
+        called: list[tuple[int, int]] = []
+        if self._bare:
+            called += zip(*(column.tolist() for column in symbolic_stretches([text for _, text in read])), strict=True)
+        for view in self._views:
+            chosen = list(_excerpts(read, called)) if view.symbols else read
+            if not chosen:
+                continue
+            numbers = np.array([number for number, _ in chosen])
+            hits, wholes, calls = view.hits(units([text for _, text in chosen], view.symbols))
+            called += calls
+            found += [np.stack((numbers[one.documents], one.entries), axis=1) for one in hits]
+            found.append(np.array([(numbers[document], self.entries + owner) for document, owner, _, _ in wholes], np.int64).reshape(-1, 2))
+        return Findings(np.unique(np.concatenate(found), axis=0))
+
+    def seen(self, parts: Iterable[Findings]) -> np.ndarray:
+        """(entries,) in how many training documents of all parts each protected run stands."""
+        count = np.zeros(self.entries, dtype=np.int64)
+        for found in parts:
+            entries = found.rows[:, 1]
+            count += np.bincount(entries[entries < self.entries], minlength=self.entries)
+        return count
+
+    def suspects(self, found: Findings, seen: np.ndarray) -> list[int]:
+        """The documents of a part that have a run which is no boilerplate, or a whole question: to be judged."""
+        document, entry = found.rows[:, 0], found.rows[:, 1]
+        leaks = entry >= self.entries
+        leaks[~leaks] = self._leaks(entry[~leaks], seen)
+        return np.unique(document[leaks]).tolist()
+
+    def _leaks(self, entries: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        """(E,) bool: which of the runs are no boilerplate."""
+        found: np.ndarray = self._asked[entries] | (seen[entries] <= BOILERPLATE_DOCUMENTS)
+        return found
+
+    def judge(self, text: str, seen: np.ndarray) -> list[Match]:
+        """The passages for which a document must go, longest first; none if it may stay."""
+        found = []
+        for reading, places in located(text):
+            for view in self._views:
+                batch = units([reading], view.symbols)
+                for owner, first, last in self._leaked(view, batch, seen):
+                    start, end = int(places[batch.starts[first]]), int(places[batch.ends[last - 1] - 1]) + 1
+                    found.append(Match(self.names[owner], self.evaluation[owner], start, end))
+        return sorted(set(found), key=lambda match: (match.start - match.end, match.start, match.against))
+
+    def _leaked(self, view: _View, batch: Units, seen: np.ndarray) -> list[tuple[int, int, int]]:
+        hits, wholes, _ = view.hits(batch)
+        count, found = len(batch.hashes), [(owner, first, last) for _, owner, first, last in wholes]
+        for one in hits:
+            rare, length, places = self._leaks(one.entries, seen), one.length, one.places
+            own = _covered(places[rare], length, count) & ~_covered(places[~rare], length, count)
+            for first, last in _runs(_covered(places, length, count)):
+                if own[first:last].sum() >= (length + 1) // 2:
+                    inside = rare & (places >= first) & (places < last)
+                    found.append((self._where(int(one.entries[inside][0]))[1], first, last))
+        return found
+
+    def _where(self, entry: int) -> tuple[_View, int, int, int]:
+        """(view, protected text, first unit in it, length) of an entry."""
+        view = next(view for view in reversed(self._views) if view.first <= entry)
+        return view, *view.tables.where(entry - view.first)
+
+    def widespread(self, seen: np.ndarray, most: int) -> list[Widespread]:
+        """The runs that stand in more than ten training documents, most frequent first; one sentence is told once."""
+        common = np.flatnonzero(seen > BOILERPLATE_DOCUMENTS)
+        where = sorted((-int(seen[entry]), *self._where(entry)[1:]) for entry in common.tolist())
+        passages: list[list[int]] = []  # negative documents, owner, first unit, one past the last
+        for count, owner, place, length in where:
+            if passages and passages[-1][:2] == [count, owner] and place <= passages[-1][3]:
+                passages[-1][3] = place + length
+            elif not any(owner == told[1] and place < told[3] and told[2] < place + length for told in passages):
+                if len(passages) == most:
+                    break
+                passages.append([count, owner, place, place + length])
+        return [
+            Widespread(-count, self.names[owner], self._passage(owner, first, last), not self.evaluation[owner])
+            for count, owner, first, last in passages
+        ]
+
+    def shared(self) -> list[Shared]:
+        """What the items of an evaluation set have in common, and is therefore not looked for."""
+        names = {number: name for name, number in self._sets.items()}
+        return [
+            Shared(names[number], runs, self._passage(owner, place, place + length))
+            for view in self._views
+            for number, (runs, owner, place, length) in sorted(view.tables.shared.items())
+        ]
+
+    def _passage(self, owner: int, first: int, last: int) -> str:
+        """The units of a protected text, counted through question and answer."""
+        ((text, places), *_) = located(self._texts[owner])
+        own = units([text], self._symbols[owner])
+        return self._texts[owner][int(places[own.starts[first]]) : int(places[own.ends[last - 1] - 1]) + 1]
+
+
+def _excerpts(read: Sequence[tuple[int, str]], called: Iterable[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+    """What stands around the places that are called for, which are (number in `read`, character)."""
+    reached = 0, 0
+    for number, place in sorted(called):
+        document, text = read[number]
+        start, end = max(place - _AROUND, 0), place + _AROUND
+        if reached[0] == number and place + _AROUND // 2 < reached[1]:
+            continue
+        yield document, text[start:end]
+        reached = number, end
+
+
+def _joined(text: str, answer: str) -> str:
+    return f"{text}\n{answer}" if answer else text
+
+
+def _inside(batch: Units, places: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(which of the runs do not reach over their document's end, the documents of those)."""
+    documents = np.searchsorted(batch.bounds, places, side="right") - 1
+    inside = places + length <= batch.bounds[documents + 1]
+    return inside, documents[inside]
+
+
+def _covered(places: np.ndarray, length: int, count: int) -> np.ndarray:
+    """(count,) bool: the units that lie in a run of `length` beginning at one of `places`."""
+    edges = np.zeros(count + 1, dtype=np.int64)
+    np.add.at(edges, places, 1)
+    np.add.at(edges, places + length, -1)
+    return np.cumsum(edges)[:-1] > 0
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """(first, one past the last) of each stretch of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

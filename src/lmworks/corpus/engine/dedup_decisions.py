@@ -1,0 +1,151 @@
+"""What becomes of the documents that the steps have left: who is a copy of whom, and who is held out.
+
+Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are looked at, except for
+the few pairs whose sketches leave a doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lmworks.corpus.dedup.traces import Traces
+from lmworks.corpus.document import variant_id
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.passes.reading import read_inputs
+from lmworks.corpus.engine.tables import row_groups
+from lmworks.files import sha256_file
+from lmworks.recipe.tree.fingerprint import as_tree
+
+FATES = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
+CUTS = pa.schema([("row", pa.int64()), ("text", pa.string()), ("left", pa.float64())])
+REPEATED = "repeated_passages"
+
+
+@dataclass(frozen=True)
+class Fates:
+    """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out.
+
+    `cuts` are the texts, by row, of training documents that have lost a passage.
+    """
+
+    reasons: list[str | None]
+    copies: list[str | None]
+    held: np.ndarray
+    learnt: np.ndarray
+    cuts: Mapping[int, str]
+
+    @classmethod
+    def load(cls, job: Job, piece: Piece, cut: bool = True) -> Fates:
+        """`cut` is False for the stages that come before passages are cut."""
+        rows = pq.read_table(fates_path(job, piece))
+        reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
+        dropped = np.array([reason is not None for reason in reasons], dtype=bool)
+        cuts: dict[int, str] = {}
+        if cut and cutting(job):
+            assert job.recipe.corpus.dedup.substring
+            for row, text, left in zip(*pq.read_table(cuts_path(job, piece)).to_pydict().values(), strict=True):
+                if left < job.recipe.corpus.dedup.substring.min_remaining or not text.strip():
+                    reasons[row], dropped[row] = REPEATED, True
+                else:
+                    cuts[row] = text
+        return cls(reasons, rows["copy_of"].to_pylist(), held, ~held & ~dropped, cuts)
+
+    @staticmethod
+    def digest(job: Job, piece: Piece, cut: bool = True) -> str:
+        """Hash of what was decided; empty as long as nothing was."""
+        paths = [fates_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
+        return "".join(sha256_file(path) if path.exists() else "" for path in paths)
+
+
+def cutting(job: Job) -> bool:
+    """Whether passages that stood earlier are cut."""
+    return job.recipe.corpus.dedup.substring is not None
+
+
+def cuts_path(job: Job, piece: Piece) -> Path:
+    """Where the documents of a part lie that have lost a passage."""
+    return job.path("cut", piece, ".parquet")
+
+
+def fates_path(job: Job, piece: Piece) -> Path:
+    """Where the decisions of the stage `decide` about a part lie."""
+    return job.path("fates", piece, ".parquet")
+
+
+def staged(job: Job, piece: Piece) -> Path:
+    """The documents of a part that the steps have left."""
+    return job.path("read", piece, ".parquet")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Some documents of a part, in order."""
+
+    ids: list[str]
+    texts: list[str]
+
+
+def texts_of(job: Job, piece: Piece, chosen: np.ndarray, cuts: Mapping[int, str] = MappingProxyType({})) -> Iterator[Texts]:
+    """Ids and texts of the chosen rows of a part, a row group at a time; those in `cuts` as they are there."""
+    for first, rows in row_groups(staged(job, piece), ["id", "text"]):
+        places = np.flatnonzero(chosen[first : first + rows.num_rows])
+        if len(places):
+            some = rows.take(places)
+            texts = some["text"].to_pylist()
+            yield Texts(some["id"].to_pylist(), [cuts.get(first + place, text) for place, text in zip(places.tolist(), texts, strict=True)])
+
+
+def in_order(job: Job) -> list[Piece]:
+    """The parts in the order of priority."""
+    rank = {name: place for place, name in enumerate(job.recipe.corpus.dedup.priority)}
+    sources = sorted(job.sources, key=lambda source: rank.get(source.name, len(rank)))
+    return [piece for source in sources for piece in job.of(source)]
+
+
+class Rows:
+    """All staged documents of a job as rows in the order of priority."""
+
+    def __init__(self, job: Job) -> None:
+        self.pieces = in_order(job)
+        self.kept = [np.load(job.path("read", piece, ".keys.npy")) for piece in self.pieces]
+        self.firsts = np.concatenate(([0], np.cumsum([len(kept) for kept in self.kept], dtype=np.int64)))
+        self.traces = [Traces(job.path("read", piece, ".traces"), piece.source) for piece in self.pieces]
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def span(self, number: int) -> slice:
+        """The rows of the piece of this number."""
+        return slice(int(self.firsts[number]), int(self.firsts[number + 1]))
+
+    def id(self, row: int) -> str:
+        """The id of a document."""
+        number = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        piece = self.pieces[number]
+        kept = self.kept[number][row - self.firsts[number]]
+        return variant_id(f"{piece.source.name}/{piece.number}/{kept['number']}", int(kept["variant"]))
+
+    @cached_property
+    def originals(self) -> np.ndarray:
+        """(N,) the row of which each row is a variant, itself for what is none; variants stand behind their original."""
+        found = np.arange(len(self))
+        for number, kept in enumerate(self.kept):
+            span = self.span(number)
+            found[span] = np.maximum.accumulate(np.where(kept["variant"] == 0, found[span], span.start))
+        return found
+
+
+def decide_inputs(job: Job, task: str) -> Any:
+    corpus = job.recipe.corpus
+    dedup = [as_tree(corpus.dedup), [[source.name, as_tree(source.dedup)] for source in job.sources]]
+    hold = [job.recipe.seed, corpus.validation_fraction, int(corpus.validation_bytes)]
+    return [[[str(piece), read_inputs(job, piece)] for piece in job.pieces], dedup, hold]

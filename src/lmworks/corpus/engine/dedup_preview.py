@@ -1,0 +1,100 @@
+"""What deduplication would drop: the stages up to it, and what they have decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from lmworks.corpus.engine.counts import Count, Counts, count
+from lmworks.corpus.engine.dedup_decisions import REPEATED, Fates, staged, texts_of
+from lmworks.corpus.engine.executors import local
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.passes.reading import check_facts
+from lmworks.corpus.engine.passes.sequence import STAGES
+from lmworks.corpus.engine.tables import row_groups
+from lmworks.corpus.readers.items import EXCERPT
+
+_EXAMPLES = 3
+CUT = "passages_cut"
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A document that would be dropped, or would lose passages, and the one whose copy it is, if it is one; the beginnings of both."""
+
+    id: str
+    origin: str
+    text: str
+    copy_of: str | None
+    copied_text: str
+
+
+@dataclass
+class Duplicates:
+    """Of one source: the documents that came to deduplication, and by method those that it would drop, with some of each.
+
+    Of the method `passages_cut` the documents stay, and the bytes are those of the passages.
+    """
+
+    source: str
+    came: Count = field(default_factory=Count)
+    dropped: Counts = field(default_factory=dict)
+    examples: dict[str, list[Duplicate]] = field(default_factory=dict)
+
+
+def duplicates(job: Job) -> list[Duplicates]:
+    """What deduplication would drop of each source. `job.out` is a directory of no other use; all work is done on this machine."""
+    check_facts(job)
+    job.save()
+    local.execute(job, STAGES[: [stage.name for stage in STAGES].index("cut") + 1])
+    found = [_of_source(job, job.of(source), source.name) for source in job.sources]
+    wanted = {one.copy_of for source in found for some in source.examples.values() for one in some if one.copy_of}
+    texts = dict(_texts(job, wanted))
+    for source in found:
+        for method, some in source.examples.items():
+            source.examples[method] = [
+                Duplicate(one.id, one.origin, one.text, one.copy_of, texts.get(one.copy_of or "", "")) for one in some
+            ]
+    return found
+
+
+def _of_source(job: Job, pieces: list[Piece], name: str) -> Duplicates:
+    found = Duplicates(name)
+    for piece in pieces:
+        fates, sizes = Fates.load(job, piece), np.load(job.path("read", piece, ".keys.npy"))["bytes"]
+        found.came.add(int(sizes.sum()), len(sizes))
+        for reason, size in zip(fates.reasons, sizes.tolist(), strict=True):
+            if reason:
+                count(found.dropped, reason, size)
+        for row, text in fates.cuts.items():
+            count(found.dropped, CUT, int(sizes[row]) - len(text.encode()))
+        _add_examples(job, piece, fates, found)
+    return found
+
+
+def _add_examples(job: Job, piece: Piece, fates: Fates, found: Duplicates) -> None:
+    methods = {row: reason for row, reason in enumerate(fates.reasons) if reason} | dict.fromkeys(fates.cuts, CUT)
+    chosen = np.zeros(len(fates.held), dtype=bool)
+    for method in dict.fromkeys(methods.values()):
+        left = _EXAMPLES - len(found.examples.setdefault(method, []))
+        chosen[[row for row, one in methods.items() if one == method][:left]] = True
+    for first, rows in row_groups(staged(job, piece), ["id", "origin", "text"]) if chosen.any() else ():
+        for place in np.flatnonzero(chosen[first : first + rows.num_rows]).tolist():
+            one = rows.slice(place, 1).to_pylist()[0]
+            row = first + place
+            copy_of = fates.copies[row] if methods[row] not in (CUT, REPEATED) else None
+            found.examples[methods[row]].append(Duplicate(one["id"], one["origin"], one["text"][:EXCERPT], copy_of, ""))
+
+
+def _texts(job: Job, wanted: set[str]) -> Iterator[tuple[str, str]]:
+    """(id, beginning) of the documents wanted."""
+    prefixes = tuple({identity.rpartition("/")[0] for identity in wanted})
+    for piece in job.pieces:
+        if f"{piece.source.name}/{piece.number}" in prefixes:
+            rows = pq.ParquetFile(staged(job, piece)).metadata.num_rows
+            for batch in texts_of(job, piece, np.ones(rows, dtype=bool)):
+                yield from ((identity, text[:EXCERPT]) for identity, text in zip(batch.ids, batch.texts, strict=True) if identity in wanted)
+

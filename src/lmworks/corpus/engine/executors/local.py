@@ -1,0 +1,156 @@
+"""The executor of one machine: the tasks of a stage in this process where they are small, else in worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from lmworks import machine
+from lmworks.corpus.engine.job import Job
+from lmworks.corpus.engine.task import Advance, Stage, weight
+from lmworks.errors import UserError
+from lmworks.progress import Bar, bar
+
+_WORTH_A_PROCESS = 8_000_000  # bytes; below this starting a process takes longer than the work
+
+
+def execute(job: Job, stages: Sequence[Stage]) -> None:
+    """Do all stages one after the other, and of each what is not done yet."""
+    pool = _Pool(job)
+    try:
+        for stage in stages:
+            tasks = stage.tasks(job)
+            todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+            total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
+            workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _WORTH_A_PROCESS + 1)
+            with bar(stage.label, total or None, total - left) as progress:
+                rate = Rate(progress)
+                if workers > 1:
+                    pool.do(stage, tasks, todo, workers, rate)
+                else:
+                    for number in todo:
+                        stage.do(job, tasks[number], rate)
+    finally:
+        pool.close()
+
+
+class Rate:
+    """Moves a bar on, with documents and megabytes per second behind it."""
+
+    def __init__(self, progress: Bar) -> None:
+        self._bar, self._began, self._bytes, self._documents = progress, time.monotonic(), 0, 0
+
+    def __call__(self, size: int, documents: int) -> None:
+        self._bytes += size
+        self._documents += documents
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        self._bar.note(f"{self._documents / seconds:,.0f} documents/s, {self._bytes / 1e6 / seconds:.1f} MB/s")
+        self._bar.advance(size)
+
+
+class _Worker:
+    """A process of `engine.worker`, and the task that it is at."""
+
+    def __init__(self, job: Job) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", "lmworks.corpus.engine.executors.worker", str(job.out)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.task: Any = None
+        self._rest = b""
+
+    def give(self, stage: Stage, number: int, task: Any) -> None:
+        self.task = task
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps([stage.name, number]).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it has died; reading from it will say so
+            pass
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """What it has said since; None if it has died."""
+        assert self.process.stdout
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream:
+                stream.close()
+
+
+class _Pool:
+    """Workers, started when there is first something for them to do."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._workers: list[_Worker] = []
+
+    def do(self, stage: Stage, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
+        """Hand out the tasks, the heaviest first, and wait for them."""
+        while len(self._workers) < workers:
+            self._workers.append(_Worker(self._job))
+        waiting = deque(sorted(todo, key=lambda number: -weight(tasks[number])))
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers[:workers]:
+                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+                self._next(worker, stage, tasks, waiting)
+            while any(worker.task is not None for worker in self._workers):
+                for key, _ in selector.select():
+                    self._hear(key.data, stage, tasks, waiting, advance)
+
+    def _next(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int]) -> None:
+        worker.task = None
+        if waiting:
+            number = waiting.popleft()
+            worker.give(stage, number, tasks[number])
+
+    def _hear(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int], advance: Advance) -> None:
+        answers = worker.answers()
+        if answers is None:
+            raise UserError(_death(worker.process.wait(), stage.doing(worker.task)))
+        for answer in answers:
+            if "bytes" in answer:
+                advance(answer["bytes"], answer["documents"])
+                continue
+            raise_for(answer)
+            self._next(worker, stage, tasks, waiting)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+
+def raise_for(answer: dict[str, Any]) -> None:
+    """Raise what went wrong with a task in another process."""
+    if "error" in answer:
+        raise UserError(answer["error"])
+    if "fault" in answer:
+        error = RuntimeError(answer["fault"])
+        error.add_note(answer["traceback"])
+        raise error
+
+
+def _death(code: int, doing: str) -> str:
+    if code == -signal.SIGKILL:
+        return (
+            f"a process was killed while it was at: {doing}; most likely memory ran out: lower corpus.processes or corpus.part_bytes, "
+            "and run the same command again"
+        )
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"a process ended ({how}) while it was at: {doing}; run the same command again, it goes on where it was"
+
+

@@ -1,0 +1,214 @@
+"""The first stages: what `max_bytes` draws, and each part read, put through the steps, and written aside with what later stages need.
+
+Of a part remain, in staging/read: the documents that are left (parquet), a row per document that was read (`decisions`), keys and sketches
+of those left (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from lmworks.corpus.dedup.semantic import embedding
+from lmworks.corpus.dedup.traces import TracesWriter
+from lmworks.corpus.document import Batch, Document, split_id
+from lmworks.corpus.drawing import keys, threshold
+from lmworks.corpus.engine.counts import Count, Counts, Samples, count
+from lmworks.corpus.engine.decisions import Decisions
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.step_runner import Passing
+from lmworks.corpus.engine.tables import rows_of, save_array, writing
+from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.readers import read
+from lmworks.corpus.readers.items import Item
+from lmworks.corpus.steps import Context, make
+from lmworks.errors import UserError
+from lmworks.files import read_json, write_json
+
+BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
+_TELL = 256
+_DECIDED = 8192  # documents whose decisions are written together
+DRAWN = np.dtype([("bytes", "<i8"), ("key", "<u8")])
+KEPT = np.dtype([("number", "<i8"), ("variant", "<i4"), ("bytes", "<i8"), ("key", "<u8")])
+"""Of a document that is left: its number in the part and of its variant, its size, and the key that decides who is held out."""
+
+
+def limited(job: Job) -> list[Piece]:
+    """The parts of sources of which `max_bytes` are drawn."""
+    return [piece for piece in job.pieces if piece.source.max_bytes is not None]
+
+
+def size_inputs(job: Job, piece: Piece) -> Any:
+    return job.reading_of(piece)
+
+
+def size(job: Job, piece: Piece, advance: Advance) -> None:
+    """Size and key of each sound document of a part, so that a budget can be drawn exactly."""
+    ids: list[str] = []
+    sizes: list[int] = []
+    found = []
+    for identity, item in _told(job, piece, advance):
+        if item.reason is None:
+            ids.append(identity)
+            sizes.append(len(item.text.encode()))
+        if len(ids) == _DECIDED:
+            found.append(_rows(ids, sizes, DRAWN, job.recipe.seed, "draw"))
+            ids, sizes = [], []
+    save_array(job.path("size", piece, ".npy"), np.concatenate([*found, _rows(ids, sizes, DRAWN, job.recipe.seed, "draw")]))
+
+
+def _rows(ids: list[str], sizes: list[int], dtype: np.dtype[Any], seed: int, purpose: str) -> np.ndarray:
+    """Rows of `DRAWN` or `KEPT`."""
+    rows = np.zeros(len(ids), dtype=dtype)
+    rows["bytes"], rows["key"] = sizes, keys(ids, seed, purpose)
+    if dtype == KEPT:
+        split = [split_id(identity) for identity in ids]
+        rows["number"], rows["variant"] = [one[2] for one in split], [one[3] for one in split]
+    return rows
+
+
+def draw_inputs(job: Job, task: str) -> Any:
+    return [[str(piece), job.reading_of(piece), int(piece.source.max_bytes or 0)] for piece in limited(job)]
+
+
+def draw(job: Job, task: str, advance: Advance) -> None:
+    """Per source the key below which a document is drawn."""
+    found = {}
+    for source in job.sources:
+        if source.max_bytes is not None:
+            rows = np.concatenate([np.zeros(0, DRAWN), *(np.load(job.path("size", piece, ".npy")) for piece in job.of(source))])
+            found[source.name] = threshold(rows["key"], rows["bytes"], int(source.max_bytes))
+    write_json(job.path("draw", task, ".drawn.json"), found)
+
+
+def _drawn_below(job: Job, piece: Piece) -> int | None:
+    """The key below which documents of this part are drawn; None for all."""
+    if piece.source.max_bytes is None:
+        return None
+    return int(read_json(job.path("draw", "all", ".drawn.json"))[piece.source.name])
+
+
+def read_inputs(job: Job, piece: Piece) -> Any:
+    if piece.source.max_bytes is None:
+        return [job.reading_of(piece), None]
+    drawn = job.path("draw", "all", ".drawn.json")
+    return [job.reading_of(piece), _drawn_below(job, piece) if drawn.exists() else ""]
+
+
+def steps_of(job: Job, piece: Piece) -> Sequence[Any]:
+    """The steps, made for the documents of one part."""
+    return [make(node, Context(piece.source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]
+
+
+def read_part(job: Job, piece: Piece, advance: Advance) -> None:
+    """Read a part, put its documents through the steps, and leave what is described above."""
+    _Reading(job, piece).run(advance)
+
+
+def _told(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[str, Item]]:
+    """(id, item) of a part, telling how far it is."""
+    left, done, documents = piece.bytes, 0, 0
+    for number, item in enumerate(read(piece.source, piece.part, int(job.recipe.corpus.max_document_bytes))):
+        step = min(item.consumed, left)
+        left, done, documents = left - step, done + step, documents + 1
+        if documents == _TELL or done > 1 << 20:
+            advance(done, documents)
+            done = documents = 0
+        yield f"{piece.source.name}/{piece.number}/{number}", item
+    advance(done + left, documents)
+
+
+class _Reading:
+    def __init__(self, job: Job, piece: Piece) -> None:
+        self._job, self._piece = job, piece
+        self._came, self._not_drawn = Count(), Count()
+        self._quarantined: Counts = {}
+        self._quarantine, self._rejected = Samples(), Samples()
+        steps = steps_of(job, piece)
+        self._decisions = Decisions(tuple(dict.fromkeys(name for step in steps for name in step.statistics)))
+        semantic = job.recipe.corpus.dedup.semantic
+        self._traces = TracesWriter(job.staging, job.sketching, embedding(semantic, job.folder) if semantic else None)
+        self._passing = Passing(steps, self._decisions, self._rejected)
+        self._left: list[np.ndarray] = [np.zeros(0, dtype=KEPT)]
+
+    def run(self, advance: Advance) -> None:
+        job, piece = self._job, self._piece
+        decisions = job.path("read", piece, ".decisions.parquet")
+        with writing(job.path("read", piece, ".parquet")) as out, writing(decisions, self._decisions.schema) as decided:
+            batch: list[Document] = []
+            characters = 0
+            for document in self._documents(advance):
+                batch.append(document)
+                characters += len(document.text)
+                if characters >= BATCH_CHARACTERS:
+                    self._process(batch, out)
+                    batch, characters = [], 0
+                    if len(self._decisions) >= _DECIDED:
+                        self._decisions.write(decided)
+            self._process(batch, out)
+            self._decisions.write(decided)
+        self._traces.close(job.path("read", piece, ".traces"))
+        save_array(job.path("read", piece, ".keys.npy"), np.concatenate(self._left))
+        write_json(
+            job.path("read", piece, ".counts.json"),
+            {
+                "came": asdict(self._came),
+                "quarantined": {reason: asdict(one) for reason, one in self._quarantined.items()},
+                "not_drawn": asdict(self._not_drawn),
+                "steps": [asdict(passage) for passage in self._passing.passages],
+                "quarantine": self._quarantine.rows,
+                "rejected": self._rejected.rows,
+            },
+        )
+
+    def _documents(self, advance: Advance) -> Iterator[Document]:
+        source, below = self._piece.source, _drawn_below(self._job, self._piece)
+        for identity, item in _told(self._job, self._piece, advance):
+            language = item.language or source.language
+            if item.reason is not None:
+                size = max(item.consumed, len(item.text.encode()))
+                self._came.add(size)
+                count(self._quarantined, item.reason, size)
+                self._quarantine.add(source.name, item.reason, identity, item.origin, item.text)
+                self._decisions.add(identity, item.origin, size, language, "quarantine", item.reason)
+                continue
+            size = len(item.text) if item.text.isascii() else len(item.text.encode())
+            self._came.add(size)
+            if below is not None and int(keys([identity], self._job.recipe.seed, "draw")[0]) >= below:
+                self._not_drawn.add(size)
+                self._decisions.add(identity, item.origin, size, language, "max_bytes", "not_drawn")
+                continue
+            self._decisions.add(identity, item.origin, size, language)
+            yield Document(identity, item.text, item.origin, source.name, source.domain, language, item.facts)
+
+    def _process(self, documents: list[Document], out: Any) -> None:
+        batch, sizes = self._passing.through(Batch(documents))
+        if not len(batch):
+            return
+        self._traces.add(batch)
+        self._left.append(_rows([document.id for document in batch.documents], sizes, KEPT, self._job.recipe.seed, "validation"))
+        out.write_batch(rows_of(batch.documents))
+
+
+def check_facts(job: Job) -> None:
+    """Raise UserError for a step that needs a fact which neither the source nor a step before it gives."""
+    from lmworks.corpus.readers import provides
+
+    for source in job.sources:
+        known = set(provides(source))
+        for step in [make(node, Context(source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]:
+            for fact in step.needs:
+                if fact not in known:
+                    raise UserError(
+                        f"step {step.name} needs the fact {fact!r}, which source {source.name} does not have: name it in its keep, or put "
+                        "a step that makes it before this one"
+                    )
+            known.update(step.makes)
+        if source.buckets and source.bucket_by not in known:
+            raise UserError(
+                f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither it nor a step for it gives: add a step "
+                "that makes it, or name another bucket_by"
+            )

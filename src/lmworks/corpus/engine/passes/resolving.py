@@ -1,0 +1,53 @@
+"""The one task that looks at all documents at once: copies, and what is held out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from lmworks.corpus.drawing import held_out
+from lmworks.corpus.engine.assembling import require_documents
+from lmworks.corpus.engine.dedup_decisions import FATES, Rows, fates_path
+from lmworks.corpus.engine.job import Job
+from lmworks.corpus.engine.passes.duplicates import HELD, REASONS, find
+from lmworks.corpus.engine.tables import writing
+from lmworks.corpus.engine.task import Advance
+from lmworks.files import write_json
+
+
+def decide(job: Job, task: str, advance: Advance) -> None:
+    """Write the fates of the documents of each part. Raises UserError for a source of which nothing is usable."""
+    require_documents(job)
+    rows = Rows(job)
+    copies = find(job, rows)
+    held = _held(job, rows, copies.reasons > 0)
+    told = (copies.reasons == 0) & held[rows.originals] & ~held  # variants of what is held out
+    copies.reasons[told], copies.originals[told] = HELD, rows.originals[told]
+    for number, piece in enumerate(rows.pieces):
+        span = rows.span(number)
+        reasons = copies.reasons[span].tolist()
+        originals = copies.originals[span].tolist()
+        columns = [
+            pa.array([REASONS[reason] or None for reason in reasons], pa.string()),
+            pa.array([rows.id(first) if reason else None for reason, first in zip(reasons, originals, strict=True)], pa.string()),
+            pa.array(held[span], pa.bool_()),
+        ]
+        with writing(fates_path(job, piece), FATES) as out:
+            out.write_table(pa.table(columns, schema=FATES))
+    write_json(job.path("decide", task, ".found.json"), {"bytes_per_document": round(copies.bytes_per_document, 1)})
+
+
+def _held(job: Job, rows: Rows, copy: np.ndarray) -> np.ndarray:
+    """(N,) the rows held out, some of each source, none of them a copy or a variant."""
+    corpus = job.recipe.corpus
+    held = np.zeros(len(rows), dtype=bool)
+    for source in job.sources:
+        of_source = [number for number, piece in enumerate(rows.pieces) if piece.source.name == source.name]
+        if not of_source:
+            continue
+        span = slice(rows.span(of_source[0]).start, rows.span(of_source[-1]).stop)
+        free = np.flatnonzero(~copy[span] & (rows.originals[span] == np.arange(span.start, span.stop)))
+        kept = np.concatenate([rows.kept[number] for number in of_source])[free]
+        chosen = held_out(kept["key"], kept["bytes"], corpus.validation_fraction, int(corpus.validation_bytes))
+        held[span.start + free[chosen]] = True
+    return held

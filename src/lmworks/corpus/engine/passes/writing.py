@@ -1,0 +1,190 @@
+"""The last stage over parts: documents to train/ and validation/, and every decision to decisions/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lmworks.corpus.buckets import bucket_of
+from lmworks.corpus.contamination import Match
+from lmworks.corpus.document import Document
+from lmworks.corpus.engine.counts import Counts, Passage, Samples, Touched, count
+from lmworks.corpus.engine.dedup_decisions import Fates, staged
+from lmworks.corpus.engine.job import Job, Piece
+from lmworks.corpus.engine.passes.decontamination import verdict_inputs, verdicts
+from lmworks.corpus.engine.passes.reading import read_inputs
+from lmworks.corpus.engine.tables import DECISIONS, DOCUMENTS, row_groups, writing
+from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.histogram import Histogram
+from lmworks.corpus.readers.items import EXCERPT
+from lmworks.documents import COLUMNS, part_path
+from lmworks.files import sha256_file, write_json
+from lmworks.recipe.tree.fingerprint import as_tree
+
+MOST_PASSAGES = 1000
+
+
+def write_inputs(job: Job, piece: Piece) -> Any:
+    buckets = [as_tree(bucket) for bucket in piece.source.buckets]
+    gate = job.recipe.corpus.decontaminate
+    kept = [buckets, piece.source.bucket_by, gate.action if gate else None]
+    return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
+
+
+def outputs(job: Job, piece: Piece) -> list[Path]:
+    """Every file that the part may leave in train/ and validation/."""
+    return [part_path(job.out, split, output, piece.number) for split in ("train", "validation") for output in piece.source.outputs]
+
+
+def decisions_path(job: Job, piece: Piece) -> Path:
+    """decisions/SOURCE/PART.parquet"""
+    return job.out / "decisions" / f"{piece}.parquet"
+
+
+def write_part(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write what is left of a part, and what became of all of it."""
+    _Writing(job, piece).run(advance)
+
+
+class _Writing:
+    def __init__(self, job: Job, piece: Piece) -> None:
+        self._job, self._piece = job, piece
+        self._fates = Fates.load(job, piece)
+        self._verdicts = verdicts(job, piece)
+        gate = job.recipe.corpus.decontaminate
+        self._drops = gate is not None and gate.action != "report"
+        self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
+        self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
+        self._rejected = Samples()
+        self._leaky: dict[str, str] = {}  # documents that were dropped for the text of which item, whose variants go with them
+        self._passages: list[dict[str, str]] = []
+        self._touched: dict[str, Touched] = {}
+        self._ends: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
+        self._same_ends: dict[tuple[str, ...], tuple[str, ...]] = {}  # most are alike, and need no room of their own
+
+    def run(self, advance: Advance) -> None:
+        job, piece = self._job, self._piece
+        for path in outputs(job, piece):
+            path.unlink(missing_ok=True)
+        with ExitStack() as stack:
+            open_: dict[Path, pq.ParquetWriter] = {}
+            total = max(len(self._fates.held), 1)
+            for first, rows in row_groups(staged(job, piece)):
+                places: dict[tuple[str, str], list[int]] = {}
+                for place, document in enumerate(_documents(rows)):
+                    if where := self._decide(first + place, document):
+                        places.setdefault(where, []).append(place)
+                rows = self._without_passages(first, rows)
+                for (split, output), chosen in places.items():
+                    path = part_path(job.out, split, output, piece.number)
+                    if path not in open_:
+                        open_[path] = stack.enter_context(writing(path))
+                    open_[path].write_table(rows.take(chosen).cast(DOCUMENTS))
+                advance(piece.bytes * rows.num_rows // total, rows.num_rows)
+        statistics = self._write_decisions()
+        write_json(
+            job.path("write", piece, ".counts.json"),
+            {
+                "steps": [asdict(self._dedup), asdict(self._decontaminate)],
+                **{split: {output: asdict(one) for output, one in found.items()} for split, found in self._kept.items()},
+                "rejected": self._rejected.rows,
+                "contamination": self._passages,
+                "touched": {name: one.as_json() for name, one in self._touched.items()},
+                "statistics": statistics,
+                "files": {str(path.relative_to(job.out)): sha256_file(path) for path in outputs(job, piece) if path.exists()},
+            },
+        )
+
+    def _decide(self, row: int, document: Document) -> tuple[str, str] | None:
+        """(split, output) of a document; None if it is dropped."""
+        source, size = self._piece.source, len(document.text.encode())
+        if row in self._fates.cuts:
+            document = document.with_text(self._fates.cuts[row])
+        reason, copy_of = self._fates.reasons[row], self._fates.copies[row]
+        self._dedup.came.add(size)
+        if reason:
+            count(self._dedup.dropped, reason, size)
+            self._reject(document, "dedup", reason, copy_of=copy_of)
+            return None
+        if row in self._fates.cuts:
+            before, size = size, len(document.text.encode())
+            self._dedup.edited += size - before
+        self._decontaminate.came.add(size)
+        if leaked := self._leaky.get(str(document.facts.get("variant_of", ""))):
+            count(self._decontaminate.dropped, "contaminated", size)
+            self._reject(document, "decontaminate", "contaminated", detail=f"as its original: {leaked}")
+            return None
+        if matches := self._verdicts.get(row):
+            self._tell(document, matches)
+            if self._drops:
+                longest = matches[0]
+                self._leaky[document.id] = longest.against
+                count(self._decontaminate.dropped, "contaminated", size)
+                self._reject(document, "decontaminate", "contaminated", detail=longest.against, passage=_passage(document, longest))
+                return None
+        split = "validation" if self._fates.held[row] else "train"
+        bucket = bucket_of(document, source)
+        output = f"{source.name}.{bucket}" if bucket else source.name
+        count(self._kept[split], output, size)
+        self._end(split, "", "", "")
+        return split, output
+
+    def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:
+        if not any(first <= row < first + rows.num_rows for row in self._fates.cuts):
+            return rows
+        texts = [self._fates.cuts.get(first + place, text) for place, text in enumerate(rows["text"].to_pylist())]
+        return rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
+
+    def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
+        self._end(step, reason, detail, copy_of or "")
+        more = {"copy_of": copy_of, "against": detail, "passage": passage}
+        self._rejected.add(document.source, reason, document.id, document.origin, document.text, **more)
+
+    def _end(self, *end: str) -> None:
+        self._ends.append(self._same_ends.setdefault(end, end))
+
+    def _tell(self, document: Document, matches: Sequence[Match]) -> None:
+        for name in {match.set for match in matches}:
+            items = {match.against for match in matches if match.set == name}
+            self._touched.setdefault(name, Touched()).add(1, items)
+        if len(self._passages) < MOST_PASSAGES:
+            longest = matches[0]
+            self._passages.append({"id": document.id, "against": longest.against, "passage": _passage(document, longest)})
+
+    def _write_decisions(self) -> dict[str, Any]:
+        """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
+        path, ends = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._ends)
+        schema = pq.read_schema(path)
+        measured = {name: {"read": Histogram(), "train": Histogram()} for name in schema.names[len(DECISIONS) :]}
+        with writing(decisions_path(self._job, self._piece), schema) as out:
+            for _, table in row_groups(path):
+                open_ = pc.equal(table["fate"], "").combine_chunks()
+                here = list(islice(ends, pc.sum(open_).as_py() or 0))
+                for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*here, strict=True), strict=False):
+                    filled = pc.replace_with_mask(table[name].combine_chunks(), open_, pa.array(values, pa.string()))
+                    table = table.set_column(table.schema.get_field_index(name), name, filled)
+                out.write_table(table)
+                learnt = pc.equal(table["fate"], "train")
+                for name, of in measured.items():
+                    of["read"].add(table[name].drop_null().to_pylist())
+                    of["train"].add(table[name].filter(learnt).drop_null().to_pylist())
+        return {name: {kind: one.as_json() for kind, one in of.items()} for name, of in measured.items()}
+
+
+def _passage(document: Document, match: Match) -> str:
+    return document.text[match.start : match.end][:EXCERPT]
+
+
+def _documents(rows: pa.Table) -> Iterator[Document]:
+    columns = [rows.column(name).to_pylist() for name in COLUMNS]
+    for identity, text, source, domain, language, origin, facts in zip(*columns, strict=True):
+        yield Document(identity, text, origin, source, domain, language, json.loads(facts))

@@ -1,0 +1,140 @@
+"""What takes archives (zip, tar) apart, in a process with limits: `lmworks.corpus.readers.archives` asks it. It imports little."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Self
+
+from lmworks.corpus.readers.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, Expansion, decompress, open_binary
+from lmworks.errors import UserError
+from lmworks.storage import lost_errors
+
+OPEN, NEXT, READ = b"open", b"next", b"read"
+GIVEN, BOMB, DAMAGED, LOST, REFUSED = b"+", b"bomb ", b"damaged ", b"lost ", b"refused "
+_PIECE = 1 << 24  # of a member that nobody reads, skipped in one call
+_LARGEST_HEADER = 1 << 20  # of a tar member; the largest in use hold a file's extended attributes
+# what zipfile and tarfile make of numbers and names that cannot be
+_CONFUSED = (ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, AttributeError, struct.error)
+
+
+class _Found(NamedTuple):
+    """A member and the stream of its content, or the `reason` why it has none."""
+
+    name: str
+    size: int
+    stream: Any = None
+    reason: str = ""
+    text: str = ""
+
+
+class Unpacker:
+    """Opens one archive after the other, and gives the content of its members, one after the other.
+
+    Calls: `open SIZE PATH` (0 for an unknown size); `next`, which gives the next member as JSON, `null` if there is more of this one to
+    skip, nothing after the last; `read N`, at most so many bytes of it. An answer is GIVEN and the data, or what went wrong and its text.
+    """
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+        self._members: Iterator[_Found | None] = iter(())
+        self._stream: Any = None
+
+    def __call__(self, request: bytes) -> bytes:
+        verb, _, what = request.partition(b" ")
+        try:
+            if verb == OPEN:
+                size, _, path = what.partition(b" ")
+                return GIVEN + self._open(int(size), os.fsdecode(path))
+            return GIVEN + (self._next() if verb == NEXT else self._stream.read1(int(what)))
+        except UserError as error:
+            return REFUSED + str(error).encode()
+        except (Bomb, MemoryError) as error:
+            return BOMB + (str(error) or "takes more memory than any archive needs").encode("utf-8", "replace")
+        except _CONFUSED as error:
+            return DAMAGED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        except Exception as error:
+            lost = isinstance(error, lost_errors()) or getattr(error, "errno", None) is not None
+            return (LOST if lost else DAMAGED) + (str(error) or type(error).__name__).encode("utf-8", "replace")
+
+    def _open(self, size: int, path: str) -> bytes:
+        self._opened.close()
+        stream, raw = self._opened.enter_context(open_binary(path, seek=path.endswith(".zip")))
+        self._members = _members(_zip(stream, size) if path.endswith(".zip") else _tar(stream, raw, size))
+        return b""
+
+    def _next(self) -> bytes:
+        for found in self._members:
+            if found is None:
+                return b"null"
+            self._stream = found.stream
+            return json.dumps([found.name, found.size, found.reason, found.text]).encode()
+        return b""
+
+
+def _members(found: Iterator[_Found | None]) -> Iterator[_Found | None]:
+    """Names that lead out of the archive, and those that were there before, are no members."""
+    seen: set[str] = set()
+    for member in found:
+        if member is None or member.reason:
+            yield member
+        elif not member.name or member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
+            yield _Found(member.name, 0, None, "unsafe_name", member.name)
+        elif member.name in seen:
+            yield _Found(member.name, 0, None, "duplicate_member")
+        else:
+            seen.add(member.name)
+            yield member
+
+
+def _zip(stream: Any, size: int) -> Iterator[_Found]:
+    with zipfile.ZipFile(stream) as archive:
+        infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
+        size = size or stream.seek(0, 2)
+        expansion = Expansion(lambda: size)
+        expansion.add(sum(info.file_size for info in infos))
+        for info in infos:
+            if info.flag_bits & 1:
+                yield _Found(info.filename, info.compress_size, None, "encrypted")
+                continue
+            try:
+                with archive.open(info) as opened:
+                    yield _Found(info.filename, info.compress_size, decompress(opened, info.filename, expansion))
+            except (zipfile.BadZipFile, zlib.error, EOFError, *_CONFUSED) as error:
+                yield _Found(info.filename, info.compress_size, None, "damaged_member", str(error))
+
+
+class _Header(tarfile.TarInfo):
+    """A header that is looked at before tarfile reads what it announces."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+        info = super().frombuf(buf, encoding, errors)
+        if info.size < 0:
+            raise Damaged("a member of less than no bytes")
+        special = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+        if info.type in special and info.size > _LARGEST_HEADER:
+            raise Bomb(f"has a header of {info.size:,} bytes")
+        return info
+
+
+def _tar(stream: Any, raw: Any, size: int) -> Iterator[_Found | None]:
+    expansion = Expansion(lambda: size or raw.tell())
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
+        while info := archive.next():
+            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
+            if not 0 <= info.size <= max(HARMLESS, MOST_EXPANSION * size if size else info.size):
+                raise Bomb(f"has a member of {info.size:,} bytes")
+            if info.isreg() or info.type not in tarfile.SUPPORTED_TYPES:
+                opened = archive.extractfile(info)
+                assert opened is not None, "it has content"
+                if info.isreg():
+                    yield _Found(info.name, info.size, decompress(opened, info.name, expansion))
+                while opened.read(_PIECE):
+                    yield None

