@@ -31,7 +31,7 @@ from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.huggingface import class_for, to_config
 from lmworks.recipe.model import Model, Moe, Rope
 from lmworks.recipe.training import Optimizer
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.step import train_step
 
 LENGTH, ROWS = 512, 16

@@ -17,7 +17,7 @@ from lmworks.recipe import laws
 from lmworks.recipe.load import load_recipe, load_resolved
 from lmworks.recipe.shapes import count, count_active
 from lmworks.run import budget
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 

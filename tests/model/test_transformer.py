@@ -21,7 +21,7 @@ from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
 from lmworks.recipe.model import Balance, Model, Moe, Rope
 from lmworks.recipe.shapes import count, parameters
-from lmworks.shards.packing import IGNORE as SHARDS_IGNORE
+from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -27,7 +27,7 @@ from lmworks.plan.render import render
 from lmworks.recipe.after import Layout
 from lmworks.recipe.load import load_cluster, load_recipe, shipped
 from lmworks.recipe.model import Model
-from lmworks.shards.timeline import Timeline
+from lmworks.shards.order.timeline import Timeline
 from lmworks.train import calibrate
 
 FITS = {

@@ -13,7 +13,7 @@ from lmworks.recipe.huggingface import class_for
 from lmworks.recipe.model import Model
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.shapes import count
-from lmworks.shards.timeline import PhaseSteps
+from lmworks.shards.order.timeline import PhaseSteps
 from lmworks.watch.ledger import read_ledger
 
 

@@ -31,7 +31,7 @@ from lmworks.precision import dtype_for
 from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Optimizer as Options
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 
 _MOMENTS = ("first", "second")
 

@@ -8,7 +8,7 @@ from lmworks.plan.counts import Counts
 from lmworks.recipe.after import Cluster, Layout
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import Phase
-from lmworks.shards.timeline import PhaseSteps
+from lmworks.shards.order.timeline import PhaseSteps
 
 
 def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", per_rank: int = 1) -> float:

@@ -12,7 +12,7 @@ from typing import Protocol
 from lmworks.recipe.model import Rope
 from lmworks.recipe.training import Ewc
 from lmworks.recipe.units import Duration
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 
 
 @dataclass(frozen=True)
