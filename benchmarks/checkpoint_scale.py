@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from lmworks.checkpoint.manifest import Entry
-from lmworks.checkpoint.parts import Part
-from lmworks.checkpoint.storage import Written, compressed, line_of
+from lmworks.checkpoint.save_plan import TensorSlice
+from lmworks.checkpoint.tensor_files import Written, compressed, line_of
 from lmworks.recipe.derivation.parameters import Parameter, parameters
 from lmworks.recipe.loading.load import load_recipe
 
@@ -40,7 +40,7 @@ def box(parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (rows * place, *rest), (rows, *shape[1:])
 
 
-def held() -> Iterator[Part]:
+def held() -> Iterator[TensorSlice]:
     """What the rank writes: its stage's weights, and what the optimizer keeps for each."""
     model = load_recipe("glm46-355b-a32b").recipe.model
     assert model.num_hidden_layers
@@ -49,10 +49,10 @@ def held() -> Iterator[Part]:
         if one.layer in layers:
             for kind in ("model/", *(("optimizer/momentum.",) if one.is_matrix else ("optimizer/first.", "optimizer/second."))):
                 offsets, sizes = box(one)
-                yield Part(kind + one.name, torch.float32, one.shape, offsets, sizes, torch.Tensor)
+                yield TensorSlice(kind + one.name, torch.float32, one.shape, offsets, sizes, torch.Tensor)
 
 
-def plan_of(parts: list[Part]) -> SavePlan:
+def plan_of(parts: list[TensorSlice]) -> SavePlan:
     """The same as torch's planner would send it."""
     return SavePlan([
         WriteItem(

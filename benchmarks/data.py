@@ -30,13 +30,13 @@ import pyarrow.parquet as pq
 
 from lmworks.documents import part_path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batches
-from lmworks.shards.build import build
-from lmworks.shards.checked import fingerprints
-from lmworks.shards.indexed import IndexedWriter
-from lmworks.shards.manifest import Manifest, Shard, SourceShards, Split
-from lmworks.shards.prefetch import Prefetch
-from lmworks.shards.remote import Folder
+from lmworks.shards.build.build_shards import build_shards
+from lmworks.shards.format.checksums import fingerprints
+from lmworks.shards.format.indexed import IndexedWriter
+from lmworks.shards.format.manifest import Manifest, Shard, SourceShards, Split
+from lmworks.shards.read.batches import Batches
+from lmworks.shards.read.prefetch import Prefetch
+from lmworks.shards.storage.remote import Folder
 from lmworks.tokenizer import load
 from lmworks.tokenizer.train import train
 
@@ -104,7 +104,10 @@ def writing(folder: Path, recipe: Recipe, texts: list[str], rounds: int) -> None
         out, mine = folder / f"shards-{workers}-{number}", recipe.model_copy(update={"threads": workers})
         for name, work in (
             ("tokenizers alone, all cores", lambda: peer.encode_batch_fast(texts, add_special_tokens=False)),
-            (f"lmworks shards, {workers} processes", lambda out=out, mine=mine: build(mine, folder / "corpus", folder / "tokenizer", out)),
+            (
+                f"lmworks shards, {workers} processes",
+                lambda out=out, mine=mine: build_shards(mine, folder / "corpus", folder / "tokenizer", out),
+            ),
         ):
             times.setdefault(name, []).append(seconds(work))
     print(f"Shard writing: {megabytes:.1f} MB of text, {len(texts):,} documents, median of {rounds}; {cores} cores")

@@ -28,7 +28,7 @@ from lmworks.progress import bar
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import Pretraining, build_model
 from lmworks.train.step import micro_batch_of, train_step
 from lmworks.train.validation import validate

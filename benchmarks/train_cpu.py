@@ -31,7 +31,7 @@ from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.loading.huggingface import class_for, to_config
 from lmworks.recipe.schema.model import Model, Moe, Rope
 from lmworks.recipe.schema.optimizer import Optimizer
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.step import train_step
 
 LENGTH, ROWS = 512, 16

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.storage import Reader
+from lmworks.checkpoint.tensor_files import Reader
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
 from lmworks.recipe.loading.load import Resolved, load_recipe
 from lmworks.run.walk import walk
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
 from lmworks.train.step import StepResult

@@ -13,7 +13,7 @@ import torch
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good, verify
 from lmworks.checkpoint import checkpoints as checkpoints_module
-from lmworks.checkpoint import storage as storage_module
+from lmworks.checkpoint import tensor_files as tensor_files_module
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
@@ -74,7 +74,7 @@ def names(directory: Path) -> list[str]:
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("file_bytes", [1 << 30, 100])
 def test_a_state_comes_back_bit_for_bit_and_saves_to_the_same_bytes(tmp_path, monkeypatch, asynchronous, file_bytes):
-    monkeypatch.setattr(storage_module, "_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(tensor_files_module, "_FILE_BYTES", file_bytes)
     options = Options(asynchronous=asynchronous)
     state = make_state(3)
     with Checkpoints(tmp_path / "a", options, IDENTITY) as checkpoints:

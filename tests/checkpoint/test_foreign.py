@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, listing, load, manifest, newest_good, verify
-from lmworks.checkpoint.mirror import copy_checkpoint
-from lmworks.checkpoint.storage import TABLE, Reader
+from lmworks.checkpoint.copy_to import copy_checkpoint
+from lmworks.checkpoint.tensor_files import TABLE, Reader
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 

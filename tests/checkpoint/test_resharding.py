@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lmworks.checkpoint import Checkpoints, load, storage, verify
-from lmworks.checkpoint.storage import Reader, missing, read_table
+from lmworks.checkpoint import Checkpoints, load, tensor_files, verify
+from lmworks.checkpoint.tensor_files import Reader, incomplete_tensors, read_table
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from rank_pool import RankPool
@@ -83,7 +83,7 @@ def test_any_layout_loads_on_any_other(ranks: RankPool, tmp_path: Path, seed: in
         ranks.run(save, here, str(directory), before)
         assert [row["good"] for row in verify(directory)] == [True]
         table = read_table(directory / "step-00000001")
-        assert not missing(table)
+        assert not incomplete_tensors(table)
         written = sum(path.stat().st_size for path in (directory / "step-00000001").glob("data-*.bin"))
         assert written == sum(tensor.numel() * tensor.element_size() for tensor in whole().values()), f"not once each: {before}"
         assert ranks.run(load_and_compare, there, str(directory), after) == [[]] * there, (before, after)
@@ -170,8 +170,8 @@ def test_ranks_that_hold_different_tensors_make_one_checkpoint(ranks: RankPool, 
     assert held[0] == held[1] != held[2] == held[3]
     table = read_table(tmp_path / "step-00000001")
     assert {name.removeprefix("model/") for name in table} == {*SHAPES, "count"}
-    assert all(len(record.chunks) == 1 for record in table.values()), "equal tensors are written once"
-    assert len({chunk.file for record in table.values() for chunk in record.chunks}) == 4, "and the ranks share the writing"
+    assert all(len(record.slices) == 1 for record in table.values()), "equal tensors are written once"
+    assert len({chunk.file for record in table.values() for chunk in record.slices}) == 4, "and the ranks share the writing"
     ranks.run(stages, 3, str(tmp_path), 3, False)
     alone = {"model": {name: tensor * 0 - 1 for name, tensor in whole().items()}}
     load(tmp_path / "step-00000001", alone)
@@ -182,8 +182,8 @@ def test_a_box_that_is_nowhere_is_not_left_as_it_was(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, Options(), {}) as checkpoints:
         checkpoints.save(1, {"model": whole()}, {})
     reader = Reader(tmp_path / "step-00000001")
-    reader.table["model/matrix"].chunks.clear()
-    assert missing(reader.table) == ["model/matrix"]
+    reader.table["model/matrix"].slices.clear()
+    assert incomplete_tensors(reader.table) == ["model/matrix"]
     with pytest.raises(OSError, match="12 elements of model/matrix are nowhere in it"):
         reader.box("model/matrix", (1, 0), (2, 6))
     assert torch.equal(reader.box("model/experts", (1, 1, 2), (3, 2, 1)), whole()["experts"][1:4, 1:3, 2:3])
@@ -215,7 +215,7 @@ def damaged(directory: str) -> None:
     again = Checkpoints(place, Options(), {})
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(storage, "_write_file", fail)
+            patch.setattr(tensor_files, "_write_file", fail)
         again.save(4, state(4), {})
         with pytest.raises(UserError, match="step 4 was not saved: no such luck"):
             again.wait()

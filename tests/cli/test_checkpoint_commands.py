@@ -13,7 +13,7 @@ import torch
 import yaml
 from command import Lmworks
 
-from lmworks.checkpoint import listing, manifest, rewrite, storage, verify
+from lmworks.checkpoint import listing, manifest, rewrite, tensor_files, verify
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.lock import RunLock
@@ -59,7 +59,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def test_diff_says_how_far_each_tensor_moved(lmworks: Lmworks, run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.checkpoint.diff.boxes", lambda record: storage.boxes(record, 1000))
+    monkeypatch.setattr("lmworks.checkpoint.diff.split_rows", lambda record: tensor_files.split_rows(record, 1000))
     found = json.loads(lmworks("ckpt", "diff", run.run_dir, 4, 32, "--json").out)
     before, after = checkpoint(run.run_dir, 4), checkpoint(run.run_dir, 32)
     assert found["steps"] == [4, 32]
@@ -167,13 +167,13 @@ def test_prune_by_the_rules_of_the_recipe_or_others(lmworks: Lmworks, run: Tiny)
 
 def test_prune_keeps_the_newest_good_one(lmworks: Lmworks, run: Tiny) -> None:
     for step in SAVED[4:]:
-        (run.run_dir / "checkpoints" / listing.name_of(step) / storage.TABLE).write_bytes(b"")
+        (run.run_dir / "checkpoints" / listing.name_of(step) / tensor_files.TABLE).write_bytes(b"")
     lmworks("ckpt", "prune", run.run_dir, "--keep-last", 1)
     assert SAVED[3] in steps(run)
 
 
 def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrite, "boxes", lambda record: storage.boxes(record, 1000))
+    monkeypatch.setattr(rewrite, "split_rows", lambda record: tensor_files.split_rows(record, 1000))
     before, to = everything(run.run_dir), tmp_path / "averaged"
     done = lmworks("ckpt", "average", run.run_dir, 28, 32, STEPS, "--weight", 1, "--weight", 1, "--weight", 2, "--to", to)
     assert done.code == 0, done.err
@@ -254,7 +254,7 @@ def test_ctrl_c_leaves_everything_as_it_was(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for place in ("seal", "publish"):
+    for place in ("write_metadata", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(rewrite, place, interrupt)
             assert lmworks("ckpt", *arguments).code == 130

@@ -11,9 +11,9 @@ import pytest
 from command import Lmworks
 
 from lmworks.documents import corpus_files
-from lmworks.shards.finding import document_at, find
-from lmworks.shards.manifest import Manifest
-from lmworks.shards.opening import ShardFiles
+from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.read.find_document import document_at, find_document
+from lmworks.shards.storage.shard_files import ShardFiles
 from lmworks.tokenizer import load
 from tiny_run import Tiny
 
@@ -84,7 +84,7 @@ def test_a_token_leads_back_to_its_document(lmworks: Lmworks, tiny: Tiny) -> Non
     shards, own, kept = tiny.run_dir / "shards", load(tiny.run_dir / "tokenizer"), texts(tiny)
     manifest = Manifest.load(shards)
     for identity in [*list(kept)[:4], *list(kept)[-4:]]:
-        place = find(shards, identity, identity.split("/")[0], "train")
+        place = find_document(shards, identity, identity.split("/")[0], "train")
         assert place
         stream = manifest.stream(shards, place.source, "train", ShardFiles(shards, manifest))
         tokens = next(piece for _, _, piece in stream._pieces(place.start, place.stop))
@@ -93,8 +93,8 @@ def test_a_token_leads_back_to_its_document(lmworks: Lmworks, tiny: Tiny) -> Non
     (told,) = json.loads(lmworks("corpus", "trace", tiny.run_dir, f"{place.source}:{place.start}", "--json").out)
     assert told["id"] == identity and told["agrees"] is True
     assert (told["shard"]["start"], told["shard"]["stop"]) == (place.start, place.stop)
-    assert find(shards, "docs/0/99999", "docs", "train") is None
-    assert find(shards, "docs/0/1", "nothing", "train") is None
+    assert find_document(shards, "docs/0/99999", "docs", "train") is None
+    assert find_document(shards, "docs/0/1", "nothing", "train") is None
 
 
 def test_a_sequence_leads_back_to_its_documents(lmworks: Lmworks, tiny: Tiny) -> None:

@@ -20,8 +20,8 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Generator
-from lmworks.shards.indexed import IndexedFile, IndexedWriter
-from lmworks.shards.manifest import Manifest
+from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
+from lmworks.shards.format.manifest import Manifest
 from lmworks.tokenizer import load
 from lmworks.train import load as loading
 from lmworks.train import pretrain, tune

@@ -17,7 +17,7 @@ from lmworks.recipe.derivation import scaling_laws
 from lmworks.recipe.derivation.parameters import count, count_active
 from lmworks.recipe.loading.load import load_recipe, load_resolved
 from lmworks.run import budget
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 

@@ -24,8 +24,8 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards import order as ordering
-from lmworks.shards import reading
+from lmworks.shards.order import epochs
+from lmworks.shards.order import order as ordering
 from rank_pool import RankPool
 from tiny_run import Tiny
 
@@ -208,14 +208,14 @@ def test_mystery_2_an_index_of_all_planned_sequences(tiny: Tiny, monkeypatch: py
 
 def test_mystery_3_sequences_read_one_after_another(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert batches.shuffled(context_of(tiny)).result == "ok"
-    monkeypatch.setattr(reading, "permute", lambda position, count, key: position)
+    monkeypatch.setattr(epochs, "permute", lambda position, count, key: position)
     found = batches.shuffled(context_of(tiny))
     assert found.result == "fail" and "100%" in found.text and "by sequence" in found.advice
 
 
 def test_a_sequence_that_comes_twice_is_found(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = reading.permute
-    monkeypatch.setattr(reading, "permute", lambda position, count, key: honest(position // 2, count, key))
+    honest = epochs.permute
+    monkeypatch.setattr(epochs, "permute", lambda position, count, key: honest(position // 2, count, key))
     found = batches.shuffled(context_of(tiny))
     assert found.result == "fail" and "twice" in found.text
 

@@ -15,7 +15,7 @@ from small_models import MODELS, Run, recipe_for, trained
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.files import write_json
 from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.shards.build import build
+from lmworks.shards.build.build_shards import build_shards
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.train import train as train_tokenizer
 
@@ -41,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pq.write_table(pa.Table.from_pylist(rows), path)
     recipe = recipe_for(MODELS["glm4moe"], directory)
     train_tokenizer(recipe, directory / "corpus", directory / "tokenizer")
-    build(recipe, directory / "corpus", directory / "tokenizer", directory / "shards")
+    build_shards(recipe, directory / "corpus", directory / "tokenizer", directory / "shards")
     return directory
 
 

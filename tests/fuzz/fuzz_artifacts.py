@@ -91,14 +91,14 @@ def make_checkpoint(folder: Path) -> None:
     import torch
 
     from lmworks.checkpoint import manifest
-    from lmworks.checkpoint.parts import Part
-    from lmworks.checkpoint.storage import documents, seal, write_parts
+    from lmworks.checkpoint.save_plan import TensorSlice
+    from lmworks.checkpoint.tensor_files import metadata_files, write_metadata, write_slices
 
     values = {"model.a": torch.arange(12.0).reshape(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
     place = folder / "step-00000010"
     place.mkdir()
-    parts = [Part(name, v.dtype, tuple(v.shape), (0,) * v.dim(), tuple(v.shape), lambda v=v: v) for name, v in values.items()]  # type: ignore[misc]
-    written = write_parts(place, 0, parts)
+    parts = [TensorSlice(name, v.dtype, tuple(v.shape), (0,) * v.dim(), tuple(v.shape), lambda v=v: v) for name, v in values.items()]  # type: ignore[misc]
+    written = write_slices(place, 0, parts)
     meta = {
         "step": 10,
         "metric": 2.5,
@@ -107,7 +107,7 @@ def make_checkpoint(folder: Path) -> None:
         "meta": {"tokens": 640, "phase": "general"},
         "values": {"x": [1, 2]},
     }
-    seal(place, documents([written], {"meta.json": meta}))
+    write_metadata(place, metadata_files([written], {"meta.json": meta}))
     assert manifest.problem(place) is None
 
 
@@ -137,7 +137,7 @@ def use_checkpoint(folder: Path) -> None:
 
 
 def make_tokens(folder: Path) -> None:
-    from lmworks.shards.indexed import IndexedWriter
+    from lmworks.shards.format.indexed import IndexedWriter
 
     with IndexedWriter(folder / "part", np.dtype("<u2"), mask=True) as writer:
         for size in (5, 1, 9, 30):
@@ -145,7 +145,7 @@ def make_tokens(folder: Path) -> None:
 
 
 def use_tokens(folder: Path) -> None:
-    from lmworks.shards.indexed import IndexedFile
+    from lmworks.shards.format.indexed import IndexedFile
 
     file = IndexedFile(folder / "part")
     file.tokens.sum()
@@ -171,7 +171,7 @@ def make_foreign(folder: Path) -> None:
 
 
 def use_foreign(folder: Path) -> None:
-    from lmworks.shards.importing import import_tokens
+    from lmworks.shards.importing.import_tokens import import_tokens
 
     said = None
     for kind, path in (("megatron", folder / "part.idx"), ("datatrove", folder / "a.ds"), ("olmo", folder / "b.npy")):
@@ -315,7 +315,7 @@ def make_manifest(folder: Path) -> None:
 
 
 def use_manifest(folder: Path) -> None:
-    from lmworks.shards.manifest import Manifest, check_vocabulary, verify
+    from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
 
     found = Manifest.load(folder)
     found.digests()
@@ -395,7 +395,7 @@ class Artifacts:
         import torch
 
         torch.set_num_threads(1)
-        import lmworks.shards.importing  # noqa: F401
+        import lmworks.shards.importing.import_tokens  # noqa: F401
 
         self._good: dict[str, dict[str, bytes]] = {}
         made: dict[Callable[[Path], None], dict[str, bytes]] = {}

@@ -21,7 +21,7 @@ from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
 from lmworks.recipe.derivation.parameters import count, parameters
 from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
-from lmworks.shards.packing import IGNORE as SHARDS_IGNORE
+from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -19,8 +19,8 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
 from lmworks.train.step import train_step
 
 _COMMON: dict[str, Any] = {
@@ -97,7 +97,7 @@ def train(layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: in
     for step in range(STEPS):
         batch = batch_of(step, rows, length)
         result = train_step(
-            model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
+            model, optimizer, batch.sequences(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
             rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
         )  # fmt: skip
         losses.append(float(result.loss))

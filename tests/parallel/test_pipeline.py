@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch.distributed.pipelining import PipelineStage
 
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.storage import missing, read_table
+from lmworks.checkpoint.tensor_files import missing, read_table
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel

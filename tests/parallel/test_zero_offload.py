@@ -85,7 +85,7 @@ def step(
 ) -> Any:
     batch = batch_of(number, rows, LENGTH)
     return train_step(
-        model, optimizer, batch.rows(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
+        model, optimizer, batch.sequences(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
         rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01, **options,
     )  # fmt: skip
 

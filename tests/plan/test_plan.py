@@ -27,7 +27,7 @@ from lmworks.plan.render import render
 from lmworks.recipe.loading.load import load_cluster, load_recipe, shipped
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
-from lmworks.shards.timeline import Timeline
+from lmworks.shards.order.timeline import Timeline
 from lmworks.train import calibrate
 
 FITS = {

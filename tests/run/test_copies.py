@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.checkpoint import Checkpoints, listing
-from lmworks.checkpoint.mirror import copy_checkpoint
+from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.run import copies
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_was_rolled_back_stays_where_it_is(bucket: str, traine
 _COPY = """
 import sys
 from pathlib import Path
-from lmworks.checkpoint.mirror import copy_checkpoint
+from lmworks.checkpoint.copy_to import copy_checkpoint
 copy_checkpoint(Path(sys.argv[1]), sys.argv[2])
 """
 

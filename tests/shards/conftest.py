@@ -12,9 +12,9 @@ import pytest
 from shards_corpus import write_corpus
 
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batches
-from lmworks.shards.build import build
-from lmworks.shards.manifest import Manifest
+from lmworks.shards.build.build_shards import build_shards
+from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer.train import train
 
 MODULES = ("argparse", "ast", "calendar", "copy", "datetime", "difflib", "enum", "inspect", "json.decoder", "textwrap", "typing", "zipfile")
@@ -73,7 +73,7 @@ def tokenizer_dir(recipe: Recipe, corpus: Path, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def shards_dir(recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    build(recipe, corpus, tokenizer_dir, folder)
+    build_shards(recipe, corpus, tokenizer_dir, folder)
     return folder
 
 

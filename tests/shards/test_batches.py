@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.indexed import IndexedFile
-from lmworks.shards.lineage import Lineage
-from lmworks.shards.manifest import Manifest
-from lmworks.shards.opening import ShardFiles
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.format.lineage import Lineage
+from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
+from lmworks.shards.storage.shard_files import ShardFiles
 from lmworks.tokenizer import load
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(Batch) if field.name != "row_bytes")
+    names = [field.name for field in fields(Batch) if field.name != "sequence_bytes"]
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
 def joined(parts: list[Batch]) -> Batch:
@@ -98,7 +100,7 @@ def test_world_size_and_micro_batch_change_nothing(built: Batches, step: int, wo
     for rank in range(world):
         start, stop = count * rank // world, count * (rank + 1) // world
         for begin in range(start, stop, micro):
-            parts.append(whole.rows(begin, min(begin + micro, stop)))
+            parts.append(whole.sequences(begin, min(begin + micro, stop)))
             apart.append(built.batch(step, begin, min(begin + micro, stop)))
     assert same(joined(parts), whole)
     assert same(joined(apart), whole), "a rank that reads only its own rows gets the same ones"
@@ -117,7 +119,7 @@ PROBE = """
 import hashlib, sys
 from pathlib import Path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 batches = Batches(Recipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
 for step in map(int, sys.argv[3:]):
     batch = batches.batch(step)

@@ -16,9 +16,9 @@ from token_shards import write_token_shards
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batches
-from lmworks.shards.order import Change
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.order.order import MixtureOverride
+from lmworks.shards.read.batches import Batches
 
 BEST_FIT = {"packing": "best_fit", "max_epochs": 1e6}
 
@@ -104,7 +104,7 @@ def test_ranks_and_micro_batches_change_nothing_and_fresh_readers_agree(folder: 
     for step in reversed(range(batches.steps)):
         whole = batches.batch(step)
         assert same(whole, fresh.batch(step))
-        assert same(whole.rows(2, 5), batches.batch(step, 2, 5))
+        assert same(whole.sequences(2, 5), batches.batch(step, 2, 5))
     plans = [path.relative_to(other) for path in (other / "packing").rglob("*.rows")]
     assert plans
     assert all((folder / path).read_bytes() == (other / path).read_bytes() for path in plans)
@@ -112,7 +112,7 @@ def test_ranks_and_micro_batches_change_nothing_and_fresh_readers_agree(folder: 
 
 def test_a_change_of_the_mixture_leaves_packed_batches_before_it(folder: Path) -> None:
     recipe = recipe_of([("one", 10, 64, {"a": 1.0}), ("two", 10, 64, {"b": 1.0})], shards=BEST_FIT)
-    before, after = Batches(recipe, folder), Batches(recipe, folder, [Change(4, {"a": 0.5, "b": 0.5})])
+    before, after = Batches(recipe, folder), Batches(recipe, folder, [MixtureOverride(4, {"a": 0.5, "b": 0.5})])
     assert all(same(before.batch(step), after.batch(step)) for step in range(4))
     assert not same(before.batch(4), after.batch(4))
     assert after.order.share(0, "b").sequences > 0

@@ -20,9 +20,9 @@ from shards_corpus import write_corpus
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.build import build
-from lmworks.shards.indexed import IndexedFile
-from lmworks.shards.manifest import Manifest, check_vocabulary, verify
+from lmworks.shards.build.build_shards import build_shards
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
 from lmworks.tokenizer import load
 
 
@@ -78,28 +78,28 @@ def test_only_finished_files_are_left(manifest: Manifest, shards_dir: Path) -> N
 def test_building_again_elsewhere_gives_equal_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path
 ) -> None:
-    build(recipe, corpus, tokenizer_dir, tmp_path)
+    build_shards(recipe, corpus, tokenizer_dir, tmp_path)
     assert contents(tmp_path) == contents(shards_dir)
 
 
 def test_several_processes_write_the_same_files(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.shards.build._WORTH_A_PROCESS", 1)
-    build(recipe.model_copy(update={"threads": 3}), corpus, tokenizer_dir, tmp_path)
+    monkeypatch.setattr("lmworks.shards.build.build_shards._WORTH_A_PROCESS", 1)
+    build_shards(recipe.model_copy(update={"threads": 3}), corpus, tokenizer_dir, tmp_path)
     assert contents(tmp_path) == contents(shards_dir)
 
 
 def test_sources_of_several_parts_and_shards_made_in_blocks_are_whole(
     recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmworks.shards.encode._ABOUT_ROWS", 7)
-    monkeypatch.setattr("lmworks.shards.shuffle._AT_ONCE", 11)
+    monkeypatch.setattr("lmworks.shards.build.encode._ABOUT_ROWS", 7)
+    monkeypatch.setattr("lmworks.shards.build.shuffle._AT_ONCE", 11)
     whole = pq.read_table(corpus / "train" / "words" / "00000.parquet")
     for part in range(3):
         (tmp_path / "corpus" / "train" / "words").mkdir(parents=True, exist_ok=True)
         pq.write_table(whole.slice(part * 40, 40 if part < 2 else None), tmp_path / "corpus" / "train" / "words" / f"{part:05d}.parquet")
-    manifest = build(recipe, tmp_path / "corpus", tokenizer_dir, tmp_path / "shards")
+    manifest = build_shards(recipe, tmp_path / "corpus", tokenizer_dir, tmp_path / "shards")
     shards = manifest.source("words").train.shards
     assert [shard.tokens >= 9000 for shard in shards] == [True] * (len(shards) - 1) + [False]
     tokenizer, texts, seen = load(tokenizer_dir), dict(zip(whole["id"].to_pylist(), whole["text"].to_pylist(), strict=True)), []
@@ -109,7 +109,7 @@ def test_sources_of_several_parts_and_shards_made_in_blocks_are_whole(
             assert file.document(number).tolist() == [*tokenizer.encode(texts[about["id"]]), tokenizer.eos_id]
             seen.append(about["id"])
     assert sorted(seen) == sorted(texts)
-    one = build(recipe, corpus, tokenizer_dir, tmp_path / "one").source("words").train
+    one = build_shards(recipe, corpus, tokenizer_dir, tmp_path / "one").source("words").train
     assert [shard.sha256[".bin"] for shard in one.shards] == [shard.sha256[".bin"] for shard in shards], "parts change no token"
 
 
@@ -117,9 +117,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards import build
-build._WORTH_A_PROCESS = 1
-build.build(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
+from lmworks.shards.build import build_shards as module
+module._WORTH_A_PROCESS = 1
+module.build_shards(Recipe.model_validate_json(sys.argv[1]), *map(Path, sys.argv[2:]))
 """
 
 
@@ -138,7 +138,7 @@ def test_killed_and_started_again_gives_equal_files(
             process.kill()
         codes.append(process.returncode)
     assert set(codes) <= {0, -signal.SIGKILL} and codes.count(-signal.SIGKILL) >= 2, "kills come while it works"
-    build(recipe, corpus, tokenizer_dir, out)
+    build_shards(recipe, corpus, tokenizer_dir, out)
     assert contents(out) == contents(shards_dir)
 
 
@@ -149,7 +149,7 @@ def test_finished_sources_are_kept_and_damaged_ones_made_again(
     flip(damaged)
     os.utime(kept, (1, 1))
     (copied_shards / "train" / "gone-00000.bin").write_bytes(b"from a source that is no more")
-    build(recipe, corpus, tokenizer_dir, copied_shards)
+    build_shards(recipe, corpus, tokenizer_dir, copied_shards)
     assert contents(copied_shards) == contents(shards_dir)
     assert kept.stat().st_mtime == 1
 
@@ -176,10 +176,10 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
 
     monkeypatch.setattr(pa.ipc, "new_file", Full)
     with pytest.raises(UserError, match=r"^the disk of .* is full: free some space and run the same command again"):
-        build(recipe, corpus, tokenizer_dir, tmp_path)
+        build_shards(recipe, corpus, tokenizer_dir, tmp_path)
     assert not list(tmp_path.rglob("*.part")) and not list(tmp_path.rglob("*.about.arrow"))
     monkeypatch.setattr(pa.ipc, "new_file", honest)
-    build(recipe, corpus, tokenizer_dir, tmp_path)
+    build_shards(recipe, corpus, tokenizer_dir, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_a_vocabulary_that_does_not_match_is_refused(manifest: Manifest) -> None
 
 def test_an_empty_or_missing_corpus_is_refused(recipe: Recipe, corpus: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train holds no \.parquet file; make the corpus first"):
-        build(recipe, tmp_path / "nothing", tokenizer_dir, tmp_path / "out")
+        build_shards(recipe, tmp_path / "nothing", tokenizer_dir, tmp_path / "out")
     copied = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     write_corpus(copied, "train", "empty", [], "docs")
     with pytest.raises(UserError, match=r"train/empty has no documents; take source empty out of the recipe"):
-        build(recipe, copied, tokenizer_dir, tmp_path / "out")
+        build_shards(recipe, copied, tokenizer_dir, tmp_path / "out")
     (copied / "train" / "empty" / "00000.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(UserError, match=r"empty/00000\.parquet is not readable parquet .*; delete the corpus folder"):
-        build(recipe, copied, tokenizer_dir, tmp_path / "out")
+        build_shards(recipe, copied, tokenizer_dir, tmp_path / "out")
 
 
 def test_a_broken_or_missing_manifest_is_named(copied_shards: Path) -> None:

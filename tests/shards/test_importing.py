@@ -14,11 +14,11 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batches
-from lmworks.shards.build import build
-from lmworks.shards.importing import Imported, import_tokens
-from lmworks.shards.indexed import IndexedFile
-from lmworks.shards.manifest import verify
+from lmworks.shards.build.build_shards import build_shards
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.format.manifest import verify
+from lmworks.shards.importing.import_tokens import Imported, import_tokens
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load
 
 DATATROVE = Path(__file__).parent / "fixtures" / "datatrove"
@@ -134,7 +134,7 @@ def test_an_imported_source_is_mixed_with_ones_own(
     tree["shards"]["imported"] = {"web": str(tmp_path / "imported")}
     tree["train"]["phases"][0]["mixture"] = {"code": 0.5, "web": 0.5}
     mixed = Recipe.model_validate(tree)
-    build(mixed, corpus, tokenizer_dir, tmp_path / "shards")
+    build_shards(mixed, corpus, tokenizer_dir, tmp_path / "shards")
     batches = Batches(mixed, tmp_path / "shards")
     rows = batches.documents(3)
     assert {row.source for row in rows} == {"code", "web"}
@@ -145,4 +145,4 @@ def test_an_imported_source_is_mixed_with_ones_own(
     manifest = (tmp_path / "imported" / "manifest.json")
     manifest.write_text(manifest.read_text().replace(batches.manifest.tokenizer_sha256, "0" * 64))
     with pytest.raises(UserError, match=r"shards\.imported\.web: .* was imported for another tokenizer \(000000000000, this run's is"):
-        build(mixed, corpus, tokenizer_dir, tmp_path / "shards")
+        build_shards(mixed, corpus, tokenizer_dir, tmp_path / "shards")

@@ -12,7 +12,7 @@ from test_order import recipe_of
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.order import Change, Order
+from lmworks.shards.order.order import MixtureOverride, Order
 
 DATA = {"a": 60_000, "b": 30_000, "c": 20_000}
 PHASES = [("one", 100, 16, {"a": 0.7, "b": 0.3}), ("two", 60, 32, {"a": 0.5, "b": 0.2, "c": 0.3})]
@@ -40,7 +40,7 @@ def test_nothing_before_a_change_moves_and_what_follows_is_exact(
 ) -> None:
     recipe = recipe_of(PHASES, seed, shards={"max_epochs": 1000})
     mixtures = [{name: part / sum(some) for name, part in zip("abc", some, strict=True) if part} for some in (parts, other)]
-    changes = [Change(step, mixtures[0]), Change(min(step + later, 159), mixtures[1])]
+    changes = [MixtureOverride(step, mixtures[0]), MixtureOverride(min(step + later, 159), mixtures[1])]
     orders = [Order(recipe, DATA), Order(recipe, DATA, changes[:1]), Order(recipe, DATA, changes)]
     for before, after, change in zip(orders, orders[1:], changes, strict=False):
         phase, (first, _) = before.phase_of(change.step), before.sequences(change.step)
@@ -60,7 +60,7 @@ def test_nothing_before_a_change_moves_and_what_follows_is_exact(
 @settings(max_examples=60, deadline=None)
 def test_none_comes_again_while_others_are_unread_and_phases_stay_apart(step: int, parts: tuple[int, ...], seed: int) -> None:
     recipe = recipe_of(PHASES, seed, shards={"max_epochs": 1000})
-    order = Order(recipe, DATA, [Change(step, {name: part / sum(parts) for name, part in zip("abc", parts, strict=True) if part})])
+    order = Order(recipe, DATA, [MixtureOverride(step, {name: part / sum(parts) for name, part in zip("abc", parts, strict=True) if part})])
     phase_of_change, (first, _) = order.phase_of(step), order.sequences(step)
     owner = {name: np.full(tokens, -1) for name, tokens in DATA.items()}
     for phase, length in enumerate((16, 32)):
@@ -77,7 +77,7 @@ def test_none_comes_again_while_others_are_unread_and_phases_stay_apart(step: in
 def test_a_source_that_gains_weight_is_given_text_that_later_phases_have_not_begun() -> None:
     recipe = recipe_of([("one", 100, 16, {"a": 0.5, "b": 0.5}), ("two", 100, 16, {"b": 1.0})])
     before = Order(recipe, DATA)
-    after = Order(recipe, DATA, [Change(50, {"b": 1.0})])
+    after = Order(recipe, DATA, [MixtureOverride(50, {"b": 1.0})])
     old, new = before.share(0, "b"), after.share(0, "b")
     assert new.borders[:2] == old.borders
     assert new.stop > old.stop, "it reads more of b, and takes it from what the second phase would have read"
@@ -89,7 +89,7 @@ def test_a_source_that_gains_weight_is_given_text_that_later_phases_have_not_beg
 
 def test_a_source_that_was_in_no_mixture_can_be_added_on_the_way() -> None:
     recipe = recipe_of([("one", 100, 16, {"a": 1.0})])
-    before, after = Order(recipe, DATA), Order(recipe, DATA, [Change(50, {"a": 0.4, "c": 0.6})])
+    before, after = Order(recipe, DATA), Order(recipe, DATA, [MixtureOverride(50, {"a": 0.4, "c": 0.6})])
     assert everything(before, 0)[:400] == everything(after, 0)[:400]
     share = after.share(0, "c")
     assert (share.start, share.stop, share.planned) == (0, 20_000, 240)
@@ -110,7 +110,7 @@ def test_a_planned_change_is_made_at_the_first_step_after_its_moment() -> None:
 def test_the_step_from_which_on_a_mixture_holds_is_known() -> None:
     other = {"a": 0.2, "b": 0.8}
     recipe = planned(recipe_of(PHASES, shards={"max_epochs": 100}), ("30 steps", other))
-    order = Order(recipe, DATA, [Change(70, other), Change(120, {"c": 1.0})])
+    order = Order(recipe, DATA, [MixtureOverride(70, other), MixtureOverride(120, {"c": 1.0})])
     expected = [0] * 30 + [30] * 40 + [70] * 30 + [100] * 20 + [120] * 40
     assert [order.mixture_since(step) for step in range(160)] == expected
 
@@ -127,11 +127,11 @@ def test_a_change_outside_its_phase_or_out_of_order_is_refused() -> None:
         with pytest.raises(UserError, match=r"phase one: the mixture change at .* falls on step \d+ of the phase's 100; changes stand in"):
             Order(planned(base, *changes), DATA)
     with pytest.raises(UserError, match=r"step 5: the mixture names source z, which has no tokens; there are: a, b, c"):
-        Order(base, DATA, [Change(5, {"z": 1.0})])
+        Order(base, DATA, [MixtureOverride(5, {"z": 1.0})])
     with pytest.raises(UserError, match=r"step 100 does not exist"):
-        Order(base, DATA, [Change(100, {"b": 1.0})])
+        Order(base, DATA, [MixtureOverride(100, {"b": 1.0})])
     with pytest.raises(UserError, match=r"more often than shards.max_epochs 40 \(c 6\d\.\d times in phase one\)"):
-        Order(recipe_of([("one", 100_000, 16, {"a": 1.0})]), {"a": 10**8, "c": 200_000}, [Change(1000, {"c": 1.0})])
+        Order(recipe_of([("one", 100_000, 16, {"a": 1.0})]), {"a": 10**8, "c": 200_000}, [MixtureOverride(1000, {"c": 1.0})])
 
 
 def test_readings_count_all_phases_together() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards import prefetch
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.prefetch import Prefetch
+from lmworks.shards.read import prefetch
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
+from lmworks.shards.read.prefetch import Prefetch
 from patience import PATIENCE
 
 

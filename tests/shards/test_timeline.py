@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.train import Phase
-from lmworks.shards.timeline import PhaseSteps, Timeline
+from lmworks.shards.order.timeline import PhaseSteps, Timeline
 
 
 def phase(name: str, tokens: int, length: int, batch: int, start: int | None = None, over: str = "") -> Phase:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards.indexed import IndexedFile, IndexedWriter
-from lmworks.shards.packing import IGNORE
-from lmworks.shards.tuning import TuningBatches
+from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.tuning_batches import TuningBatches
 
 LENGTH = 32
 
@@ -72,7 +72,7 @@ def test_each_epoch_holds_every_conversation_that_fits_once_and_whole(prefixes: 
 def test_bodies_are_mixed_by_weight(prefixes: dict[str, Path]) -> None:
     batches = TuningBatches(prefixes, LENGTH, LENGTH * 4, LENGTH * 400, seed=3, weights={"chats": 3.0, "tasks": 1.0})
     assert batches.steps == 100
-    rows = [conversations(batches.batch(step).rows(row, row + 1)) for step in range(100) for row in range(4)]
+    rows = [conversations(batches.batch(step).sequences(row, row + 1)) for step in range(100) for row in range(4)]
     assert sum(found[0][0] <= 50 for found in rows) == 300
 
 

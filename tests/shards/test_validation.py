@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.shards.batch import Batches
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import Tokenizer, load
 
 
@@ -35,7 +35,7 @@ def segments(batch) -> list[tuple[list[int], list[int]]]:
 def test_every_token_but_the_first_is_predicted_once_in_its_document(
     batches: Batches, corpus: Path, tokenizer: Tokenizer, length: int
 ) -> None:
-    validation = batches.validation("docs", length, rows=4)
+    validation = batches.validation("docs", length, sequences=4)
     texts = held_out(corpus, "docs", "words")
     expected: Counter[tuple[int, ...]] = Counter()
     for text in texts.values():
@@ -55,18 +55,18 @@ def test_every_token_but_the_first_is_predicted_once_in_its_document(
 
 
 def test_bytes_are_those_of_the_predicted_text(batches: Batches, corpus: Path, tokenizer: Tokenizer) -> None:
-    validation = batches.validation("docs", 64, rows=4)
+    validation = batches.validation("docs", 64, sequences=4)
     exact = 0
     for text in held_out(corpus, "docs", "words").values():
         exact += len(text.encode()) - len(tokenizer.decode(tokenizer.encode(text)[:1]).encode())
     assert validation.text_bytes == exact
     assert sum(batch.text_bytes for batch in validation) == exact
-    assert sum(batch.rows(row, row + 1).text_bytes for batch in validation for row in range(4)) == exact
+    assert sum(batch.sequences(row, row + 1).text_bytes for batch in validation for row in range(4)) == exact
 
 
 def test_a_limit_in_bytes_cuts_the_last_document_of_each_source_only(batches: Batches, corpus: Path, tokenizer: Tokenizer) -> None:
     limit = 900
-    validation = batches.validation("docs", 64, rows=2, max_bytes=limit)
+    validation = batches.validation("docs", 64, sequences=2, max_bytes=limit)
     assert 0.9 * limit < validation.text_bytes <= limit
     assert sum(batch.text_bytes for batch in validation) == validation.text_bytes
     texts = held_out(corpus, "docs", "words")
@@ -81,7 +81,7 @@ def test_a_limit_in_bytes_cuts_the_last_document_of_each_source_only(batches: Ba
 
 
 def test_it_is_the_same_every_time(batches: Batches) -> None:
-    one, other = (batches.validation("code", 64, rows=3, max_bytes=5000) for _ in range(2))
+    one, other = (batches.validation("code", 64, sequences=3, max_bytes=5000) for _ in range(2))
     assert len(one) == len(other) > 1
     for first, second in zip(one, other, strict=True):
         assert np.array_equal(first.tokens, second.tokens)
@@ -92,4 +92,4 @@ def test_it_is_the_same_every_time(batches: Batches) -> None:
 def test_an_unknown_domain_is_refused(batches: Batches) -> None:
     assert batches.manifest.domains() == ["code", "docs"]
     with pytest.raises(UserError, match="no held-out text of domain math; there is some of: code, docs"):
-        batches.validation("math", 64, rows=2)
+        batches.validation("math", 64, sequences=2)

@@ -16,7 +16,7 @@ from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.load import load_model
 from lmworks.train.pretrain import held_out, pretrain

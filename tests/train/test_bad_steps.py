@@ -17,7 +17,7 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
 from lmworks.watch.finite import load_bad_batch
 from lmworks.watch.ledger import read_ledger

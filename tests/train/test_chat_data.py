@@ -17,8 +17,8 @@ from lmworks.errors import UserError
 from lmworks.evaluate.tasks import SEED, questions
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.indexed import IndexedFile
-from lmworks.shards.tuning import TuningBatches
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
 from lmworks.train.chat_data import TASK_SEEDS, build_chat_data, chat_shards, fit

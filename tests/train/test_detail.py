@@ -14,7 +14,7 @@ from lmworks.model import Transformer, attention
 from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.model import Model
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.train.detail import largest_score, passing, watching
 from lmworks.train.pretrain import build_model
 from tiny_run import Tiny

@@ -18,7 +18,8 @@ from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.train import Ewc
-from lmworks.shards.batch import Batch, Batches
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.train.ewc import Consolidation
 from lmworks.train.pretrain import build_model, pretrain, sequences_of
 from lmworks.watch.ledger import read_ledger

@@ -10,8 +10,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.recipe.tree.fingerprint import harmless
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.far import Far, positions, stretches

@@ -16,8 +16,9 @@ from rich.table import Table
 from lmworks.metrics.log import read
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.model import Rope
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.train import trainer
 from lmworks.train.pretrain import stages

@@ -15,8 +15,9 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.schema.layout import Layout
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.order import Change
+from lmworks.shards.order.order import MixtureOverride
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.train import trainer
 from lmworks.train.mixture import ask, check, now, read_changes
 from lmworks.train.pretrain import pretrain
@@ -25,7 +26,7 @@ from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, sa
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 AT = 12
-MORE_DOCS = Change(AT, {"code": 0.25, "docs": 0.75})
+MORE_DOCS = MixtureOverride(AT, {"code": 0.25, "docs": 0.75})
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tin
 
 def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: Tiny) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: ask(tiny_copy.run_dir, Change(3, {"code": 1.0})) and None if step == 9 else None)
+        before_each_step(patch, lambda step: ask(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None)
         tiny_copy.pretrain()
     (line,) = events(tiny_copy, "mixture_changed")
     assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"
 
 
-def read_by_a_rank(tiny: Tiny, change: Change, when: int, slow: int) -> list[tuple[int, bytes]]:
+def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) -> list[tuple[int, bytes]]:
     """Pretrain as one of two ranks; what this one read, by step. In step `when` the first rank's user asks for the change, at which moment
     the rank `slow` is behind with reading and the other far ahead."""
     rank, read = dist.get_rank(), []
@@ -108,7 +109,7 @@ def read_by_a_rank(tiny: Tiny, change: Change, when: int, slow: int) -> list[tup
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slow: int) -> None:
     """The two halves of every batch are those that anybody reads of the run afterwards: no rank changed a step early or late."""
-    told = ranks.run(read_by_a_rank, 2, tiny_copy, Change(2, {"docs": 1.0}), 6, slow)
+    told = ranks.run(read_by_a_rank, 2, tiny_copy, MixtureOverride(2, {"docs": 1.0}), 6, slow)
     (line,) = events(tiny_copy, "mixture_changed")
     at = int(str(line["step"]))
     assert 6 < at <= 6 + 5
@@ -120,8 +121,8 @@ def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slo
 
 
 def test_a_change_that_cannot_be_is_refused_and_the_run_goes_on(tiny_copy: Tiny) -> None:
-    ask(tiny_copy.run_dir, Change(4, {"poems": 1.0}))
-    ask(tiny_copy.run_dir, Change(STEPS, {"docs": 1.0}))
+    ask(tiny_copy.run_dir, MixtureOverride(4, {"poems": 1.0}))
+    ask(tiny_copy.run_dir, MixtureOverride(STEPS, {"docs": 1.0}))
     tiny_copy.pretrain()
     reasons = [str(line["reason"]) for line in events(tiny_copy, "mixture_refused")]
     assert "names source poems, which has no tokens" in reasons[0]

@@ -12,7 +12,7 @@ import torch
 
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
-from lmworks.shards.batch import Batches
+from lmworks.shards.read.batches import Batches
 from lmworks.train import trainer
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits

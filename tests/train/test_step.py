@@ -14,8 +14,9 @@ from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
 from lmworks.train.step import StepResult, train_step
 from tiny_run import Tiny, same_bits
@@ -62,7 +63,7 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 def parts(batch: Batch, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
     for start in range(0, len(batch.tokens), rows):
-        part = batch.rows(start, start + rows)
+        part = batch.sequences(start, start + rows)
         yield tuple(torch.from_numpy(array) for array in (part.tokens, part.labels, part.cu_seqlens))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.storage import Reader, boxes
+from lmworks.checkpoint.tensor_files import Reader, split_rows
 from lmworks.progress import bar
 from lmworks.recipe.tree.fingerprint import changed_keys
 
@@ -43,8 +43,8 @@ def diff(before: Path, after: Path) -> dict[str, Any]:
 
 def _row(old: Reader, new: Reader, name: str) -> dict[str, Any]:
     moved = first = second = 0.0
-    for offsets, sizes in boxes(old.table[name]):
-        a, b = old.box(name, offsets, sizes).double(), new.box(name, offsets, sizes).double()
+    for offsets, sizes in split_rows(old.table[name]):
+        a, b = old.read_slice(name, offsets, sizes).double(), new.read_slice(name, offsets, sizes).double()
         first, second = first + float(a.square().sum()), second + float(b.square().sum())
         moved += float((b - a).square().sum())
     norms = [math.sqrt(value) if math.isfinite(value) else None for value in (first, second, moved)]

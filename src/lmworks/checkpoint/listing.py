@@ -159,10 +159,10 @@ def _bytes(path: Path) -> int:
 
 
 def _incomplete(path: Path) -> str | None:
-    from lmworks.checkpoint.storage import missing, read_table
+    from lmworks.checkpoint.tensor_files import incomplete_tensors, read_table
 
     try:
-        names = missing(read_table(path))
+        names = incomplete_tensors(read_table(path))
     except (OSError, ValueError) as error:
         return str(error)
     return f"parts of {len(names)} tensors were never saved, the first is {names[0]}" if names else None

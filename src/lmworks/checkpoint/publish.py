@@ -60,5 +60,5 @@ def clean(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """What the others do while the first does something."""

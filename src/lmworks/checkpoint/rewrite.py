@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lmworks.checkpoint import listing
-from lmworks.checkpoint.parts import Part
 from lmworks.checkpoint.publish import publish
-from lmworks.checkpoint.storage import Reader, boxes, documents, seal, write_parts
+from lmworks.checkpoint.save_plan import TensorSlice
+from lmworks.checkpoint.tensor_files import Reader, metadata_files, split_rows, write_metadata, write_slices
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.progress import bar
@@ -31,9 +31,9 @@ def reset_optimizer(path: Path) -> Path:
     """
     reader, document = Reader(path), listing.read_meta(path)
     parts = [
-        Part(name, record.dtype, record.shape, chunk.offsets, chunk.sizes, partial(_kept_or_zero, reader, name, chunk.offsets, chunk.sizes))
-        for name, record in sorted(reader.table.items())
-        for chunk in record.chunks
+        TensorSlice(name, saved.dtype, saved.shape, one.offsets, one.sizes, partial(_kept_or_zero, reader, name, one.offsets, one.sizes))
+        for name, saved in sorted(reader.table.items())
+        for one in saved.slices
     ]  # fmt: skip
     if not any(part.name.startswith(_OPTIMIZER) for part in parts):
         raise UserError(f"{path} has no optimizer state")
@@ -51,7 +51,7 @@ def reset_optimizer(path: Path) -> Path:
 def _kept_or_zero(reader: Reader, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     if name.startswith(_OPTIMIZER):
         return torch.zeros(sizes, dtype=reader.table[name].dtype)
-    return reader.box(name, offsets, sizes)
+    return reader.read_slice(name, offsets, sizes)
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -75,9 +75,10 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
         if meta["identity"] != metas[-1]["identity"] or kinds != {name: (last.table[name].dtype, last.table[name].shape) for name in names}:
             raise UserError(f"{path.name} and {paths[-1].name} are of different models; average checkpoints of one run")
     parts = [
-        Part(name, last.table[name].dtype, last.table[name].shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))
-        for name in sorted(names)
-        for offsets, sizes in boxes(last.table[name])
+        TensorSlice(name, saved.dtype, saved.shape, offsets, sizes, partial(_mean, readers, shares, name, offsets, sizes))
+        for name, saved in sorted(last.table.items())
+        if name in names
+        for offsets, sizes in split_rows(saved)
     ]  # fmt: skip
     meta = metas[-1]["meta"] | {"average_of": {path.name: share for path, share in zip(paths, shares, strict=True)}}
     document = metas[-1] | {"metric": None, "permanent": True, "meta": meta, "values": {}}
@@ -93,30 +94,30 @@ def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Pa
 def _mean(
     readers: Sequence[Reader], shares: Sequence[float], name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Tensor:
-    last = readers[-1].box(name, offsets, sizes)
+    last = readers[-1].read_slice(name, offsets, sizes)
     if not last.is_floating_point():
         return last
     total = last.double() * shares[-1]
     for reader, share in zip(readers[:-1], shares[:-1], strict=True):
-        total += reader.box(name, offsets, sizes).double() * share
+        total += reader.read_slice(name, offsets, sizes).double() * share
     return total.to(last.dtype)
 
 
-def _write(final: Path, parts: Sequence[Part], document: dict[str, Any], finish: Callable[[Path], Path]) -> Path:
+def _write(final: Path, parts: Sequence[TensorSlice], document: dict[str, Any], finish: Callable[[Path], Path]) -> Path:
     """Write a checkpoint aside and let `finish` name it; whatever stops it, `final` is as it was."""
     aside = listing.aside_name(final)
     with explain_os_errors(final.parent), bar(f"writing {final.name}", sum(part.bytes for part in parts)) as progress:
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
-            counted = [Part(**vars(part) | {"values": partial(_count, part, progress.advance)}) for part in parts]
-            seal(aside, documents([write_parts(aside, 0, counted)], {listing.META: document}))
+            counted = [TensorSlice(**vars(part) | {"values": partial(_count, part, progress.advance)}) for part in parts]
+            write_metadata(aside, metadata_files([write_slices(aside, 0, counted)], {listing.META: document}))
             return finish(aside)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _count(part: Part, advance: Callable[[float], None]) -> Tensor:
+def _count(part: TensorSlice, advance: Callable[[float], None]) -> Tensor:
     values = part.values()
     advance(part.bytes)
     return values

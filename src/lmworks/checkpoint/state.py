@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint.parts import Part
-from lmworks.checkpoint.storage import Table
-from lmworks.checkpoint.team import Team
+from lmworks.checkpoint.communicator import Communicator
+from lmworks.checkpoint.save_plan import TensorSlice
+from lmworks.checkpoint.tensor_files import Table
 from lmworks.errors import UserError
 
 State = dict[Any, Any]
@@ -53,7 +53,7 @@ def refuse_other_identity(where: str, here: dict[str, Any], there: dict[str, Any
     _refuse(where, differ, len(differ))
 
 
-def refuse_other_tensors(where: str, state: State, table: Table, values: dict[str, Any], team: Team) -> None:
+def refuse_other_tensors(where: str, state: State, table: Table, values: dict[str, Any], communicator: Communicator) -> None:
     """Raise `UserError` naming the first tensors whose names, shapes or types differ from those of the checkpoint at `where`.
 
     Only the top-level parts that `state` has are compared, so that a reader of the weights need not know the optimizer. Together
@@ -64,11 +64,11 @@ def refuse_other_tensors(where: str, state: State, table: Table, values: dict[st
     there = {name: _kind(record.shape, str(record.dtype)) for name, record in table.items()} | dict.fromkeys(values, "a value")
     roots = {str(key) for key in state}
     held = torch.tensor([[name in here for name in there], [name.split("/")[0] in roots for name in there]], dtype=torch.uint8)
-    held, asked = team.largest(held).tolist()
+    held, asked = communicator.all_reduce_max(held).tolist()
     absent = [name for name, is_held, is_asked in zip(there, held, asked, strict=True) if is_asked and not is_held]
     differ = [name for name in here if here[name] != there.get(name)]
     found = [f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here" for name in (*differ, *absent)]
-    _refuse(where, next((one for one in team.all(found[:4]) if one), []), len(found))
+    _refuse(where, next((one for one in communicator.all_gather(found[:4]) if one), []), len(found))
 
 
 def _refuse(where: str, differences: list[str], count: int) -> None:
@@ -93,7 +93,7 @@ class Staging:
             StagingOptions(use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
         )
 
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
+    def copy(self, parts: Sequence[TensorSlice]) -> list[TensorSlice]:
         """The parts, copied to CPU memory when this returns. What the call before returned is overwritten."""
         staged = self._stager.stage({part.name: part.values() for part in parts})
         assert isinstance(staged, dict), "asynchronous staging is off"

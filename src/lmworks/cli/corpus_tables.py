@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmworks.corpus.analysis.sample import Drawn
     from lmworks.corpus.analysis.trace import Trace
     from lmworks.corpus.engine.dedup_preview import Duplicates
-    from lmworks.shards.finding import Place
+    from lmworks.shards.read.find_document import DocumentLocation
 
 _MOST_ROWS = 20
 _BEGINNING = 100
@@ -98,7 +98,7 @@ def document(drawn: Drawn, characters: int) -> Group:
     return Group(head, Text(text.rstrip(), overflow="fold"), Text())
 
 
-def way(found: Trace, place: Place | None) -> Group:
+def way(found: Trace, place: DocumentLocation | None) -> Group:
     """The way of a document."""
     lines = [Text.assemble((found.id, "bold"), f"  {found.source}, {found.domain}"), Text(found.origin, style="dim")]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

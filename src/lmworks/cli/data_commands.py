@@ -15,8 +15,8 @@ from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
 
 if TYPE_CHECKING:
-    from lmworks.shards.batch import Batches
-    from lmworks.shards.order import Change
+    from lmworks.shards.order.order import MixtureOverride
+    from lmworks.shards.read.batches import Batches
 
 
 _PIPED = 140  # columns of a table that folds its texts
@@ -59,7 +59,7 @@ def batch(
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     """How often each source is read, in each phase and over all, what phases share, and what packing cuts or pads."""
-    from lmworks.shards.report import warnings
+    from lmworks.shards.order.epoch_warnings import epoch_warnings
 
     batches = batches_of(run)
     order, limit = batches.order, batches.recipe.shards.warn_epochs
@@ -70,7 +70,7 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
             "readings": order.readings(),
             "shared_documents": [{"before": before, "after": after, "id": span.id} for before, after, span in shared],
             "waste": [{"source": source, "sequence_length": length, **asdict(one)} for (source, length), one in lost.items()],
-            "warnings": list(warnings(order, limit)),
+            "warnings": list(epoch_warnings(order, limit)),
         })
         return
     _print_shares(batches)
@@ -88,12 +88,12 @@ def mixture(
     weights: Annotated[list[str], typer.Option("--set", metavar="SOURCE=WEIGHT", help="Weight of a source; all that are to be read.")],
     at: Annotated[int | None, typer.Option("--at", metavar="STEP", help="The first step to draw so; the next one when left out.")] = None,
 ) -> None:
-    """Change the mixture of a run that has begun, up to the end of the phase or its next planned change."""
-    from lmworks.shards.order import Change
+    """MixtureOverride the mixture of a run that has begun, up to the end of the phase or its next planned change."""
+    from lmworks.shards.order.order import MixtureOverride
     from lmworks.train.mixture import ask, check, now
 
     step = now(Path(run)) if at is None else at
-    change = Change(step, check(Path(run), step, weights))
+    change = MixtureOverride(step, check(Path(run), step, weights))
     batches = batches_of(run, change)
     _print_shares(batches)
     if ask(Path(run), change):
@@ -104,7 +104,7 @@ def mixture(
 
 def verify(run: RunArgument) -> None:
     """Read every token file and compare it with its hash."""
-    from lmworks.shards.manifest import verify
+    from lmworks.shards.format.manifest import verify
 
     verify(Path(run) / "shards")
     console().print("every file is what was written")
@@ -128,9 +128,9 @@ def import_(
 
     from lmworks.errors import UserError
     from lmworks.files import explain_os_errors
-    from lmworks.shards.foreign import Format
-    from lmworks.shards.importing import import_tokens
-    from lmworks.shards.manifest import SOURCE_NAME
+    from lmworks.shards.format.manifest import SOURCE_NAME
+    from lmworks.shards.importing.formats import Format
+    from lmworks.shards.importing.import_tokens import import_tokens
 
     if kind not in get_args(Format):
         raise UserError(f"{kind!r} is no format that can be imported; there are: {', '.join(get_args(Format))}")
@@ -156,17 +156,17 @@ def left_out(run: str, step: int) -> bool:
     return step in Skips(rollbacks(read_ledger(Path(run) / "ledger.jsonl"), "pretrain"))
 
 
-def batches_of(run: str, *more: Change) -> Batches:
+def batches_of(run: str, *more: MixtureOverride) -> Batches:
     """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
     from lmworks.run.walk import require_run
-    from lmworks.shards.batch import Batches
+    from lmworks.shards.read.batches import Batches
     from lmworks.train.mixture import read_changes
 
     return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
 
 
 def _print_shares(batches: Batches) -> None:
-    from lmworks.shards.report import warnings
+    from lmworks.shards.order.epoch_warnings import epoch_warnings
 
     table = Table(title="What each phase reads", title_justify="left", box=None)
     for heading in ("phase", "source", "tokens of the source", "reads", "times"):
@@ -177,5 +177,5 @@ def _print_shares(batches: Batches) -> None:
     for source, times in batches.order.readings().items():
         table.add_row("all phases", source, "", "", f"{times:.2f}", style="bold")
     console().print(table)
-    for line in warnings(batches.order, batches.recipe.shards.warn_epochs):
+    for line in epoch_warnings(batches.order, batches.recipe.shards.warn_epochs):
         console().print(f"warning: {line}", style="yellow")

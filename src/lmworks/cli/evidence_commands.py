@@ -19,7 +19,7 @@ from lmworks.files import write_json
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.prepared import Prepared
     from lmworks.corpus.analysis.trace import Trace
-    from lmworks.shards.finding import Place
+    from lmworks.shards.read.find_document import DocumentLocation
     from lmworks.tokenizer.tokenizer import Tokenizer
 
 _WhereArgument = Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A run directory with a corpus, or the recipe that made it.")]
@@ -159,7 +159,7 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
         source, colon, token = document.rpartition(":")
         if not colon or not token.isdecimal():
             return [document]
-        from lmworks.shards.finding import document_at
+        from lmworks.shards.read.find_document import document_at
 
         return [document_at(shards, source, int(token)).id]
     assert step is not None
@@ -171,15 +171,15 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
     return list(dict.fromkeys(span.id for span in rows[sequence].documents))
 
 
-def _place(shards: Path, found: Trace) -> Place | None:
+def _place(shards: Path, found: Trace) -> DocumentLocation | None:
     """Where a document's tokens lie, if there are shards and it was kept."""
-    from lmworks.shards.finding import find
-    from lmworks.shards.manifest import MANIFEST
+    from lmworks.shards.format.manifest import MANIFEST
+    from lmworks.shards.read.find_document import find_document
 
     if found.kept is None or not (shards / MANIFEST).is_file():
         return None
     split, output, _ = found.kept.split("/")
-    return find(shards, found.id, output, "train" if split == "train" else "validation")
+    return find_document(shards, found.id, output, "train" if split == "train" else "validation")
 
 
 def diff(

@@ -13,7 +13,7 @@ from lmworks.recipe.derivation.parameters import count
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.timeline import PhaseSteps
+from lmworks.shards.order.timeline import PhaseSteps
 from lmworks.watch.ledger import read_ledger
 
 

@@ -25,8 +25,8 @@ from lmworks.model.generate import SAMPLING
 from lmworks.recipe.derivation.positions import positions
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.manifest import Manifest
-from lmworks.shards.validation import Validation
+from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.load import folder, load_model

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint.parts import Part, local_part
+from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
 from lmworks.export.names import carries_mtp, from_huggingface, from_neighbours, refuse_foreign, rotates, sources, to_huggingface
 from lmworks.files import atomic_path, explain_damage, read_json, write_json
@@ -104,7 +104,7 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
         neighbours = bool(config.get("rope_interleave", True))
         for name, tensor in state.items():
             ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
-            part = local_part(ours, tensor)
+            part = local_slice(ours, tensor)
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
                     order = partial(from_neighbours, ours, model=model) if neighbours and rotates(ours, model) else None
@@ -113,7 +113,7 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
                     raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
 
 
-def _read(source: Any, theirs: str, box: Part, order: Callable[[Tensor], Tensor] | None) -> None:
+def _read(source: Any, theirs: str, box: TensorSlice, order: Callable[[Tensor], Tensor] | None) -> None:
     """Copy what of a tensor of theirs is in `box`; where its rows have another `order` there, the whole is read."""
     there = tuple(source.get_shape())
     fewer = box.name in ("embedding.weight", "head.weight") and there[0] < box.shape[0]

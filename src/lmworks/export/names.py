@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint.parts import Part
+from lmworks.checkpoint.save_plan import TensorSlice
 from lmworks.errors import UserError
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import family_of
@@ -139,7 +139,7 @@ def from_huggingface(
             raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
 
 
-def sources(part: Part, model: Model, family: Family) -> Iterator[tuple[str, Part]]:
+def sources(part: TensorSlice, model: Model, family: Family) -> Iterator[tuple[str, TensorSlice]]:
     """What this rank holds of one of our tensors as parts of tensors of theirs, by their names; of stacked experts one each."""
     assert model.num_hidden_layers
     numbered = _outward(part.name, model.num_hidden_layers)
@@ -150,11 +150,11 @@ def sources(part: Part, model: Model, family: Family) -> Iterator[tuple[str, Par
         yield theirs, part
         return
     for at in range(part.sizes[0]):
-        box = Part(part.name, part.dtype, part.shape[1:], part.offsets[1:], part.sizes[1:], partial(_row, part, at))
+        box = TensorSlice(part.name, part.dtype, part.shape[1:], part.offsets[1:], part.sizes[1:], partial(_row, part, at))
         yield theirs.replace("{e}", str(part.offsets[0] + at)), box
 
 
-def _row(part: Part, at: int) -> Tensor:
+def _row(part: TensorSlice, at: int) -> Tensor:
     return part.values()[at]
 
 

@@ -23,8 +23,8 @@ from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
 from lmworks.recipe.schema.model import Rope
-from lmworks.shards.batch import Batch
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class ParallelModel:
     @torch.no_grad()
     def nats(self, batch: Batch) -> float:
         """Summed cross-entropy of a whole batch under the model as it is in evaluation."""
-        own = batch.rows(*self.rows(len(batch.tokens)))
+        own = batch.sequences(*self.rows(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
             at_once = -(-largest // self.pipeline.stages)
@@ -273,7 +273,7 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
     for start in range(0, count * rows, rows):
         stop = min(start + rows, len(batch.tokens))
         if start < stop:
-            yield batch.rows(start, stop), True
+            yield batch.sequences(start, stop), True
         else:
             length = batch.tokens.shape[1]
             nothing = np.zeros((blank, length), np.int32)

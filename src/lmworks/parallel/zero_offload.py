@@ -31,7 +31,7 @@ from lmworks.precision import dtype_for
 from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.schema.optimizer import Optimizer as Options
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 
 _MOMENTS = ("first", "second")
 

@@ -9,7 +9,7 @@ from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
-from lmworks.shards.timeline import PhaseSteps
+from lmworks.shards.order.timeline import PhaseSteps
 
 
 def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", per_rank: int = 1) -> float:

@@ -7,8 +7,8 @@ from pathlib import Path
 from lmworks.corpus.readers.snapshot import listing
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.manifest import MANIFEST, Manifest
-from lmworks.shards.order import Order
+from lmworks.shards.format.manifest import MANIFEST, Manifest
+from lmworks.shards.order.order import Order
 
 _PLAIN = ("text", "markdown", "jsonl", "html", "latex", "code", "notebook")  # kinds whose files are no smaller than their text
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".parquet")

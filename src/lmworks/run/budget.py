@@ -26,7 +26,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration, Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.recipe.tree.paths import Keys, display, get
-from lmworks.shards.timeline import PhaseSteps
+from lmworks.shards.order.timeline import PhaseSteps
 from lmworks.watch.ledger import Ledger, read_ledger
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def kept(resolved: Resolved, run_dir: Path) -> Resolved | None:
 
 def measure(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
     """The speed of the recipe's own steps, on its first batches of each length. All ranks together."""
-    from lmworks.shards.batch import Batches
-    from lmworks.shards.manifest import check_vocabulary
+    from lmworks.shards.format.manifest import check_vocabulary
+    from lmworks.shards.read.batches import Batches
     from lmworks.train import calibrate
     from lmworks.train.step import micro_batch_of
 
@@ -233,7 +233,7 @@ def _scaled(recipe: Recipe, factor: float) -> Recipe:
 
 def _readings(recipe: Recipe, run_dir: Path) -> float:
     """How often a phase would read the source that it reads most often."""
-    from lmworks.shards.batch import Batches
+    from lmworks.shards.read.batches import Batches
 
     endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": float("inf")})})
     return max(share.epochs for share in Batches(endless, run_dir / "shards").order.shares())
@@ -305,7 +305,7 @@ def _predict(recipe: Recipe, speed: Speed, work: _Work) -> dict[str, float]:
 
 
 def _work(recipe: Recipe, run_dir: Path) -> _Work:
-    from lmworks.shards.batch import Batches
+    from lmworks.shards.read.batches import Batches
     from lmworks.train.pretrain import held_out
 
     batches = Batches(_scaled(recipe, 0), run_dir / "shards")

@@ -20,7 +20,7 @@ from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.run.stages import STAGES, STAMP
 from lmworks.run.stale import forget, remember, remembered
 from lmworks.run.walk import require_run
-from lmworks.shards.timeline import Timeline
+from lmworks.shards.order.timeline import Timeline
 from lmworks.train.load import folder
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock

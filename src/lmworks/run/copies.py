@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lmworks.checkpoint import listing, manifest
+from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.checkpoint.manifest import Entry
-from lmworks.checkpoint.mirror import copy_checkpoint
-from lmworks.checkpoint.travelling import BUNDLE, documents_of, unpack
+from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sync_directory
 from lmworks.progress import bar
@@ -116,7 +116,7 @@ def copy(run_dir: Path, url: str, tell: Tell) -> None:
             newest, _ = listing.newest_good(place)
             if newest is not None:
                 to = f"{far.url}/{place.relative_to(run_dir)}"
-                copied = copy_checkpoint(newest, to, documents=partial(documents_of, run_dir, place))
+                copied = copy_checkpoint(newest, to, run_files=partial(run_files_of, run_dir, place))
                 tell(f"{name}: {newest.name} {'copied' if copied else 'was there'}")
 
 

@@ -17,9 +17,9 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoints import Which, find
 from lmworks.run.walk import require_run
-from lmworks.shards.batch import Batch
-from lmworks.shards.packing import IGNORE
-from lmworks.shards.timeline import Timeline
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.order.timeline import Timeline
+from lmworks.shards.read.batch import Batch
 from lmworks.train.anomaly import FirstNonFinite
 from lmworks.train.load import final_mtp_weight, final_rope
 from lmworks.train.pretrain import build_model, identity
@@ -60,7 +60,8 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
     _as_in_step(model, recipe, which, step)
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
-    rows = [(row, model.nats(one) / max(one.valid_tokens, 1)) for row in range(len(batch.tokens)) for one in [batch.rows(row, row + 1)]]
+    single = [batch.sequences(number, number + 1) for number in range(len(batch.tokens))]
+    rows = [(number, model.nats(one) / max(one.valid_tokens, 1)) for number, one in enumerate(single)]
     worst = sorted(rows, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)[:_SHOWN]
     return {
         "step": step, "checkpoint": path.name, "loss": loss, "grad_norm": norm, "first": first,

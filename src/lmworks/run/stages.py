@@ -108,14 +108,14 @@ def _tokenizer(context: Context) -> RenderableType | None:
 
 
 def _shards(context: Context) -> RenderableType | None:
-    from lmworks.shards.build import build
+    from lmworks.shards.build.build_shards import build_shards
 
     recipe, run_dir, gate, searched = context.recipe, context.run_dir, None, ""
     if recipe.shards.imported and recipe.corpus.decontaminate:
         asked = _asked(recipe)
         gate = asked.gate(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
         searched = asked.digest(run_dir / "corpus")
-    manifest = build(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", gate, searched)
+    manifest = build_shards(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", gate, searched)
     if gate is not None:
         _searched(asked, recipe, run_dir / "shards")
     return f"{sum(manifest.train_tokens().values()):,} tokens to train on, from {len(manifest.sources)} sources"

@@ -7,30 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import loading, manifest
-from lmworks.checkpoint.team import Team
+from lmworks.checkpoint.communicator import Communicator
 from lmworks.parallel.model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.loading.init_from import Start, find
 from lmworks.recipe.schema.recipe import Recipe
 
 
-def load_start(recipe: Recipe, model: ParallelModel, team: Team) -> dict[str, Any]:
+def load_start(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
     """Fill the model, of which each rank reads what it holds; returns what it began with, for the ledger and all checkpoints.
 
     Raises `UserError` on all ranks for weights that are damaged, or not of this model.
     """
     assert recipe.train.init_from is not None
-    start = team.agree(team.together(partial(find, recipe.train.init_from)))
+    start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.train.init_from)))
     if start.kind == "huggingface":
         from lmworks.export.huggingface import fill
 
-        team.together(lambda: fill(start.path, model.state_dict(), recipe.model))
+        communicator.run_on_all(lambda: fill(start.path, model.state_dict(), recipe.model))
     else:
-        loading.load(start.path, {"model": model.state_dict()}, team=team)
+        loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
         if start.averaged:  # what an export of that run would hold
-            loading.load(start.path, {"average": {name: value.data for name, value in model.named_parameters()}}, verified=True, team=team)
-    about = team.agree(team.together(lambda: _about(start) if team.is_first else {}))
-    if team.is_first:
+            average = {name: value.data for name, value in model.named_parameters()}
+            loading.load(start.path, {"average": average}, verified=True, communicator=communicator)
+    about = communicator.broadcast(communicator.run_on_all(lambda: _about(start) if communicator.is_first else {}))
+    if communicator.is_first:
         console.print(f"begins with the weights of {start.path}", style="dim")
     return about
 

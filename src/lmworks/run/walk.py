@@ -163,8 +163,8 @@ def _lead(
 
 def _require_text(run_dir: Path, recipe: Recipe) -> None:
     """Raise `UserError` if the text is too little for the budgets, before anything is trained; those within a time are made to fit."""
-    from lmworks.shards.manifest import Manifest
-    from lmworks.shards.order import Order
+    from lmworks.shards.format.manifest import Manifest
+    from lmworks.shards.order.order import Order
 
     if recipe.time is None and recipe.train.phases and not saved.begun(run_dir / "checkpoints"):
         Order(recipe, Manifest.load(run_dir / "shards"))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lmworks.model import documents
 from lmworks.optim.placement import local
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}  # memory as it was found

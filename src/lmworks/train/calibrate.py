@@ -16,7 +16,7 @@ from lmworks.model.generate import GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
 
@@ -104,7 +104,7 @@ class _Model:
         """Of training steps on one batch, the first two, which compile, left out."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
-        own = batch.rows(*model.rows(rows))
+        own = batch.sequences(*model.rows(rows))
         if model.device.type == "cpu":
             keep_freed_memory()  # as the trainer does
         model.train()

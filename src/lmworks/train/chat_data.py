@@ -161,7 +161,7 @@ def chat_shards(directory: Path, split: str = "train") -> tuple[dict[str, Path],
 
 def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, held_out: Collection[str],
            protected: _Protected, progress: Bar) -> dict[str, Any]:
-    from lmworks.shards.indexed import IndexedWriter, token_dtype
+    from lmworks.shards.format.indexed import IndexedWriter, token_dtype
 
     assert recipe.tune is not None
     losses, seen = _Losses(), set()

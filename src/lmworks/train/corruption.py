@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lmworks.checkpoint.team import Team
+from lmworks.checkpoint.communicator import Communicator
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.copies import compare
 from lmworks.watch.recheck import twice
 
@@ -29,10 +29,10 @@ class Corruption:
         return f"{said}: {self.what}"
 
 
-def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
+def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, communicator: Communicator) -> Corruption | None:
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(
-        model, optimizer, batch.rows(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, team
+        model, optimizer, batch.sequences(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, communicator
     )
 
 
@@ -49,7 +49,9 @@ def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
     return Corruption(sorted({one.rank for one in blamed}), certain, what)
 
 
-def _arithmetic(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
+def _arithmetic(
+    model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, communicator: Communicator
+) -> Corruption | None:
     rows = micro_batch_size * model.ranks.size("dp")
 
     def run() -> Tensor:
@@ -58,7 +60,7 @@ def _arithmetic(model: ParallelModel, optimizer: Updates, batch: Batch, micro_ba
     optimizer.zero_grad()
     torch.manual_seed(batch.step)
     blocks = {f"layer {name}": block for part in model.parts for name, block in part.layers.named_children()}
-    by_rank = team.all(twice(run, blocks, dict(model.named_parameters())))
+    by_rank = communicator.all_gather(twice(run, blocks, dict(model.named_parameters())))
     # Gradients of weights are sums over ranks, so that what one has done wrong shows on others too; the rest is a rank's own.
     own = {rank: [what for what in found if not _summed(what)] for rank, found in enumerate(by_rank)}
     certain = [rank for rank, found in own.items() if found]

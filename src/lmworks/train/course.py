@@ -12,7 +12,7 @@ from typing import Protocol
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.train import Ewc
 from lmworks.recipe.schema.units import Duration
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 
 
 @dataclass(frozen=True)

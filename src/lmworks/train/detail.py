@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local, local_grad, shards
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
 _SIGNALS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
@@ -75,7 +75,7 @@ def passing(model: ParallelModel, batch: Batch, rows: int = 4) -> Seen:
     model.eval()
     try:
         with watching(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
-            model.nats(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
+            model.nats(batch.sequences(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
     return seen

@@ -19,7 +19,7 @@ from lmworks.optim.placement import local, local_grad
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.train import Ewc
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 
 
 class Consolidation:
@@ -43,7 +43,7 @@ class Consolidation:
             for batch in earlier:
                 valid = batch.valid_tokens
                 self._drop_gradients()
-                model.forward_backward(batch.rows(*model.rows(1)), 1, 1, loss_scale / max(valid, 1))
+                model.forward_backward(batch.sequences(*model.rows(1)), 1, 1, loss_scale / max(valid, 1))
                 if not torch.isfinite(model.clip(0.0)):  # fp16, of which this sequence asks too much
                     continue
                 self._add_squares(valid, loss_scale)

@@ -12,8 +12,9 @@ from lmworks.errors import UserError
 from lmworks.parallel.model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.course import Stage
 from lmworks.train.needle import FACTS, Needle, ask, needles

@@ -14,12 +14,12 @@ import torch
 from lmworks import progress
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.team import new_team
+from lmworks.checkpoint.communicator import new_communicator
 from lmworks.errors import UserError
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.stability import Stability
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train import corruption
 from lmworks.watch import skips
 from lmworks.watch.finite import BadSteps
@@ -43,8 +43,8 @@ class Guard:
         self.saves = FailedSaves(options.max_failed_saves, save_every)
         self.starvation = Starvation(options.starved_share)
         self._slow = {what: SlowRanks(options.slow_threshold) for what in ("arithmetic", "data and host")}
-        self._team = new_team()
-        self.history = self._team.agree(skips.rollbacks(ledger.read(), stage))
+        self._communicator = new_communicator()
+        self.history = self._communicator.broadcast(skips.rollbacks(ledger.read(), stage))
 
     @property
     def skips(self) -> Skips:
@@ -55,7 +55,7 @@ class Guard:
         self.ledger.write(event, stage=self.stage, **fields)
 
     def _warn(self, text: str) -> None:
-        if self._team.is_first:
+        if self._communicator.is_first:
             progress.console.print(text, style="yellow")
 
     # What belongs into the checkpoint's meta, and back.
@@ -98,17 +98,17 @@ class Guard:
 
     def blame(self, step: int, culprit: str | None) -> None:
         """Write down where a step that was not finite went wrong; `culprit` is what this rank has found."""
-        told = [(rank, found) for rank, found in enumerate(self._team.all(culprit)) if found is not None]
+        told = [(rank, found) for rank, found in enumerate(self._communicator.all_gather(culprit)) if found is not None]
         first = "no operator: when the step was run again, forward and backward were finite"
         if told:
             rank, first = told[0]
-            first += f", on rank {rank}" if self._team.size > 1 else ""
+            first += f", on rank {rank}" if self._communicator.size > 1 else ""
         self._report("not_finite", step=step, first=first)
         self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
 
     def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int) -> GoBack | None:
         """Look for silent corruption; names the rank and says what follows."""
-        found = corruption.look(model, optimizer, batch, micro_batch_size, self._team)
+        found = corruption.look(model, optimizer, batch, micro_batch_size, self._communicator)
         if found is None:
             return None
         self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)
@@ -147,9 +147,9 @@ class Guard:
 
         None alone. A rank that is slow in either for several comparisons is named.
         """
-        if self._team.size == 1:
+        if self._communicator.size == 1:
             return None
-        told = self._team.all((probe(device), own, step_seconds))
+        told = self._communicator.all_gather((probe(device), own, step_seconds))
         arithmetic, host = [one[0] for one in told], [one[1] for one in told]
         typical = median(one[2] for one in told)
         floors = {"arithmetic": 0.25 * median(arithmetic), "data and host": 0.1 * typical}

@@ -16,8 +16,8 @@ from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.files import explain_damage
 from lmworks.parallel.mesh import Ranks
-from lmworks.shards.batch import Batches
-from lmworks.shards.order import Change
+from lmworks.shards.order.order import MixtureOverride
+from lmworks.shards.read.batches import Batches
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.lock import RunLock
 
@@ -29,11 +29,11 @@ _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
 class Changes:
     """What the ledger says: changes that hold, and those asked for that no run has seen, by their number."""
 
-    taken: list[Change]
-    waiting: dict[int, Change]
+    taken: list[MixtureOverride]
+    waiting: dict[int, MixtureOverride]
 
     @property
-    def all(self) -> list[Change]:
+    def all(self) -> list[MixtureOverride]:
         """As they will be if the run takes up each at the step it was asked for."""
         return [*self.taken, *self.waiting.values()]
 
@@ -47,9 +47,9 @@ def read_changes(run_dir: Path) -> Changes:
 
 
 def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:
-    asked = [Change(line["step"], line["mixture"]) for line in lines if line["event"] == _ASKED]
+    asked = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _ASKED]
     answered = {line["number"] for line in lines if line["event"] in (_TAKEN, _REFUSED)}
-    taken = [Change(line["step"], line["mixture"]) for line in lines if line["event"] == _TAKEN]
+    taken = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _TAKEN]
     return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered})
 
 
@@ -76,7 +76,7 @@ def check(run_dir: Path, step: int, weights: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def ask(run_dir: Path, change: Change) -> bool:
+def ask(run_dir: Path, change: MixtureOverride) -> bool:
     """Write down a change for the run to take up; returns whether the run is at work now and will do so at once."""
     line = {"step": change.step, "mixture": dict(change.mixture)}
     try:
@@ -116,17 +116,17 @@ class Follower:
             taken = self._answer(first)
             self._ranks.tell([(change.step, dict(change.mixture)) for change in taken])
         else:
-            taken = [Change(step, mixture) for step, mixture in self._ranks.hear()]
-        self._batches.change(taken)
+            taken = [MixtureOverride(step, mixture) for step, mixture in self._ranks.hear()]
+        self._batches.set_mixture_overrides(taken)
 
-    def _answer(self, first: int) -> list[Change]:
+    def _answer(self, first: int) -> list[MixtureOverride]:
         """Every change that holds from now on; those that waited are answered in the ledger."""
         changes = _changes(self._ledger.read())
         taken = changes.taken
         for number, change in changes.waiting.items():
-            change = Change(max(change.step, first), change.mixture)
+            change = MixtureOverride(max(change.step, first), change.mixture)
             try:
-                self._batches.orders([*taken, change])
+                self._batches.order_with([*taken, change])
             except UserError as reason:
                 self._ledger.write(_REFUSED, number=number, reason=str(reason))
                 continue

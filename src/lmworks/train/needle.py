@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 FACTS = 4  # in a row; chance is one in so many

@@ -10,8 +10,8 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.team import Team, new_team
-from lmworks.checkpoint.travelling import documents_of
+from lmworks.checkpoint.communicator import Communicator, new_communicator
+from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
@@ -24,10 +24,11 @@ from lmworks.progress import console
 from lmworks.recipe.schema.model import LEARNING
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.manifest import Manifest, check_vocabulary, verify
-from lmworks.shards.report import warnings
-from lmworks.shards.validation import Validation
+from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
+from lmworks.shards.order.epoch_warnings import epoch_warnings
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
+from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.course import Stage, steps_between
 from lmworks.train.far import Far
@@ -156,7 +157,7 @@ def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) 
 def pretrain(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
-    load_start: Callable[[Recipe, ParallelModel, Team], dict[str, Any]] | None = None,
+    load_start: Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest good checkpoint of `run_dir`, or from the start, to the end of the last phase.
 
@@ -172,7 +173,7 @@ def pretrain(
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).taken)
-    for line in warnings(batches.order, recipe.shards.warn_epochs):
+    for line in epoch_warnings(batches.order, recipe.shards.warn_epochs):
         console.print(line, style="yellow")
     assert recipe.model.vocab_size
     tokenizer_sha256 = digest(run_dir)
@@ -182,9 +183,9 @@ def pretrain(
     built, began_with = build_model(recipe, ranks), {}
     if recipe.train.init_from is not None:
         assert load_start is not None
-        team = new_team()
-        if not team.agree(team.is_first and listing.begun(run_dir / "checkpoints")):
-            began_with = {INIT_FROM: load_start(recipe, built, team)}
+        communicator = new_communicator()
+        if not communicator.broadcast(communicator.is_first and listing.begun(run_dir / "checkpoints")):
+            began_with = {INIT_FROM: load_start(recipe, built, communicator)}
     model, optimizer = with_optimizer(recipe, built)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
@@ -194,7 +195,7 @@ def pretrain(
         Ledger(run_dir / LEDGER) if first_rank else NoLedger() as ledger,
         Checkpoints(
             folder, recipe.checkpoints.of("checkpoints"), identity(recipe), report=ledger.write, total_tokens=tokens,
-            recipe=as_tree(recipe), documents=lambda: documents_of(run_dir, folder),
+            recipe=as_tree(recipe), run_files=lambda: run_files_of(run_dir, folder),
         ) as checkpoints,
     ):
         far = Far(batches, recipe, tokenizer)

@@ -15,7 +15,7 @@ from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.batch import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.ewc import Consolidation
 from lmworks.watch.spike import Limits
 

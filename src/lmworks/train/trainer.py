@@ -29,8 +29,8 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
 from lmworks.recipe.schema.train import Ewc
 from lmworks.recipe.schema.units import Duration
-from lmworks.shards.batch import Batch
-from lmworks.shards.prefetch import Prefetch
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.prefetch import Prefetch
 from lmworks.train.anomaly import FirstNonFinite, first_non_finite
 from lmworks.train.course import Course, Stage, steps_between
 from lmworks.train.detail import LayerSignals

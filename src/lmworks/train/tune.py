@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lmworks.checkpoint import checkpoints as saved
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.team import new_team
-from lmworks.checkpoint.travelling import documents_of
+from lmworks.checkpoint.communicator import new_communicator
+from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.schedules import Schedules
@@ -17,8 +17,9 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.tuning import TuningBatches
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
+from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.chat_data import build_chat_data, chat_shards
 from lmworks.train.course import Stage
@@ -57,7 +58,7 @@ class Tuning:
         return self._batch // self._length
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self.batches.batch(step).rows(start, stop)
+        return self.batches.batch(step).sequences(start, stop)
 
     def rate(self, step: int) -> float:
         return self._schedules.factor(step)
@@ -104,7 +105,7 @@ def tune(
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder / "checkpoints", recipe.checkpoints.of("tune/checkpoints"), identity(recipe), report=ledger.write,
-            recipe=as_tree(recipe), total_tokens=course.tokens, documents=lambda: documents_of(run_dir, folder / "checkpoints"),
+            recipe=as_tree(recipe), total_tokens=course.tokens, run_files=lambda: run_files_of(run_dir, folder / "checkpoints"),
         ) as checkpoints,
     ):
         stability = recipe.stability
@@ -125,14 +126,15 @@ def tune(
 
 def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     """The weights that tuning begins with, on all ranks, which are those that leave; the first looks for the newest good ones."""
-    team = new_team()
+    communicator = new_communicator()
     found: list[Path] = []
-    team.together(lambda: found.append(final_base(run_dir)) if team.is_first else None)
-    base = team.agree(found[0] if found else Path())
-    require_same(run_dir, saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, team=team).get(META))
+    communicator.run_on_all(lambda: found.append(final_base(run_dir)) if communicator.is_first else None)
+    base = communicator.broadcast(found[0] if found else Path())
+    meta = saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, communicator=communicator)
+    require_same(run_dir, meta.get(META))
     if recipe.optimizer.ema_decay:
         average = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        saved.load(base, {"average": average}, identity(recipe), verified=True, team=team)
+        saved.load(base, {"average": average}, identity(recipe), verified=True, communicator=communicator)
     return base
 
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from lmworks.parallel.model import ParallelModel
-from lmworks.shards.batch import Batch
-from lmworks.shards.tuning import TuningBatches
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.tuning_batches import TuningBatches
 
 
 def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> dict[str, float]:

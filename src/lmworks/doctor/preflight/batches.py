@@ -19,8 +19,8 @@ from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.plan.render import size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.shards.batch import Batches
-from lmworks.shards.order import Order
+from lmworks.shards.order.order import Order
+from lmworks.shards.read.batches import Batches
 
 _SEQUENCES = 20_000  # of a phase that are looked at
 _NEAR = 50  # two sequences are neighbours if less than this part of the range lies between them

@@ -8,9 +8,9 @@ from lmworks.checkpoint import listing
 from lmworks.doctor.preflight.finding import Context, Finding, NotYet
 from lmworks.files import sha256_file
 from lmworks.plan.render import size
-from lmworks.shards.indexed import with_ending
-from lmworks.shards.lineage import ENDING, open_lineage
-from lmworks.shards.manifest import Manifest, Shard, check_vocabulary, verify
+from lmworks.shards.format.indexed import with_ending
+from lmworks.shards.format.lineage import ENDING, open_lineage
+from lmworks.shards.format.manifest import Manifest, Shard, check_vocabulary, verify
 from lmworks.tokenizer import load as load_tokenizer
 
 _HASHED = 4 << 30  # bytes; of more, a sample of the shards is hashed

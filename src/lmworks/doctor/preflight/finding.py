@@ -15,7 +15,7 @@ from lmworks.recipe.schema.recipe import Recipe
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
     from lmworks.plan.plan import Plan
-    from lmworks.shards.batch import Batches
+    from lmworks.shards.read.batches import Batches
 
 Result = Literal["ok", "warn", "fail", "skip"]
 
@@ -98,7 +98,7 @@ class Context:
     @cached_property
     def batches(self) -> Batches:
         """All batches of the run; `NotYet` before there are token files."""
-        from lmworks.shards.batch import Batches
+        from lmworks.shards.read.batches import Batches
 
         self.need_shards()
         return Batches(self.recipe, self.shards_dir)

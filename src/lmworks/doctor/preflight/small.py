@@ -16,8 +16,8 @@ from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
-from lmworks.shards.batch import Batch
-from lmworks.shards.packing import IGNORE
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.read.batch import Batch
 from lmworks.train.pretrain import with_optimizer
 from lmworks.train.step import StepResult, train_step
 
@@ -122,7 +122,7 @@ def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int
     """Train on the random batch of a step."""
     batch = random_batch(step, length)
     return train_step(
-        model, optimizer, batch.rows(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch_size=1,
+        model, optimizer, batch.sequences(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch_size=1,
         rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
     )  # fmt: skip
 

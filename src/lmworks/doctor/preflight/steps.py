@@ -69,7 +69,7 @@ def first_batches(context: Context) -> Finding:
             model.set_rope(stage.rope)
         valid = max(1, whole.valid_tokens)
         with peak(device) as worked:
-            sums = model.total(model.forward_backward(whole.rows(*model.rows(taken)), taken, micro, 1 / valid))
+            sums = model.total(model.forward_backward(whole.sequences(*model.rows(taken)), taken, micro, 1 / valid))
         loss = float(sums.cross_entropy) / valid
         norm = float(model.clip(0.0))
         if updates is not None:

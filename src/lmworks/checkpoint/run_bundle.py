@@ -1,0 +1,85 @@
+"""The small files of a run that go with the copies of its checkpoints, as one object: what it needs elsewhere to go on as it would have.
+
+An object in a bucket is replaced as a whole or not at all, so these files are always of one moment.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from lmworks import credentials
+from lmworks.errors import UserError
+
+BUNDLE = "run.gz"
+_NAME = re.compile(r"(?!.*(?:^|/)\.)[^/\0\n]{1,200}(?:/[^/\0\n]{1,200}){0,4}")
+_LEFT_OUT = ("lock", credentials.NAME, "report.html")  # a process holds it, only this machine may know them, it is made anew
+_LONGEST_LINE = 10_000
+
+RunFiles = Callable[[], Mapping[str, Path]]
+
+
+def no_run_files() -> dict[str, Path]:
+    """Of checkpoints that belong to no run."""
+    return {}
+
+
+def run_files_of(run_dir: Path, checkpoints: Path) -> dict[str, Path]:
+    """By their names below `run_dir`: the files that lie right in it and in the folders down to `checkpoints`, and the tokenizer."""
+    folders = [checkpoints, *checkpoints.parents][: len(checkpoints.relative_to(run_dir).parts) + 1]
+    found = {str(path.relative_to(run_dir)): path for folder in (*folders, run_dir / "tokenizer") for path in _files(folder)}
+    return {name: path for name, path in sorted(found.items()) if name not in _LEFT_OUT}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and not path.is_symlink() and not path.name.startswith("."):
+            yield path
+
+
+@contextmanager
+def pack(files: Mapping[str, Path]) -> Iterator[Path]:
+    """A temporary file with these: for each a line of JSON with its name and size, and its bytes. One that grows is cut where it was."""
+    with tempfile.NamedTemporaryFile(prefix="lmworks-run-") as target:
+        with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as packed:
+            for name, path in files.items():
+                with open(path, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    packed.write(json.dumps({"name": name, "bytes": size}).encode() + b"\n")
+                    _copy(file, packed, size)
+        target.flush()
+        yield Path(target.name)
+
+
+def unpack(packed: Path, to: Path) -> None:
+    """Write the files below `to`. `UserError` if they are not what was packed."""
+    try:
+        with gzip.open(packed, "rb") as stream:
+            while line := stream.readline(_LONGEST_LINE):
+                entry = json.loads(line)
+                name, size = entry["name"], entry["bytes"]
+                if not isinstance(name, str) or not _NAME.fullmatch(name) or type(size) is not int or size < 0:
+                    raise ValueError("a name or size in it is none")
+                path = to / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "xb") as file:
+                    _copy(stream, file, size)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as error:
+        raise UserError(f"{BUNDLE} of the copy is damaged ({error})") from None
+
+
+def _copy(source: IO[bytes] | gzip.GzipFile, target: IO[bytes] | gzip.GzipFile, size: int) -> None:
+    while size:
+        block = source.read(min(size, 1 << 20))
+        if not block:
+            raise EOFError("it ends too early")
+        target.write(block)
+        size -= len(block)

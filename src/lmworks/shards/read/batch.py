@@ -1,0 +1,53 @@
+"""The arrays that a step trains on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lmworks.shards.format.labels import IGNORE
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences to learn from. B sequences of T tokens.
+
+    tokens: (B, T) int32.
+    labels: (B, T) int32, the token that follows; IGNORE where none is to be learned (across the end of a document, padding, prompts).
+    cu_seqlens: (n + 1,) int32, where documents begin in the B * T tokens laid end to end, and B * T at the end. Every sequence begins
+        one. Mask and positions both come from here.
+    sequence_bytes: (B,) int64 or None, the bytes of text that the valid labels of each sequence stand for (validation only).
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    cu_seqlens: np.ndarray
+    phase: int
+    step: int
+    sequence_bytes: np.ndarray | None = None
+
+    def sequences(self, start: int, stop: int) -> Batch:
+        """Sequences [start, stop) as a batch of their own: a rank's part, or a micro-batch."""
+        length = self.tokens.shape[1]
+        first, last = np.searchsorted(self.cu_seqlens, (start * length, stop * length))
+        return Batch(
+            self.tokens[start:stop],
+            self.labels[start:stop],
+            self.cu_seqlens[first : last + 1] - np.int32(start * length),
+            self.phase,
+            self.step,
+            None if self.sequence_bytes is None else self.sequence_bytes[start:stop],
+        )
+
+    @cached_property
+    def valid_tokens(self) -> int:
+        """Labels that count."""
+        return int(np.count_nonzero(self.labels != IGNORE))
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text that the valid labels stand for; validation batches only."""
+        assert self.sequence_bytes is not None, "only validation batches know their bytes"
+        return int(self.sequence_bytes.sum())

@@ -1,0 +1,146 @@
+"""The batch of each step of a run, read from the shards. It depends on the step alone; no state is kept between calls (promise 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.format.lineage import DocumentSpan, Lineage, SequenceDocuments
+from lmworks.shards.format.manifest import Manifest
+from lmworks.shards.order.order import LocatedSequences, MixtureOverride, Order
+from lmworks.shards.packing.row_plans import RowPlans
+from lmworks.shards.packing.waste import Waste, waste
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.sequences import BestFit, Concatenated, Filled, Sequences
+from lmworks.shards.read.validation import Validation
+from lmworks.shards.storage.remote import ReadAhead, RemoteShards, Storage
+from lmworks.shards.storage.shard_files import ShardFiles
+
+
+class Batches:
+    """All batches of a run, by number, and the held-out ones by domain."""
+
+    def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[MixtureOverride] = (), storage: Storage | None = None) -> None:
+        self.shards_dir, self.recipe = Path(shards_dir), recipe
+        self.manifest = Manifest.load(self.shards_dir)
+        remote = RemoteShards(recipe.shards.cache, self.shards_dir, storage) if recipe.shards.cache else None
+        self._files = ShardFiles(self.shards_dir, self.manifest, remote)
+        self._streams = {
+            source.name: self.manifest.stream(self.shards_dir, source.name, open_file=self._files) for source in self.manifest.sources
+        }
+        self._plans: RowPlans | None = None
+        if recipe.shards.packing == "best_fit":
+            self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
+        self._lineage: dict[Path, Lineage] = {}
+        self.set_mixture_overrides(changes)
+        ahead = int(recipe.shards.cache.prefetch.value) if recipe.shards.cache else 0
+        self._ahead = ReadAhead(self.fill_cache, ahead, self.steps - 1) if ahead else None
+
+    def set_mixture_overrides(self, changes: Sequence[MixtureOverride]) -> None:
+        """From now on, the batches of the run with these changes of its mixture: all of them, those told before included.
+
+        Another thread may be making a batch; it gets the one or the other.
+        """
+        order = self.order_with(changes)
+        self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
+
+    def order_with(self, changes: Sequence[MixtureOverride]) -> Order:
+        """What the order would be with these changes. Raises `UserError` for one that cannot be."""
+        return Order(self.recipe, self.manifest, changes, self._plans.count_rows if self._plans else None)
+
+    @property
+    def order(self) -> Order:
+        return self._sequences.order
+
+    @property
+    def steps(self) -> int:
+        return self.order.steps
+
+    def batch(self, step: int, start: int = 0, stop: int | None = None) -> Batch:
+        """The batch of a step, or its sequences [start, stop): equal to `batch(step).sequences(start, stop)`, but only these are read."""
+        sequences = self._sequences
+        order = sequences.order
+        first, count = order.sequences(step)
+        stop = count if stop is None else stop
+        assert 0 <= start <= stop <= count, "sequences of this step"
+        phase = order.phase_of(step)
+        found = order.locate(phase, np.arange(first + start, first + stop))
+        if self._ahead:
+            self._ahead.follow(step)
+        self._fill_cache(sequences, phase, found)
+        filled = sequences.fill(phase, found)
+        self._check_vocabulary(filled, step)
+        begins = np.append(filled.begins, filled.tokens.size).astype(np.int32)
+        return Batch(filled.tokens, filled.labels, begins, phase, step)
+
+    def fill_cache(self, step: int) -> None:
+        """Have what the batch of a step reads in the cache (`shards.cache`)."""
+        sequences = self._sequences
+        first, count = sequences.order.sequences(step)
+        phase = sequences.order.phase_of(step)
+        self._fill_cache(sequences, phase, sequences.order.locate(phase, np.arange(first, first + count)))
+
+    def _fill_cache(self, sequences: Sequences, phase: int, found: LocatedSequences) -> None:
+        if self._files.remote:
+            ranges = sequences.ranges(phase, found)
+            self._files.remote.fill_cache((self._files(prefix), start, stop) for prefix, start, stop in ranges)
+
+    def documents(self, step: int) -> list[SequenceDocuments]:
+        """Where each sequence of a step comes from, down to the row of the raw file."""
+        first, count = self.order.sequences(step)
+        phase = self.order.phase_of(step)
+        found = self.order.locate(phase, np.arange(first, first + count))
+        rows = []
+        for row in range(count):
+            index, sequence = int(found.source[row]), int(found.sequence[row])
+            source = self.order.sources[index]
+            stretches = self._sequences.stretches(phase, index, sequence)
+            spans = [span for start, stop in stretches for span in self._spans(source, start, stop)]
+            rows.append(SequenceDocuments(first + row, source, int(found.epoch[row]), sequence, spans))
+        return rows
+
+    def shared_documents(self) -> list[tuple[str, str, DocumentSpan]]:
+        """Documents that a border between two phases cuts, so that both see a part: (phase before, phase after, document)."""
+        cut: list[tuple[str, str, DocumentSpan]] = []
+        if self._plans:
+            return cut  # a document belongs whole to the phase in whose range it begins
+        for source in self.order.sources:
+            shares = [share for share in self.order.shares() if share.source == source and share.stop > share.start]
+            for before, after in pairwise(shares):
+                (span,) = self._spans(source, after.start, after.start + 1)
+                if span.start > 0:
+                    cut.append((before.phase, after.phase, span))
+        return cut
+
+    def waste(self) -> dict[tuple[str, int], Waste]:
+        """What either packing costs, by source and sequence length, on the first documents of each source."""
+        wanted = {(share.source, self.order.length_of(share.phase)) for share in self.order.shares()}
+        return {(source, length): waste(self._streams[source].file(0), length) for source, length in sorted(wanted)}
+
+    def validation(self, domain: str, sequence_length: int, rows: int, max_bytes: int | None = None) -> Validation:
+        """The held-out documents of a domain, in batches of `rows` sequences; see `Validation`."""
+        return Validation(self.shards_dir, self.manifest, domain, sequence_length, rows, max_bytes, self._files)
+
+    def _spans(self, source: str, start: int, stop: int) -> list[DocumentSpan]:
+        stream = self._streams[source]
+        spans = []
+        for file, document, first, past in stream.spans(start, stop):
+            prefix = stream.prefixes[file]
+            lineage = self._lineage.setdefault(prefix, Lineage(prefix))
+            spans.append(lineage.span(document, first, past))
+        return spans
+
+    def _check_vocabulary(self, filled: Filled, step: int) -> None:
+        if not filled.tokens.size:
+            return
+        least, most = int(filled.tokens.min()), max(int(filled.tokens.max()), int(filled.labels.max()))
+        if most >= self.manifest.vocab_size or least < 0:
+            raise UserError(
+                f"step {step}: a token shard below {self.shards_dir} holds token {most if least >= 0 else least}, outside the vocabulary "
+                f"of {self.manifest.vocab_size}; the file is damaged: delete the folder {self.shards_dir} and run the same command again"
+            )

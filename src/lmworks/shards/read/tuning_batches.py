@@ -1,0 +1,82 @@
+"""Batches of packed conversations for fine-tuning: whole ones only, loss where the mask says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.order.mixture import Mixture
+from lmworks.shards.order.permute import derive_key, permute
+from lmworks.shards.packing.best_fit import PackedRows, Pieces
+from lmworks.shards.read.batch import Batch
+
+
+class TuningBatches:
+    """Batches of `batch` tokens from bodies of conversations, as many as `tokens` pays for.
+
+    `prefixes` names the shard (with its `.mask`) of each body of data, `weights` how the rows are mixed; equally if left out. Within a
+    body, conversations are packed whole by best fit, and its rows come in a new keyed order every epoch. A conversation that does not
+    fit into `sequence_length` is left out and counted in `dropped`. Like the pretraining batches, a pure function of the step.
+    """
+
+    def __init__(
+        self,
+        prefixes: Mapping[str, Path],
+        sequence_length: int,
+        batch: int,
+        tokens: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._length, self._rows, self._seed = sequence_length, batch // sequence_length, seed
+        self.steps = tokens // batch
+        if self._rows < 1 or self.steps < 1:
+            raise UserError(
+                f"tune: tokens {tokens:,}, batch {batch:,} and sequence_length {sequence_length:,} leave no whole step; "
+                "batch must hold a sequence and tokens a batch"
+            )
+        self._mixture = Mixture(weights or dict.fromkeys(prefixes, 1.0))
+        self.dropped: dict[str, int] = {}
+        self._packed: dict[str, PackedRows] = {}
+        kept_tokens = 0
+        for name in self._mixture.names:
+            file = IndexedFile(prefixes[name])
+            if file.mask is None:
+                again = f"delete the folder {file.prefix.parent} and run the same command again"
+                raise UserError(f"tuning shard {file.prefix} has no .mask; {again}")
+            starts = file.document_start(np.arange(file.documents + 1))
+            inputs = np.diff(starts) - 1
+            kept = (inputs >= 1) & (inputs <= sequence_length)
+            self.dropped[name] = int(np.count_nonzero(~kept))
+            if not kept.any():
+                raise UserError(f"tune: no conversation of {name} fits into sequence_length {sequence_length:,}; raise it")
+            self._packed[name] = PackedRows(file, Pieces(starts[:-1][kept], inputs[kept]), sequence_length)
+            kept_tokens += int(inputs[kept].sum())
+        self.filled = kept_tokens / (sequence_length * sum(len(packed) for packed in self._packed.values()))
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each body of data is read."""
+        counts = self._mixture.counts(self.steps * self._rows).tolist()
+        return {name: count / len(self._packed[name]) for name, count in zip(self._mixture.names, counts, strict=True)}
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step; `phase` is 0."""
+        if not 0 <= step < self.steps:
+            raise UserError(f"tuning step {step} does not exist: there are {self.steps:,} steps, numbered from 0")
+        shape = (self._rows, self._length)
+        tokens, labels = np.empty(shape, np.int32), np.empty(shape, np.int32)
+        turn, taken = self._mixture.locate(np.arange(step * self._rows, (step + 1) * self._rows))
+        begins: list[int] = []
+        for row, (source, k) in enumerate(zip(turn.tolist(), taken.tolist(), strict=True)):
+            name = self._mixture.names[source]
+            packed = self._packed[name]
+            epoch, position = divmod(k, len(packed))
+            key = derive_key(self._seed, "tune", name, epoch)
+            where = int(permute(np.array([position]), len(packed), key)[0])
+            begins += [row * self._length + at for at in packed.fill(where, tokens[row], labels[row])]
+        return Batch(tokens, labels, np.array([*begins, tokens.size], np.int32), 0, step)

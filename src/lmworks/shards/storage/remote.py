@@ -1,0 +1,220 @@
+"""Token files that lie far away: read block by block through a local cache, ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.files import write_bytes
+from lmworks.recipe.schema.shards import Cache
+from lmworks.shards.format.checksums import BLOCK, ENDING, damaged, read_whole
+from lmworks.shards.format.indexed import IndexedFile
+from lmworks.shards.format.manifest import Shard
+from lmworks.shards.storage.block_cache import BlockCache, block_key
+from lmworks.storage import filesystem
+
+_AT_ONCE = 32  # requests under way, which hide each other's latency
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries to read what could not be read
+_STEPS_AT_ONCE = 4  # so that the end of one step's requests is not waited for before the next one's
+
+
+class Storage(Protocol):
+    """Where files are read from, by their name below the shards folder."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file."""
+
+
+class Folder:
+    """A folder, local or mounted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = Path(path)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        try:
+            fd = os.open(self._path / name, os.O_RDONLY)
+        except FileNotFoundError:
+            raise damaged(self._path / name, "is missing") from None
+        try:
+            return os.pread(fd, stop - start, start)
+        finally:
+            os.close(fd)
+
+
+class Url:
+    """Anything that fsspec opens, such as s3://bucket/run/shards."""
+
+    def __init__(self, url: str) -> None:
+        self._files, self._path = filesystem(url, "shards.cache.remote")
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        data: bytes = self._files.cat_file(f"{self._path}/{name}", start=start, end=stop)
+        return data
+
+
+class RemoteShards:
+    """Opens shards whose tokens come through the cache. Indexes and checksums are copied whole, and checked, when a shard is opened."""
+
+    def __init__(self, settings: Cache, shards_dir: Path, storage: Storage | None = None) -> None:
+        self._folder = Path(os.path.expanduser(settings.dir))
+        self.cache = BlockCache(self._folder, int(settings.max_bytes))
+        here = Folder(shards_dir)
+        self.storage = storage or (Url(settings.remote) if settings.remote and "://" in settings.remote else None)
+        self.storage = self.storage or (Folder(Path(settings.remote)) if settings.remote else here)
+        self._here = here
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokens")
+        self._coming: dict[tuple[str, int, int], Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, prefix: Path, shard: Shard) -> IndexedFile:
+        """The shard, with its index on the local disk."""
+        index = self._copied(shard, ".idx")
+        sums = np.frombuffer(read_whole(self._copied(shard, ENDING), shard.sha256[ENDING]), "<u4")
+        return IndexedFile(prefix, RemoteData(self, shard, sums), index)
+
+    def fill_cache(self, wanted: Iterable[tuple[IndexedFile, int, int]]) -> None:
+        """Have the blocks of tokens [start, stop) of each shard in the cache, many at a time."""
+        for future in [self._begin(file, start, stop) for file, start, stop in wanted]:
+            if future:
+                future.result()
+
+    def _begin(self, file: IndexedFile, start: int, stop: int) -> Future[None] | None:
+        data, width = file.data, file.dtype.itemsize
+        if not isinstance(data, RemoteData):
+            return None
+        name = data.shard.prefix, start * width // BLOCK, -(-stop * width // BLOCK)
+        with self._lock:
+            if name not in self._coming:
+                self._coming[name] = self._pool.submit(self._bring, data, *name)
+            return self._coming[name]
+
+    def _bring(self, data: RemoteData, prefix: str, first: int, past: int) -> None:
+        try:
+            data.blocks(first, past)
+        finally:
+            with self._lock:
+                del self._coming[prefix, first, past]
+
+    def read(self, shard: Shard, ending: str, start: int, stop: int) -> bytes:
+        """Bytes of one of a shard's files; of an imported one, whose place is its own, straight from there."""
+        storage = self._here if Path(shard.prefix).is_absolute() else self.storage
+        assert storage
+        return _patiently(storage, shard.prefix + ending, start, stop)
+
+    def _copied(self, shard: Shard, ending: str) -> Path:
+        path = self._folder / "index" / f"{shard.sha256[ending]}{ending}"
+        if not path.exists():
+            write_bytes(path, self.read(shard, ending, 0, shard.size[ending]))
+        try:
+            read_whole(path, shard.sha256[ending])
+        except UserError:
+            path.unlink()
+            raise damaged(Path(shard.prefix + ending), "is not what was written (its hash differs)") from None
+        return path
+
+
+def _patiently(storage: Storage, name: str, start: int, stop: int) -> bytes:
+    """Read, and try again when the storage fails for a while; `UserError` names the file when it goes on."""
+    for pause in (*_PAUSES, None):
+        try:
+            return storage.read(name, start, stop)
+        except UserError:
+            raise
+        except FileNotFoundError:
+            raise damaged(Path(name), "is missing where the shards are kept (shards.cache.remote)") from None
+        except Exception as error:  # each kind of storage has its own kinds of trouble
+            if pause is None:
+                what = " ".join(f"{type(error).__name__}: {error}".split())
+                raise UserError(
+                    f"{name} could not be read in {len(_PAUSES) + 1} tries ({what}); see that the storage of the shards "
+                    "(shards.cache.remote) answers, then run the same command again"
+                ) from error
+            time.sleep(pause)
+    raise AssertionError
+
+
+class RemoteData:
+    """The tokens of one shard; implements `lmworks.shards.format.checksums.Data`. Each read of a block is verified by its checksum."""
+
+    def __init__(self, shards: RemoteShards, shard: Shard, sums: np.ndarray) -> None:
+        self._shards, self.shard, self._sums = shards, shard, sums
+        self._size = shard.size[".bin"]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        first = start // BLOCK
+        data = b"".join(self.blocks(first, -(-stop // BLOCK)))
+        return np.frombuffer(data, np.uint8)[start - first * BLOCK : stop - first * BLOCK]
+
+    def blocks(self, first: int, past: int) -> list[bytes]:
+        """Blocks [first, past), from the cache or, neighbours in one request, from where the file lies."""
+        found = [self._cached(block) for block in range(first, past)]
+        at = 0
+        while at < len(found):
+            if found[at] is not None:
+                at += 1
+                continue
+            end = at
+            while end < len(found) and found[end] is None:
+                end += 1
+            found[at:end] = self._fetched(first + at, first + end)
+            at = end
+        return [block for block in found if block is not None]
+
+    def _cached(self, block: int) -> bytes | None:
+        size = min(BLOCK, self._size - block * BLOCK)
+        data = self._shards.cache.get(block_key(self.shard.sha256[".bin"], block), size)
+        return data if data is not None and crc32(data) == self._sums[block] else None
+
+    def _fetched(self, first: int, past: int) -> list[bytes]:
+        data = self._shards.read(self.shard, ".bin", first * BLOCK, min(past * BLOCK, self._size))
+        blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+        for block, content in zip(range(first, past), blocks, strict=False):
+            if crc32(content) != self._sums[block]:
+                raise damaged(Path(f"{self.shard.prefix}.bin"), f"is not what was written (its checksum differs at byte {block * BLOCK:,})")
+            self._shards.cache.put(block_key(self.shard.sha256[".bin"], block), content)
+        if len(blocks) < past - first:
+            raise damaged(Path(f"{self.shard.prefix}.bin"), f"is cut off after {first * BLOCK + len(data):,} bytes")
+        return blocks
+
+
+class ReadAhead:
+    """Calls `bring(step)` for the next `steps` steps in threads of its own; an error is left to whoever needs the step."""
+
+    def __init__(self, bring: Callable[[int], None], steps: int, last: int) -> None:
+        self._bring, self._steps, self._last = bring, steps, last
+        self._goal = self._done = -1
+        self._moved = threading.Condition()
+        for number in range(_STEPS_AT_ONCE):
+            threading.Thread(target=self._work, name=f"read-ahead-{number}", daemon=True).start()
+
+    def follow(self, step: int) -> None:
+        """A batch is being made: go on until `steps` behind it, from there if it was a leap."""
+        with self._moved:
+            if not self._done - self._steps <= step <= self._done + 1:
+                self._done = step
+            self._goal = min(step + self._steps, self._last)
+            self._moved.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._moved:
+                self._moved.wait_for(lambda: self._done < self._goal)
+                self._done += 1
+                step = self._done
+            try:
+                self._bring(step)
+            except Exception:
+                continue
