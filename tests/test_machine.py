@@ -11,9 +11,10 @@ import psutil
 import pytest
 import torch
 
-from lmworks import machine, sandbox
+from lmworks import machine
 from lmworks.checkpoint import manifest
 from lmworks.errors import UserError
+from lmworks.untrusted import sandbox
 from patience import PATIENCE
 
 CPU = torch.device("cpu")

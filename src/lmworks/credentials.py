@@ -15,7 +15,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
-from lmworks.masking import MASK, USER, in_texts, mask, mask_values
+from lmworks.masking import MASK, USER, map_strings, mask, mask_values
 
 NAME = "url_credentials.json"
 _MASKED_USER = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://{re.escape(MASK)}@[^\s/?#\"]*")
@@ -42,10 +42,10 @@ def hide(value: Any) -> Any:
         _known.update(found(text))
         return mask(text)
 
-    return in_texts(value, change)
+    return map_strings(value, change)
 
 
-def refuse_two(value: Any) -> None:
+def refuse_conflicting(value: Any) -> None:
     """Raise `UserError` if two texts in `value` differ in their credentials only, which could not be told apart."""
     seen: dict[str, str] = {}
 
@@ -55,12 +55,12 @@ def refuse_two(value: Any) -> None:
                 raise UserError(f"{masked} is written with two different credentials; a recipe can have one for each host")
         return text
 
-    in_texts(value, look)
+    map_strings(value, look)
 
 
 def reveal(value: Any) -> Any:
     """What `hide` was given. Raises `UserError` for a URL whose credentials are not known here."""
-    return in_texts(value, _reveal)
+    return map_strings(value, _reveal)
 
 
 def _reveal(text: str) -> str:

@@ -20,14 +20,14 @@ def mask(text: str) -> str:
     return mask_values(USER.sub(_without_user, text)) if "://" in text else text
 
 
-def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """`value` with each text changed, its own or those in its maps and lists."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: in_texts(item, change) for key, item in value.items()}
+        return {key: map_strings(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(in_texts(item, change) for item in value)
+        return type(value)(map_strings(item, change) for item in value)
     return value
 
 

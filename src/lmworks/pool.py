@@ -15,7 +15,7 @@ from typing import Any
 from lmworks.errors import UserError
 
 
-def each(processes: int, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def map_unordered(processes: int, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (task, work(*task)) as they are done; in this process where `processes` is 1, else in so many others.
 
     `work` is a function of a module, `tasks` hold what pickle can carry. The first error ends the rest and is raised here; a process that

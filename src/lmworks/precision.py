@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _all_ranks_have_bf16 = True
 
 
-def agree(all_have_bf16: bool) -> None:
+def set_bf16_on_all_ranks(all_have_bf16: bool) -> None:
     """Once the ranks of a run have met: whether the devices of all multiply bf16, so that none decides by its own."""
     global _all_ranks_have_bf16
     _all_ranks_have_bf16 = all_have_bf16

@@ -45,12 +45,12 @@ def make_directory(system: Any, path: str) -> None:
 def require_writable(url: str, what: str) -> None:
     """Raise `UserError` if nothing can be written below a URL. A storage that does not answer today may do so later: no error."""
     system, path = filesystem(url, what)
-    with explained(url, what, definite=True):
+    with explain_storage_errors(url, what, definite=True):
         make_directory(system, path)
         system.pipe_file(f"{path}/{_PROBE}", b"lmworks tried here whether it can write\n")
 
 
-def lost_errors() -> tuple[type[Exception], ...]:
+def connection_errors() -> tuple[type[Exception], ...]:
     """What a connection that is lost raises, with the network packages that are in use."""
     names = (("aiohttp", "ClientError"), ("httpx", "HTTPError"), ("requests", "RequestException"), ("botocore.exceptions", "BotoCoreError"))
     found = tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
@@ -58,7 +58,7 @@ def lost_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
+def explain_storage_errors(url: str, what: str, definite: bool = False) -> Iterator[None]:
     """Turn what a storage raises into a `UserError` of one line that begins with `what`; with `definite` only what no waiting will mend."""
     url = mask(url)
     try:
@@ -66,7 +66,7 @@ def explained(url: str, what: str, definite: bool = False) -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"{what}: there is no {url}; see that the bucket or folder exists") from None
     except Exception as error:  # the packages' own are known once they are in use
-        if not isinstance(error, (OSError, *lost_errors())):
+        if not isinstance(error, (OSError, *connection_errors())):
             raise
         if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
             mend = "see which key or password is used, and what it may do"

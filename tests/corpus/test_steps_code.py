@@ -15,10 +15,10 @@ from lmworks.corpus.checks import parsing
 from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.document import Document, Drop, Outcome
 from lmworks.errors import UserError
-from lmworks.limited import Limited
 from lmworks.recipe.schema.text_steps import Code
 from lmworks.recipe.schema.units import Seconds
-from lmworks.sandbox import Limits, run_python
+from lmworks.untrusted.limited_process import LimitedProcess
+from lmworks.untrusted.sandbox import Limits, run_python
 from patience import PATIENCE
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -102,7 +102,7 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
     """Both take many times their length to parse; the limit is set low, so that little is enough."""
     if kind == "cpp":
         pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
-    with closing(Limited("lmworks.corpus.checks.parsing:parser", PATIENCE, 64 << 20)) as parser:
+    with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", PATIENCE, 64 << 20)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
         hostile = "a<" * 30_000 if kind == "cpp" else "a\n" * 200_000
         assert judge(hostile, f"a.{kind}") == "unparsable"
@@ -110,7 +110,7 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
 
 
 def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Limited("lmworks.corpus.checks.parsing:parser", 0.3, 2 << 30)) as parser:
+    with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", 0.3, 2 << 30)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
         assert parsed("a\n" * 3_000_000, "py") == (1.0, "parsing it takes too much time")
 

@@ -30,7 +30,7 @@ def meet(other: dict[str, Any], odd: tuple[int, ...]) -> str | tuple[bool, str]:
     except UserError as error:
         return str(error)
     finally:
-        precision.agree(True)
+        precision.set_bf16_on_all_ranks(True)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def compare(mine: Told) -> None:
         if others := [rank for rank, value in enumerate(values) if value != usual]:
             raise UserError(_different(what, others, found, usual))
     without = [rank for rank, told in enumerate(found) if not told.bf16]
-    precision.agree(not without)
+    precision.set_bf16_on_all_ranks(not without)
     if 0 < len(without) < len(found) and dist.get_rank() == 0:
         text = f"{_names(without, found)} cannot multiply bf16 in hardware, so train.precision: auto is fp32 on all ranks"
         console.print(f"{text}; leave those out, or set train.precision", style="yellow")

@@ -26,7 +26,7 @@ from lmworks.progress import bar
 from lmworks.run.stages import STAGES, STAMP, Stage
 from lmworks.run.stale import remembered
 from lmworks.run.walk import require_run
-from lmworks.storage import explained, filesystem, make_directory, require_writable
+from lmworks.storage import explain_storage_errors, filesystem, make_directory, require_writable
 from lmworks.train.load import folder
 from lmworks.watch import skips
 from lmworks.watch.ledger import read_ledger
@@ -107,7 +107,7 @@ def copy(run_dir: Path, url: str, tell: Tell) -> None:
     require_run(run_dir)
     require_writable(url, "copy")
     far = _Far(url, "copy")
-    with RunLock(run_dir), explained(url, "copy"):
+    with RunLock(run_dir), explain_storage_errors(url, "copy"):
         for stage in _DATA:
             if (remembered(run_dir / stage.folder) or {}).get("done"):
                 tell(f"{stage.name}: {_copy_stage(run_dir, far, stage)}")
@@ -152,7 +152,7 @@ def restore(url: str, run_dir: Path, tell: Tell) -> None:
     if run_dir.is_symlink() or (run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))):
         raise UserError(f"{run_dir} is not empty; a run is restored into a folder of its own")
     far, aside = _Far(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
-    with explain_os_errors(run_dir), explained(url, "restore"):
+    with explain_os_errors(run_dir), explain_storage_errors(url, "restore"):
         shutil.rmtree(aside, ignore_errors=True)
         try:
             found = [_restore_checkpoint(far, aside, which, name, tell) for which, name in _TRAINED]

@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from lmworks.limited import Ended, Failed, Limited
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 SECONDS, MEMORY = 10.0, 1 << 30  # of processor time for one conversation; of address space
 Render = Callable[..., str]
@@ -48,7 +48,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def apart(source: str) -> Render:
     """What `compiled` gives, in a process of its own, which ends when it takes too much time or memory and is started again when needed."""
-    limited = Limited("lmworks.tokenizer.rendering:renderer", SECONDS, MEMORY)
+    limited = LimitedProcess("lmworks.tokenizer.rendering:renderer", SECONDS, MEMORY)
 
     def render(**variables: Any) -> str:
         return _ask(limited, source, variables)
@@ -57,12 +57,12 @@ def apart(source: str) -> Render:
     return render
 
 
-def _ask(limited: Limited, source: str, variables: dict[str, Any] | None) -> str:
+def _ask(limited: LimitedProcess, source: str, variables: dict[str, Any] | None) -> str:
     try:
         return str(json.loads(limited(json.dumps([source, variables]).encode())))
-    except Ended:
+    except ProcessDied:
         raise Refused(f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB") from None
-    except Failed as reason:
+    except CallFailed as reason:
         raise Refused(str(reason).removeprefix(f"{Refused.__name__}: ")) from None
     except OSError as error:
         raise Refused(str(error)) from None

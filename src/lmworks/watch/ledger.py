@@ -11,7 +11,7 @@ from typing import Any
 from lmworks import jsonl
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
-from lmworks.masking import in_texts, mask
+from lmworks.masking import map_strings, mask
 
 
 class Ledger:
@@ -30,7 +30,7 @@ class Ledger:
     def write(self, event: str, **fields: Any) -> None:
         """Add one line. `fields` are JSON things; paths become text, numbers that are not finite become null."""
         with self._lock, explain_os_errors(self.path):
-            jsonl.append(self._fd, {"time": round(time.time(), 3), "event": event, **in_texts(fields, mask)})
+            jsonl.append(self._fd, {"time": round(time.time(), 3), "event": event, **map_strings(fields, mask)})
             os.fsync(self._fd)
 
     def read(self) -> list[dict[str, Any]]:

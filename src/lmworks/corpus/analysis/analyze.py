@@ -20,7 +20,7 @@ from lmworks.corpus.analysis.tally import Tally
 from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.histogram import Histogram
-from lmworks.pool import each
+from lmworks.pool import map_unordered
 from lmworks.progress import bar
 
 _WORTH_A_PROCESS = 8_000_000  # bytes of input
@@ -44,7 +44,7 @@ def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int 
     unread: dict[str, str] = {}
     with bar("analyze", sum(sizes.values()) or None) as progress:
         began, documents = time.monotonic(), 0
-        for (_, name, number, *_), (tally, why) in each(workers, measure_part, work):
+        for (_, name, number, *_), (tally, why) in map_unordered(workers, measure_part, work):
             tallies[name].merge(tally)
             if why:
                 unread[name] = why

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from lmworks.errors import UserError
-from lmworks.limited import Ended, Failed, Limited
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 _SUFFIX = re.compile(r"\.([A-Za-z0-9+]+)(?::\d+)?$")
 _GRAMMARS = {  # suffix: module and the function in it that gives the grammar
@@ -26,7 +26,7 @@ _GRAMMARS = {  # suffix: module and the function in it that gives the grammar
 KNOWN = frozenset({"py", "pyi", "json", *_GRAMMARS})
 """Suffixes of files that can be parsed here."""
 _SECONDS, _MEMORY = 60.0, 2 << 30  # for one text; tree-sitter takes up to 3 kB for a byte of crafted C++
-_parser = Limited("lmworks.corpus.checks.parsing:parser", _SECONDS, _MEMORY)
+_parser = LimitedProcess("lmworks.corpus.checks.parsing:parser", _SECONDS, _MEMORY)
 
 
 def suffix(path: str) -> str:
@@ -52,9 +52,9 @@ def parsed(text: str, kind: str) -> Parsed:
         if kind in _GRAMMARS:
             _grammar(kind)  # whether there is one
         share, _, why = _parser(f"{kind}\n".encode() + text.encode("utf-8", "surrogatepass")).decode().partition(" ")
-    except Ended as ended:
+    except ProcessDied as ended:
         return Parsed(1.0, f"parsing it {ended}")
-    except Failed as failed:
+    except CallFailed as failed:
         return Parsed(1.0, str(failed))
     except ImportError:
         raise UserError(f"the step code needs a grammar for .{kind} files: pip install 'lmworks[code]'") from None

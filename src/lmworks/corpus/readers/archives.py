@@ -14,7 +14,7 @@ from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.opening import Bomb, Damaged
 from lmworks.errors import UserError
-from lmworks.limited import Ended, Failed, Limited
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 _TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 ARCHIVES = (".zip", *_TARS)
@@ -27,7 +27,7 @@ _ERRORS: dict[bytes, type[Exception]] = {
     unpacking.REFUSED: UserError,
 }
 
-_idle: list[Limited] = []  # processes that have no archive open
+_idle: list[LimitedProcess] = []  # processes that have no archive open
 
 
 def is_archive(path: str) -> bool:
@@ -41,7 +41,7 @@ def members(file: File) -> Iterator[Member | Item]:
     A name that leads out of the archive, one that was there before, and an encrypted or damaged member cost that member only. Links and
     devices are passed over. Raises Bomb, Damaged, ConnectionError and UserError, and so do the streams of the members.
     """
-    unpacker = _idle.pop() if _idle else Limited("lmworks.corpus.readers.unpacking:Unpacker", _SECONDS, _MEMORY)
+    unpacker = _idle.pop() if _idle else LimitedProcess("lmworks.corpus.readers.unpacking:Unpacker", _SECONDS, _MEMORY)
     try:
         path = file.path if "://" in file.path else os.path.abspath(file.path)
         _ask(unpacker, unpacking.OPEN, b"%d %s" % (file.size, os.fsencode(path)))
@@ -59,7 +59,7 @@ def members(file: File) -> Iterator[Member | Item]:
 class _Content(io.RawIOBase):
     """The content of the member that the process has open."""
 
-    def __init__(self, unpacker: Limited) -> None:
+    def __init__(self, unpacker: LimitedProcess) -> None:
         self._unpacker = unpacker
 
     def readable(self) -> bool:
@@ -71,12 +71,12 @@ class _Content(io.RawIOBase):
         return len(data)
 
 
-def _ask(unpacker: Limited, verb: bytes, what: bytes = b"") -> bytes:
+def _ask(unpacker: LimitedProcess, verb: bytes, what: bytes = b"") -> bytes:
     try:
         answer = unpacker(verb + b" " + what)
-    except Ended as ended:
+    except ProcessDied as ended:
         raise Bomb(f"unpacking it {ended}") from None
-    except Failed as failed:
+    except CallFailed as failed:
         raise Damaged(str(failed)) from None
     if answer.startswith(unpacking.GIVEN):
         return answer.removeprefix(unpacking.GIVEN)

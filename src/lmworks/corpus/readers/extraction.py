@@ -7,7 +7,7 @@ from types import TracebackType
 
 from lmworks.corpus.readers.items import Item, broken
 from lmworks.errors import UserError
-from lmworks.limited import Ended, Failed, Limited
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 _SECONDS = 20
 _MEMORY = 4 << 30
@@ -25,7 +25,7 @@ class Extractor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._convert = Limited(f"lmworks.corpus.markup.{name}:extractor", _SECONDS, _MEMORY)
+        self._convert = LimitedProcess(f"lmworks.corpus.markup.{name}:extractor", _SECONDS, _MEMORY)
 
     def __enter__(self) -> Extractor:
         require(self._name)
@@ -38,9 +38,9 @@ class Extractor:
         """The text in `data`, or as what is wrong with it: `no_text`, `hangs_parser`, `kills_parser`."""
         try:
             text = self._convert(data).decode()
-        except Failed as error:
+        except CallFailed as error:
             return broken("no_text", origin, str(error), consumed)
-        except Ended as error:
+        except ProcessDied as error:
             return broken("hangs_parser" if error.hangs else "kills_parser", origin, data, consumed)
         except OSError:
             raise UserError(f"the parser of {self._name} does not start; python -c 'import {_PACKAGES[self._name]}' says why") from None

@@ -13,7 +13,7 @@ from lmworks.corpus.readers.items import Item, broken, shown
 from lmworks.corpus.readers.opening import Bomb
 from lmworks.errors import UserError
 from lmworks.masking import mask
-from lmworks.storage import lost_errors
+from lmworks.storage import connection_errors
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +36,7 @@ def guarded(rows: Iterator[Item], path: str) -> Iterator[Item]:
         yield from rows
     except Bomb as error:
         yield broken("bomb", shown(path), str(error))
-    except (*_damage(), *lost_errors()) as error:
-        if "://" in path and (isinstance(error, lost_errors()) or getattr(error, "errno", None) is not None):
+    except (*_damage(), *connection_errors()) as error:
+        if "://" in path and (isinstance(error, connection_errors()) or getattr(error, "errno", None) is not None):
             raise UserError(f"cannot go on reading {path}: {str(error) or type(error).__name__}; run the same command again") from None
         yield broken("damaged_file", shown(path), mask(str(error)))

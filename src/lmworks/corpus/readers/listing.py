@@ -16,7 +16,7 @@ from lmworks.credentials import hide
 from lmworks.errors import UserError
 from lmworks.masking import mask
 from lmworks.recipe.schema.corpus import Source
-from lmworks.storage import explained, filesystem
+from lmworks.storage import explain_storage_errors, filesystem
 
 LEADS_OUT = "a link that leads out of its source"
 _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-packages", "venv"}
@@ -135,7 +135,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
     system, inner = filesystem(path, "path")
-    with explained(path, "path"):
+    with explain_storage_errors(path, "path"):
         try:
             if any(mark in inner for mark in "*?["):
                 found = system.glob(inner, detail=True)

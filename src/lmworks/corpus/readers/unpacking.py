@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from lmworks.corpus.readers.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, Expansion, decompress, open_binary
 from lmworks.errors import UserError
-from lmworks.storage import lost_errors
+from lmworks.storage import connection_errors
 
 OPEN, NEXT, READ = b"open", b"next", b"read"
 GIVEN, BOMB, DAMAGED, LOST, REFUSED = b"+", b"bomb ", b"damaged ", b"lost ", b"refused "
@@ -60,7 +60,7 @@ class Unpacker:
         except _CONFUSED as error:
             return DAMAGED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         except Exception as error:
-            lost = isinstance(error, lost_errors()) or getattr(error, "errno", None) is not None
+            lost = isinstance(error, connection_errors()) or getattr(error, "errno", None) is not None
             return (LOST if lost else DAMAGED) + (str(error) or type(error).__name__).encode("utf-8", "replace")
 
     def _open(self, size: int, path: str) -> bytes:

@@ -10,13 +10,13 @@ from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps import Context
 from lmworks.errors import UserError
 from lmworks.recipe.schema.text_steps import Code
-from lmworks.sandbox import Limits, Ran, run_python
+from lmworks.untrusted.sandbox import Limits, RunResult, run_python
 
 _PYTHON = ("py", "pyi")
 
 
 @lru_cache(maxsize=8)
-def _trial(limits: Limits) -> Ran:
+def _trial(limits: Limits) -> RunResult:
     """A program that does nothing: does it run within the limits?"""
     return run_python("pass", limits)
 

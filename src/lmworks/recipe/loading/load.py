@@ -138,7 +138,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
     # Names of list items are looked up as they stand, so overrides go in one by one.
     for text in source.overrides:
         _override(tree, replaced, text, "--set")
-    credentials.refuse_two(tree)
+    credentials.refuse_conflicting(tree)
     preset = _preset(tree, document, path.parent)
     sources = _Places(document, replaced, preset)
     refuse_unknown(tree, Recipe, sources.place)

@@ -17,7 +17,7 @@ from lmworks.corpus.contamination import Decontaminator
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, explain_os_errors, read_json, sha256_file, write_json
-from lmworks.pool import each
+from lmworks.pool import map_unordered
 from lmworks.progress import bar
 from lmworks.recipe.schema.corpus import Fim
 from lmworks.recipe.schema.recipe import Recipe
@@ -122,7 +122,7 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
             raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
     paths = [path for some in filled.values() for path in some]
     processes = _processes(recipe.threads or 1, sum(path.stat().st_size for path in paths) // _QUICKER)
-    sha256 = {task[0]: digest for task, digest in each(processes, sha256_file, [(path,) for path in paths])}
+    sha256 = {task[0]: digest for task, digest in map_unordered(processes, sha256_file, [(path,) for path in paths])}
     infills = {output: source.fim for source in recipe.corpus.sources for output in source.outputs}
     jobs = []
     for name in splits["train"]:
@@ -149,7 +149,7 @@ def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: P
     threads = max(1, (recipe.threads or 1) // processes)
     tasks = [(path, tokenizer_dir, prefix, digest, threads, infill, recipe.seed) for path, prefix, digest, infill in missing]
     with bar("tokens", total) as progress:
-        for task, _ in each(processes, encode_part, tasks):
+        for task, _ in map_unordered(processes, encode_part, tasks):
             progress.advance(task[0].stat().st_size)
             progress.note(f"{task[2].parent.name} {task[2].name}")
 
@@ -172,7 +172,7 @@ def shuffled(jobs: Sequence[Job], out_dir: Path, seed: int, shard_tokens: int, t
     tokens = {job: sum(part.tokens for part in parts[job]) for job in jobs}
     yield from ((job, _finish(job, shards[job], parts[job], out_dir)) for job in jobs if all(shards[job]))
     with bar("shards", sum(tokens.values())) as progress:
-        for task, shard in each(_processes(threads, 4 * sum(tokens.values())), write_shard, work):
+        for task, shard in map_unordered(_processes(threads, 4 * sum(tokens.values())), write_shard, work):
             job, number, marker = tasks[task[1]]
             write_json(marker, {"inputs": job.inputs, "shard": shard.model_dump()})
             shards[job][number] = shard
@@ -264,7 +264,7 @@ def _finished(recipe: Recipe, jobs: Sequence[Job], out_dir: Path) -> dict[str, S
     splits = {job.inputs: there[job.inputs] for job in jobs if job.inputs in there}
     tasks = [(out_dir, shard) for split in splits.values() for shard in split.shards]
     processes = _processes(recipe.threads or 1, sum(sum(shard.size.values()) for _, shard in tasks) // _QUICKER)
-    broken = {task[1].prefix for task, good in each(processes, _intact, tasks) if not good}
+    broken = {task[1].prefix for task, good in map_unordered(processes, _intact, tasks) if not good}
     return {inputs: split for inputs, split in splits.items() if not any(shard.prefix in broken for shard in split.shards)}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, sha256_file
-from lmworks.pool import each
+from lmworks.pool import map_unordered
 from lmworks.progress import bar
 from lmworks.shards.build.build_shards import Job, shuffled
 from lmworks.shards.build.encode import EncodedWriter, find_encoded
@@ -53,7 +53,8 @@ def import_tokens(
     facts = [kind, tokenizer_sha256, name, domain, language, dtype, eos]
     with bar("hashes", len(found)) as progress:
         sha256 = {}
-        for (one,), digest in each(threads, sha256_file, [(one.with_suffix(".bin") if kind == "megatron" else one,) for one in found]):
+        hashed = [(one.with_suffix(".bin") if kind == "megatron" else one,) for one in found]
+        for (one,), digest in map_unordered(threads, sha256_file, hashed):
             sha256[one.with_suffix("")] = digest
             progress.advance()
     digests = tuple(_digest([*facts, str(one), sha256[one.with_suffix("")]]) for one in found)
@@ -64,7 +65,7 @@ def import_tokens(
     ]
     closed = empty = 0
     with bar("tokens", len(found)) as progress:
-        for _, (added, left) in each(min(threads, len(found)), import_file, tasks):
+        for _, (added, left) in map_unordered(min(threads, len(found)), import_file, tasks):
             closed, empty = closed + added, empty + left
             progress.advance()
     ((_, split),) = shuffled([job], out_dir, seed, shard_tokens, threads)

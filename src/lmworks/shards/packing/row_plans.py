@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmworks.files import atomic_path, read_json, write_json
-from lmworks.pool import each
+from lmworks.pool import map_unordered
 from lmworks.progress import bar
 from lmworks.shards.format.checksums import damaged, map_file
 from lmworks.shards.format.indexed import IndexedFile
@@ -89,7 +89,7 @@ class RowPlans:
             tasks = [(self._streams[source].prefixes[part.shard], part.first, part.past, length, folder / part.name) for part in missing]
             documents = sum(part.past - part.first for part in missing)
             with bar(f"rows of {source}", documents) as progress:
-                for task, rows in each(self._processes if documents > _WORTH_PROCESSES else 1, make_plan, tasks):
+                for task, rows in map_unordered(self._processes if documents > _WORTH_PROCESSES else 1, make_plan, tasks):
                     known[task[-1].name] = rows
                     progress.advance(task[2] - task[1])
             others = read_json(folder / _COUNTS) if (folder / _COUNTS).exists() else {}

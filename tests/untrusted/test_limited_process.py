@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.limited import Ended, Failed, Limited
+from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 from patience import PATIENCE
 
 _FUNCTION = """
@@ -24,13 +24,13 @@ def make():
 
 
 @pytest.fixture
-def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Limited]]:
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LimitedProcess]]:
     (tmp_path / "limited_function.py").write_text(_FUNCTION)
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))  # none empty: the directory
-    made: list[Limited] = []
+    made: list[LimitedProcess] = []
 
-    def make(seconds: float = PATIENCE, memory: int = 1 << 30, name: str = "make") -> Limited:
-        made.append(Limited(f"limited_function:{name}", seconds, memory))
+    def make(seconds: float = PATIENCE, memory: int = 1 << 30, name: str = "make") -> LimitedProcess:
+        made.append(LimitedProcess(f"limited_function:{name}", seconds, memory))
         return made[-1]
 
     yield make
@@ -38,35 +38,37 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         one.close()
 
 
-def test_one_process_answers_until_it_ends(called: Callable[..., Limited]) -> None:
+def test_one_process_answers_until_it_ends(called: Callable[..., LimitedProcess]) -> None:
     limited = called()
     first = limited(b"pass")
     assert limited(b"print('not an answer')") == first and int(first) != os.getpid()
-    with pytest.raises(Failed, match="ValueError: this"):
+    with pytest.raises(CallFailed, match="ValueError: this"):
         limited(b"raise ValueError('this')")
-    with pytest.raises(Failed, match="MemoryError"):
+    with pytest.raises(CallFailed, match="MemoryError"):
         limited(b"bytes(2 << 30)")
     assert limited(b"pass") == first
-    with pytest.raises(Ended) as ended:
+    with pytest.raises(ProcessDied) as ended:
         limited(b"os._exit(0)")
     assert not ended.value.hangs
     assert limited(b"pass") != first
 
 
-def test_a_call_that_takes_too_much_time_ends_its_process(called: Callable[..., Limited]) -> None:
+def test_a_call_that_takes_too_much_time_ends_its_process(called: Callable[..., LimitedProcess]) -> None:
     limited = called(seconds=0.2)
-    with pytest.raises(Ended) as ended:
+    with pytest.raises(ProcessDied) as ended:
         limited(b"while True: pass")
     assert ended.value.hangs
     limited(b"time.sleep(0.3)")  # only processor time counts
 
 
-def test_what_does_not_start_says_so(called: Callable[..., Limited]) -> None:
+def test_what_does_not_start_says_so(called: Callable[..., LimitedProcess]) -> None:
     with pytest.raises(OSError, match="the process of limited_function:nothing does not start"):
         called(name="nothing")(b"pass")
 
 
-def test_files_in_the_directory_are_no_modules(called: Callable[..., Limited], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_the_directory_are_no_modules(
+    called: Callable[..., LimitedProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     for name in ("json", "struct", "signal", "resource"):
         (tmp_path / "data" / f"{name}.py").write_text("raise SystemExit('untrusted')")
@@ -74,7 +76,7 @@ def test_files_in_the_directory_are_no_modules(called: Callable[..., Limited], t
     assert called()(b"import resource")
 
 
-def test_threads_take_turns(called: Callable[..., Limited]) -> None:
+def test_threads_take_turns(called: Callable[..., LimitedProcess]) -> None:
     limited, found = called(), set()
     threads = [threading.Thread(target=lambda: found.add(limited(b"time.sleep(0.01)"))) for _ in range(5)]
     for thread in threads:

@@ -1,9 +1,9 @@
-"""Builds a sandbox around an untrusted Python program and reports how it ended: the other half of `lmworks.sandbox`, run as a script.
+"""The script that `lmworks.untrusted.sandbox` starts: builds a sandbox, runs an untrusted Python program in it and reports how it ended.
 
-    python -I confine.py '{"seconds": 5, ...}' < PROGRAM        prints {"outcome": ..., "detail": ...}
+    python -I sandbox_launcher.py '{"seconds": 5, ...}' < PROGRAM        prints {"outcome": ..., "detail": ...}
 
-It imports nothing but the standard library. Three processes: this one, which stands outside and keeps the time; the first process of the
-namespace, whose end the kernel makes the end of all others in it; and below that the program, which can reach neither of the two.
+It imports only the standard library. There are three processes: this one, which stays outside the sandbox and enforces the time limit;
+the first process of the PID namespace, with which the kernel ends all others in it; and its child, the program, which can reach neither.
 See user_namespaces(7), mount_setattr(2), landlock(7) and seccomp(2).
 """
 
@@ -80,7 +80,7 @@ def prctl(option: int, value: int, pointer: object = None) -> int:
 
 
 def enter_namespaces() -> None:
-    """Into namespaces in which there is one user, nobody: whoever started this, or outside too nobody, where root did."""
+    """Enter new namespaces with one user, nobody. Outside it is the user who started this process, or nobody too if root started it."""
     root = os.geteuid() == 0
     user, group = (NOBODY, NOBODY) if root else (os.geteuid(), os.getegid())
     if root:
@@ -90,7 +90,7 @@ def enter_namespaces() -> None:
             raise Refused("root has started it, and may not become another user here") from None
     entered, tell = os.pipe()
     mapper = os.fork()
-    if mapper == 0:  # who is in the namespace may not map a user other than itself
+    if mapper == 0:  # a process inside the namespace can map only its own user
         os.close(tell)
         os._exit(write_maps(os.getppid(), user, group) if os.read(entered, 1) else 0)
     check(_libc.unshare(NAMESPACES), "user, process, network and mount namespaces")
@@ -101,7 +101,7 @@ def enter_namespaces() -> None:
 
 
 def write_maps(process: int, user: int, group: int) -> int:
-    """Give the namespace of a process its one user and group; the number of the error, 0 for none."""
+    """Map the one user and group of the namespace of `process`. Returns an errno, 0 for success."""
     try:
         for name, content in (("setgroups", "deny"), ("gid_map", f"{NOBODY} {group} 1"), ("uid_map", f"{NOBODY} {user} 1")):
             Path(f"/proc/{process}/{name}").write_text(content, encoding="ascii")
@@ -111,9 +111,9 @@ def write_maps(process: int, user: int, group: int) -> int:
 
 
 def build_root(source: bytes, room: int) -> list[str]:
-    """Move into a root directory with nothing in it but what Python needs, to read only, the program, and `room` bytes of `FOLDER`.
+    """Change to a root directory that holds only what Python needs (read-only), the program, and `FOLDER` with `room` bytes (writable).
 
-    Returns the trees that are there. Nothing of it lies on a disk, and nothing is left when the last process ends.
+    Returns the mounted trees. Nothing of it is on a disk, and nothing remains after the last process has ended.
     """
     links: dict[str, str] = {}
     found: set[str] = set()
@@ -122,7 +122,7 @@ def build_root(source: bytes, room: int) -> list[str]:
     trees = sorted(tree for tree in found if found.isdisjoint(map(str, Path(tree).parents)))
     check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mounts of its own")
     opened = [read_only(tree) for tree in trees]
-    os.setgid(NOBODY)  # by now root has gone through the directories that only root may enter
+    os.setgid(NOBODY)  # root has already opened the directories that only root may enter
     os.setuid(NOBODY)
     check(_libc.mount(b"sandbox", BASE.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=755"), "a root directory")
     for tree, place in zip(trees, opened, strict=True):
@@ -147,7 +147,7 @@ def build_root(source: bytes, room: int) -> list[str]:
 
 
 def follow(path: str, links: dict[str, str]) -> str:
-    """Where a path leads to, by way of symbolic links that are noted in `links`."""
+    """Resolve a path, and add the symbolic links on the way to `links`."""
     at, left = "/", path.split("/")
     while left:
         name = left.pop(0)
@@ -165,7 +165,7 @@ def follow(path: str, links: dict[str, str]) -> str:
 
 
 def read_only(tree: str) -> int:
-    """A file or directory with all that is mounted below it, as a mount that can be read only, not yet at any place."""
+    """Open a file or directory, with everything mounted below it, as a read-only mount that is not attached yet."""
     place = check(_libc.syscall(OPEN_TREE, AT_FDCWD, os.fsencode(tree), OPEN_TREE_CLONE | AT_RECURSIVE), f"mount of {tree}")
     os.set_inheritable(place, False)
     check(set_attributes(place, b"", AT_EMPTY_PATH | AT_RECURSIVE, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID), f"{tree} to read only")
@@ -179,7 +179,7 @@ def set_attributes(place: int, path: bytes, flags: int, attributes: int) -> int:
 
 
 def landlock(trees: list[str]) -> None:
-    """A second wall: read and execute under `trees`, read the program, everything under `FOLDER`, nothing elsewhere."""
+    """Apply Landlock as a second layer: read and execute under `trees`, read the program, everything under `FOLDER`, nothing elsewhere."""
     version = check(_libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     handled = RIGHTS_BY_VERSION.get(version, RIGHTS_BY_VERSION[3])
     attributes = struct.pack("=Q", handled)
@@ -195,7 +195,7 @@ def landlock(trees: list[str]) -> None:
 
 
 def limit(limits: dict[str, float]) -> None:
-    """Resource limits, where they are not lower already. The processor's is in whole seconds: SIGXCPU, and SIGKILL a second later."""
+    """Set resource limits where they are not lower already. CPU time is in whole seconds: SIGXCPU, and SIGKILL one second later."""
     seconds = math.ceil(limits["seconds"])
     for which, soft, hard in (
         (resource.RLIMIT_CPU, seconds, seconds + 1),
@@ -211,11 +211,11 @@ def limit(limits: dict[str, float]) -> None:
 
 
 def filter_calls() -> None:
-    """From here on: threads but no other processes, no sockets but of the internet (and no network for them), none of `DENIED`."""
+    """Apply seccomp: threads but no other processes, only internet sockets (without a network), none of the system calls in `DENIED`."""
     column, processor = PROCESSORS[os.uname().machine]
     denied = [number for row in DENIED if (number := row[column]) is not None]
     rules = [
-        *((LOAD, 0, 0, 4), (IF_EQUAL, 1, 0, processor), (RETURN, 0, 0, KILL)),  # numbers of 32-bit programs are others
+        *((LOAD, 0, 0, 4), (IF_EQUAL, 1, 0, processor), (RETURN, 0, 0, KILL)),  # 32-bit programs have other numbers
         *((LOAD, 0, 0, 0), (IF_FROM, 0, 1, X32), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
         # its flags lie in memory, where no filter can see them; the C library then takes clone
         *((IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
@@ -232,7 +232,7 @@ def filter_calls() -> None:
 
 
 def become(said: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
-    """Confine this process and become the program, whose output goes to `said`. What it has not been given, it loses here."""
+    """Confine this process and execute the program, whose output goes to `said`."""
     os.setsid()  # signals to its group reach nobody else
     for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (said, 1), (said, 2)):
         os.dup2(place, number)
@@ -248,7 +248,7 @@ def become(said: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
 
 
 def first_process(tell: int, said: int, limits: dict[str, float], trees: list[str]) -> None:
-    """What the first process of the namespace does: start the program, and tell how it ended. With this one all others end."""
+    """First process of the namespace: start the program and report how it ended. When this process ends, all others do."""
     check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "end with the parent")
     os.write(tell, b"\n")  # fails where the parent is gone already
     program = os.fork()
@@ -266,7 +266,7 @@ def first_process(tell: int, said: int, limits: dict[str, float], trees: list[st
 
 
 def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
-    """Run the program until it ends or its time is over; its outcome and detail."""
+    """Run the program until it ends or reaches its time limit. Returns its outcome and detail."""
     (report, tell), (output, said) = os.pipe(), os.pipe()
     first = os.fork()
     if first == 0:
@@ -301,7 +301,7 @@ def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
 
 
 def verdict(ended: dict[str, Any], line: str, late: bool, seconds: float) -> tuple[str, str]:
-    """(outcome, detail) from what the first process told, the last line of output, and whether the time was over."""
+    """(outcome, detail) from the report of the first process, the last line of output, and whether the time limit was reached."""
     code = ended.get("code")
     if "refused" in ended:
         return "refused", f"no sandbox: {ended['refused']}"

@@ -1,7 +1,7 @@
-"""A function in a process of its own with limits: hostile input makes parsers hang, crash and fill the memory.
+"""Calls a function in a separate process with limits, because hostile input makes parsers hang, crash or exhaust memory.
 
-A call may take so much processor time, however busy the machine is; the kernel then ends the process, and the next call gets a new one. The
-process ends with its input. It imports little, to start soon.
+The limit of a call is CPU time, so it does not depend on how busy the machine is. When it is reached, the kernel ends the process, and the
+next call starts a new one. The process ends when its input is closed. It imports little, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import IO
 _HEADER = struct.Struct("<BQ")  # whether it failed, bytes that follow
 
 
-class Failed(Exception):
-    """The function raised; says what."""
+class CallFailed(Exception):
+    """The function raised an exception; the message has its type and text."""
 
 
-class Ended(Exception):
-    """The process has ended before it answered; `hangs` says that it was for the time that it took."""
+class ProcessDied(Exception):
+    """The process died before it answered; `hangs` is true if it reached its time limit."""
 
     def __init__(self, hangs: bool) -> None:
         super().__init__("takes too much time" if hangs else "takes too much memory, or crashes its parser")
         self.hangs = hangs
 
 
-class Limited:
-    """Calls of a function of bytes that gives bytes. `make`, as MODULE:NAME, gives the function, in a process started at the first call.
+class LimitedProcess:
+    """Calls a function from bytes to bytes in a process. `make`, as MODULE:NAME, returns the function; the first call starts the process.
 
-    A call may take `seconds` of processor time, the process `memory` bytes of address space. Threads take turns.
+    A call may take `seconds` of CPU time, and the process `memory` bytes of address space. Calls from several threads are serialized.
     """
 
     def __init__(self, make: str, seconds: float, memory: int) -> None:
@@ -45,7 +45,7 @@ class Limited:
         self._lock, self._owner = threading.Lock(), 0
 
     def __call__(self, data: bytes) -> bytes:
-        """What the function returns. Raises `Failed` and `Ended`, and `OSError` if the process does not start."""
+        """Call the function. Raises `CallFailed` and `ProcessDied`, and `OSError` if the process does not start."""
         with self._lock:
             try:
                 if self._process is None or self._owner != os.getpid():
@@ -55,21 +55,21 @@ class Limited:
                 assert self._process is not None
                 self._process.communicate()
                 hangs, self._process = self._process.returncode == -signal.SIGPROF, None
-                raise Ended(hangs) from None
-            except BaseException:  # what it would still answer is no answer to the next call
+                raise ProcessDied(hangs) from None
+            except BaseException:  # a late answer must not be taken as the answer to the next call
                 self.close()
                 raise
         if failed:
-            raise Failed(answer.decode("utf-8", "replace"))
+            raise CallFailed(answer.decode("utf-8", "replace"))
         return answer
 
     def close(self) -> None:
-        """End the process. Another call would start a new one."""
+        """End the process. Another call starts a new one."""
         self._end()
         self._process = None
 
     def _start(self) -> None:
-        code = "from lmworks.limited import serve; serve()"
+        code = "from lmworks.untrusted.limited_process import serve; serve()"
         command = [sys.executable, "-P", "-c", code, self._make, str(self._seconds), str(self._memory)]
         settings = {**os.environ, "PYTHONHASHSEED": "0"}  # the order of sets must not depend on the process
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
@@ -107,7 +107,7 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
 
 
 def serve() -> None:
-    """What the process does: an answer to each call that comes in, until no more come."""
+    """Main function of the process: answer calls until the input is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     try:
         _answer_calls(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
@@ -128,10 +128,10 @@ def _answer_calls(make: str, seconds: float, memory: int) -> None:
     sink.flush()
     while header := source.read(_HEADER.size):
         data = source.read(_HEADER.unpack(header)[1])
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles SIGPROF, so it ends this process, in C code too
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF is not handled, so it ends this process even inside C code
         try:
             failed, answer = 0, function(data)
-        except Exception as error:  # whatever a parser makes of bad input is a reason
+        except Exception as error:  # parsers raise anything on bad input
             failed, answer = 1, f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sink.write(_HEADER.pack(failed, len(answer)) + answer)

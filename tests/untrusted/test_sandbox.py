@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmworks import confine
-from lmworks.sandbox import Limits, Ran, run_python
+from lmworks.untrusted import sandbox_launcher
+from lmworks.untrusted.sandbox import Limits, RunResult, run_python
 from patience import PATIENCE
 
 PATIENT = Limits(seconds=PATIENCE)
@@ -96,7 +96,7 @@ def test_what_a_program_leaves_behind_does_nothing_to_whoever_reads_its_output(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     remove = "os.remove('output') if os.path.exists('output') else None"
     ran = run_python(f"import os\n{remove}\n{attack.format(secret=str(tmp_path / 'secret'))}\nraise SystemExit('the end')", PATIENT)
-    assert ran == Ran("failed", "the end")
+    assert ran == RunResult("failed", "the end")
     assert not list((tmp_path / "temporary").iterdir())
 
 
@@ -136,10 +136,10 @@ def test_nothing_outside_changes_and_nothing_is_seen(tmp_path: Path, monkeypatch
 
 
 def test_what_the_kernel_is_not_asked() -> None:
-    column, _ = confine.PROCESSORS[os.uname().machine]
-    denied = [row[column] for row in confine.DENIED if row[column] is not None]
+    column, _ = sandbox_launcher.PROCESSORS[os.uname().machine]
+    denied = [row[column] for row in sandbox_launcher.DENIED if row[column] is not None]
     program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in {denied}:\n  assert libc.syscall(n, 0, 0, 0, 0, 0) == -1"
-    assert run_python(program + "\n  assert ctypes.get_errno() == 1, n", PATIENT) == Ran("passed", "")
+    assert run_python(program + "\n  assert ctypes.get_errno() == 1, n", PATIENT) == RunResult("passed", "")
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_does_not_end_is_ended(program: str) -> None:
 
 def test_nothing_stays_where_the_launcher_is_killed() -> None:
     name = f"lmw{os.getpid()}k"
-    command = [sys.executable, "-I", confine.__file__, json.dumps(asdict(PATIENT))]
+    command = [sys.executable, "-I", sandbox_launcher.__file__, json.dumps(asdict(PATIENT))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as launcher:
         assert launcher.stdin
         launcher.stdin.write((named(name) + "time.sleep(600)").encode())
@@ -194,7 +194,7 @@ def test_nothing_stays_where_the_launcher_is_killed() -> None:
 def test_a_launcher_that_gets_no_time_says_timeout() -> None:
     """It sleeps over the end of the program, which the limit of CPU time has killed, and over that of its time."""
     limits = Limits(seconds=1)
-    command = [sys.executable, "-I", confine.__file__, json.dumps(asdict(limits))]
+    command = [sys.executable, "-I", sandbox_launcher.__file__, json.dumps(asdict(limits))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdin and launcher.stdout
         launcher.stdin.write(b"while True: pass")
@@ -223,11 +223,11 @@ def test_a_launcher_that_gets_no_time_says_timeout() -> None:
     ],
 )
 def test_who_ended_a_program_decides(ended: dict[str, object], late: bool, outcome: str) -> None:
-    assert confine.verdict(ended, "", late, 1.0)[0] == outcome
+    assert sandbox_launcher.verdict(ended, "", late, 1.0)[0] == outcome
 
 
 def test_many_at_once() -> None:
-    found: list[Ran] = []
+    found: list[RunResult] = []
     threads = [threading.Thread(target=lambda n=n: found.append(run_python(f"assert {n} % 2", PATIENT))) for n in range(6)]
     for thread in threads:
         thread.start()
@@ -249,7 +249,9 @@ def test_many_at_once() -> None:
     ],
 )  # fmt: skip
 def test_where_the_kernel_lacks_something_nothing_is_run(constant: str, value: object, detail: str) -> None:
-    command = f"from lmworks import confine\nconfine.{constant} = {value!r}\nconfine.main({asdict(PATIENT)})"
+    command = (
+        f"from lmworks.untrusted import sandbox_launcher as launcher\nlauncher.{constant} = {value!r}\nlauncher.main({asdict(PATIENT)})"
+    )
     ran = subprocess.run([sys.executable, "-c", command], input=b"raise SystemExit('it ran')", capture_output=True, check=True)
     answer = json.loads(ran.stdout)
     assert answer["outcome"] == "refused"

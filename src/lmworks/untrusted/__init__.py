@@ -1,0 +1,1 @@
+"""Runs untrusted code and parses untrusted input in processes with limits."""
