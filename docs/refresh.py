@@ -1,6 +1,7 @@
-"""Bring README.md up to date with a finished run: python docs/refresh.py RUN
+"""Update README.md and docs/quickstart.md from a finished run: python docs/refresh.py RUN
 
-Writes what `lmworks run` printed at the end of RUN and the picture of its run page. Needs the extra `dev` and a chromium for the picture. Run it from the root of the repository.
+Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md, its section MEASURED into README.md, and a picture of the
+run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lmworks.run.summary import summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "figures" / "run-page.png"
+MEASURED = "What was measured"  # the section of the summary that README.md shows
 WIDTH = 100  # columns that a page on GitHub shows without scrolling
 _WIDE = 1280  # pixels of the picture
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -32,17 +34,22 @@ def printed(run_dir: Path) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
 
 
+def section(text: str, title: str) -> str:
+    """The lines of a summary below `title`, up to the next empty line."""
+    return text.split(f"{title}\n")[1].split("\n\n")[0]
+
+
 def replace_block(document: str, name: str, text: str) -> str:
-    """Put `text` as a block of plain text between the marks of `name`."""
+    """Put `text` as a block of plain text between the markers of `name`."""
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if begin not in document or end not in document:
-        raise UserError(f"README.md has no block {name!r}; keep the lines {begin} and {end} in it")
+        raise UserError(f"the page has no block {name!r}; keep the lines {begin} and {end} in it")
     before, rest = document.split(begin)
     return f"{before}{begin}\n```text\n{text}\n```\n{end}{rest.split(end)[1]}"
 
 
 def take_picture(page: Path, picture: Path) -> None:
-    """The top of a run page, down to the loss curve, in a light browser, as a PNG of few colours."""
+    """The top of a run page, down to the loss curve, in a browser with a light color scheme, as a PNG of few colors."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
@@ -61,9 +68,17 @@ def take_picture(page: Path, picture: Path) -> None:
 
 
 def main(run_dir: Path) -> None:
-    document = replace_block((ROOT / "README.md").read_text(encoding="utf-8"), "quickstart", printed(run_dir))
+    summary_text = printed(run_dir)
+    pages = {
+        page: replace_block(page.read_text(encoding="utf-8"), name, text)
+        for page, name, text in (
+            (ROOT / "README.md", "measured", section(summary_text, MEASURED)),
+            (ROOT / "docs" / "quickstart.md", "quickstart", summary_text),
+        )
+    }
     take_picture(write_page(run_dir), PICTURE)
-    write_text(ROOT / "README.md", document)
+    for page, document in pages.items():
+        write_text(page, document)
 
 
 if __name__ == "__main__":

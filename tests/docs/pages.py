@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_INDEX = DOCS / "README.md"
+_LISTED = [DOCS / target for target in LINK.findall(_INDEX.read_text(encoding="utf-8")) if "/" not in target]
+# README first, then the pages in the order of the index, which is the order in which their commands are run.
+PAGES = [ROOT / "README.md", *dict.fromkeys(_LISTED), _INDEX, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 _SHELL = ("bash", "console", "sh", "shell", "")  # languages of blocks in which every line is a command
 _PROGRAMS = re.compile(r"(lmworks|make|pip|python|vllm|llama-[a-z]+|sh|export|docker|curl) \S")
 

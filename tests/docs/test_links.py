@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, blocks, inline, prose
+from pages import DOCS, LINK, PAGES, ROOT, blocks, inline, prose
 
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "tests|recipes|docs|benchmarks|src"
 OURS = "|".join(sorted(path.name for path in (ROOT / "src" / "lmworks").iterdir() if path.is_dir()))
 
@@ -46,9 +45,14 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
-    linked = {target.partition("#")[0] for _, text in prose(ROOT / "README.md") for target in LINK.findall(text)}
-    assert {f"docs/{page.name}" for page in PAGES[1:]} <= linked
+def test_the_readme_leads_to_the_index_and_the_index_to_every_page() -> None:
+    linked = {target for _, text in prose(ROOT / "README.md") for target in LINK.findall(text)}
+    assert {"docs/README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= linked
+    assert set(DOCS.glob("*.md")) <= set(PAGES), "list the page in docs/README.md"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 
 
 def test_pictures_are_small() -> None:
@@ -57,12 +61,12 @@ def test_pictures_are_small() -> None:
     assert all(path.stat().st_size < 300_000 for path in pictures)
 
 
-def test_the_output_that_the_readme_shows_is_of_the_recipe_that_is_shipped() -> None:
+def test_the_output_that_the_quickstart_shows_is_of_the_recipe_that_is_shipped() -> None:
     """What does not depend on the machine: domains, benchmark sets, tasks, questions."""
     from lmworks.recipe.loading.load import load_recipe
 
     recipe = load_recipe("quickstart").recipe
-    shown = " ".join(" ".join(block.lines) for block in blocks(ROOT / "README.md") if block.language == "text")
+    shown = " ".join(" ".join(block.lines) for block in blocks(DOCS / "quickstart.md") if block.language == "text")
     names = [*(source.domain for source in recipe.corpus.sources), *recipe.evaluate.benchmarks, *(t.name for t in recipe.evaluate.tasks)]
     first_words = [" ".join(question.split()[:3]) for question in recipe.evaluate.questions]
     missing = [name for name in (*names, *first_words) if name[:14] not in shown]

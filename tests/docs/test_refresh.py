@@ -1,4 +1,4 @@
-"""docs/refresh.py, which writes the output that README.md shows."""
+"""docs/refresh.py, which writes the output that README.md and docs/quickstart.md show."""
 
 from __future__ import annotations
 
@@ -12,33 +12,45 @@ from pages import ROOT
 from lmworks.errors import UserError
 from tiny_run import Tiny
 
+PAGES = ("README.md", "docs/quickstart.md")
+
 
 @pytest.fixture
 def refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, working on a README of its own and without a browser."""
+    """The script, working on copies of the pages and without a browser."""
     spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    for page in PAGES:
+        (tmp_path / page).write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "take_picture", lambda page, picture: None)
     return module
 
 
+def between(text: str, name: str) -> str:
+    return text.split(f"<!-- {name} -->")[1].split(f"<!-- end of {name} -->")[0]
+
+
 def test_the_blocks_are_replaced_and_nothing_else(refresh: ModuleType, tiny: Tiny, tmp_path: Path) -> None:
     refresh.main(tiny.run_dir)
-    before, after = (ROOT / "README.md").read_text(encoding="utf-8"), (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert f"lmworks chat {tiny.run_dir}" in "".join(after.split("<!-- quickstart -->")[1].split("<!-- end")[0].split("\n"))
-
-    def around(text: str) -> list[str]:
-        return [part.split("-->")[-1] for part in text.replace("<!-- end of", "<!--").split("<!--")[::2]]
-
-    assert around(before) == around(after)
+    after = {page: (tmp_path / page).read_text(encoding="utf-8") for page in PAGES}
+    assert f"lmworks chat {tiny.run_dir}" in between(after["docs/quickstart.md"], "quickstart").replace("\n", "")
+    for page, name in zip(PAGES, ("measured", "quickstart"), strict=True):
+        before = (ROOT / page).read_text(encoding="utf-8")
+        assert before != after[page] and before.replace(between(before, name), "") == after[page].replace(between(after[page], name), "")
     refresh.main(tiny.run_dir)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == after
+    assert after == {page: (tmp_path / page).read_text(encoding="utf-8") for page in PAGES}
 
 
-def test_what_is_missing_is_named(refresh: ModuleType) -> None:
+def test_the_readme_shows_a_section_of_the_quickstarts_summary(refresh: ModuleType) -> None:
+    readme, quickstart = ((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    shown = between(readme, "measured").strip().removeprefix("```text\n").removesuffix("\n```")
+    assert refresh.section(between(quickstart, "quickstart"), refresh.MEASURED) == shown
+
+
+def test_a_missing_block_is_named(refresh: ModuleType) -> None:
     with pytest.raises(UserError, match="no block 'elsewhere'"):
         refresh.replace_block("text", "elsewhere", "")
