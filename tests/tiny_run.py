@@ -59,7 +59,7 @@ train:
   precision: fp32
   compile: false
   validate_every: 8 steps
-  validate_bytes_per_domain: 2000
+  validate_bytes_per_domain: 600
   sample_every: 16 steps
   save_every: 4 steps
   phases:

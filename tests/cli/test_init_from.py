@@ -89,7 +89,7 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     assert expected > 6.5, "an untrained model of ours would be near log(520) = 6.25, so that this tells them apart"
 
     resolved = json.loads((run_dir / "resolved.json").read_text())
-    assert (resolved["model"]["layers"], resolved["model"]["vocab_size"], resolved["model"]["norm_eps"]) == (2, 520, 1e-6)
+    assert (resolved["model"]["num_hidden_layers"], resolved["model"]["vocab_size"], resolved["model"]["rms_norm_eps"]) == (2, 520, 1e-6)
     start = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start")
     newest = listing.directories(run_dir / "checkpoints")[-1]
     assert start["init_from"]["path"] == str(foreign)

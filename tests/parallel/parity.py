@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": _COMMON | {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "sliding_window": "8 tokens",
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "moe": _COMMON | {"moe": _MOE},
-    "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "qk_norm", "attention_bias", "num_key_value_heads",
+    "mla": {key: value for key, value in _COMMON.items() if key not in ("head_dim", "use_qk_norm", "attention_bias", "num_key_value_heads",
     "rope")} | {
         "moe": _MOE | {"n_group": 4, "topk_group": 2}, "num_key_value_heads": 4, "head_dim": 12,
         "mla": {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},

@@ -167,7 +167,7 @@ def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Pat
     (lean.run_dir / "metrics.jsonl").unlink()
     for path in [*(lean.run_dir / "shards").rglob("*.bin"), *(lean.run_dir / "shards").rglob("*.idx")]:
         path.unlink()
-    lean.pretrain(*SHORT, f"shards.cache={{dir: {tmp_path}/cache, bytes: 100MB, remote: 's3://{bucket}/run/shards'}}")
+    lean.pretrain(*SHORT, f"shards.cache={{dir: {tmp_path}/cache, max_bytes: 100MB, remote: 's3://{bucket}/run/shards'}}")
     assert same_bits(checkpoint(lean.run_dir), checkpoint(trained.run_dir)) == []
 
 

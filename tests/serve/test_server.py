@@ -241,7 +241,7 @@ def test_bad_completion_requests(client: openai.OpenAI, body: dict, message: str
 
 @pytest.mark.parametrize("options", [
     {"temperature": 1e-300}, {"temperature": 1e-300, "top_p": 1e-300, "min_p": 1.0}, {"top_p": 1e-300}, {"seed": -(10**400)},
-    {"num_experts_per_tok": 10**30}, {"user": "me", "metadata": {"a": 1}, "store": False, "seed": None, "nothing": None},
+    {"top_k": 10**30}, {"user": "me", "metadata": {"a": 1}, "store": False, "seed": None, "nothing": None},
 ], ids="-".join)  # fmt: skip
 def test_odd_requests_are_answered(server, options: dict) -> None:  # type: ignore[no-untyped-def]
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "f\ud800", "arguments": {}}}]}

@@ -207,7 +207,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, encoding="utf-8", check=True)
     assert done.stdout == f"the disk of {tmp_path} has no room for 16,777,216 bytes; lower shards.cache.max_bytes\n"
     assert list(tmp_path.glob("blocks-*")) == []
-    with pytest.raises(UserError, match=r"shards\.cache\.bytes 1,000 is too small"):
+    with pytest.raises(UserError, match=r"shards\.cache\.max_bytes 1,000 is too small"):
         BlockCache(tmp_path, 1000)
 
 

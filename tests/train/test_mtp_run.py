@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CHANGES = (
     "model.mtp={num_nextn_predict_layers: 1, loss_weight: 0.3}", "train.phases.long.mtp_loss_weight=0.1", "model.use_qk_norm=false",
         "model.num_key_value_heads=null",
-    "model.mla={q_lora_rank: 12, kv_lora_rank: 16, rope_dim: 4, nope_dim: 8, value_dim: 8}",
+    "model.mla={q_lora_rank: 12, kv_lora_rank: 16, qk_rope_head_dim: 4, qk_nope_head_dim: 8, v_head_dim: 8}",
 )  # fmt: skip
 
 

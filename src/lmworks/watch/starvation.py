@@ -35,5 +35,5 @@ class Starvation:
 def advice(cached: bool) -> str:
     """What to change."""
     if cached:
-        return "raise shards.cache.prefetch or shards.cache.size, or bring the shards nearer"
+        return "raise shards.cache.prefetch or shards.cache.max_bytes, or bring the shards nearer"
     return "put the shards on a faster disk, or give the process a core of its own for reading"
