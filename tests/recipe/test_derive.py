@@ -164,5 +164,5 @@ def test_multi_token_prediction_moves_no_derived_value(write: Write) -> None:
     assert (ahead.optimizer, ahead.train) == (bare.optimizer, bare.train)
     with pytest.raises(UserError, match=r"mtp_loss_weight: there is no multi-token-prediction layer to weigh"):
         load_recipe(write(text=BARE + PHASE), ["train.phases.general.mtp_loss_weight=0.1"])
-    with pytest.raises(UserError, match=r"weight: input should be greater than 0, not 0"):
-        load_recipe(write(text=BARE), ["model.mtp={weight: 0}"])
+    with pytest.raises(UserError, match=r"loss_weight: input should be greater than 0, not 0"):
+        load_recipe(write(text=BARE), ["model.mtp={loss_weight: 0}"])

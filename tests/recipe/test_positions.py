@@ -68,6 +68,6 @@ def test_changes_that_make_no_sense_are_refused(write: Write, rope: str, told: s
 
 
 def test_no_positions_cannot_be_changed(write: Write) -> None:
-    path = write(long("{theta: 50000.0}"), ("preset: glm-tiny", "preset: glm-tiny\n  rope: {fraction: 0}"))
+    path = write(long("{theta: 50000.0}"), ("preset: glm-tiny", "preset: glm-tiny\n  rope: {partial_rotary_factor: 0}"))
     with pytest.raises(UserError, match="no positions to change; leave rope out"):
         load_recipe(path)
