@@ -21,8 +21,9 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.start import launched
 from lmworks.progress import console
-from lmworks.recipe.schema.model import LEARNING
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
 from lmworks.shards.order.epoch_warnings import epoch_warnings
@@ -138,10 +139,10 @@ def identity(recipe: Recipe) -> dict[str, object]:
 
     Positions may change between phases; how they are learnt (dropout, balancing, losses) may be changed by an allowed resume.
     """
-    model = as_tree(recipe.model)
-    moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in LEARNING}
+    model, others = as_tree(recipe.model), {"rope", *not_architecture(Model)}
+    moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in others}
     mtp = model["mtp"] and {"num_nextn_predict_layers": model["mtp"]["num_nextn_predict_layers"]}
-    return {"model": {key: value for key, value in model.items() if key not in (*LEARNING, "rope")} | {"moe": moe, "mtp": mtp}}
+    return {"model": {key: value for key, value in model.items() if key not in others} | {"moe": moe, "mtp": mtp}}
 
 
 def _size(manifest: Manifest) -> int:

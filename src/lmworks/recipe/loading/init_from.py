@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.recipe.loading.huggingface import from_config
-from lmworks.recipe.schema.model import LEARNING, Model
+from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.paths import Keys, flat, get, leaves, over, put
 
-# What may differ from the model that the weights were trained in: how it learns, not what it computes.
-_FREE = (*LEARNING, "mtp")
+_FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of the model that the weights were trained in
 _STEP = re.compile(r"step-\d{8,}\Z")
 
 

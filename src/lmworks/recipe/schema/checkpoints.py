@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import NO_EFFECT
 from lmworks.recipe.schema.units import Duration
 
 
 class Checkpoints(Node):
     """What is saved and what is kept."""
+
+    effect: ClassVar = NO_EFFECT
 
     keep_last: int = Field(2, gt=0, description="newest checkpoints to keep")
     keep_every: Duration | None = Field(None, description="checkpoints at these intervals are never pruned")

@@ -22,9 +22,7 @@ class Cluster(Node):
     memory_gib: float = Field(gt=0, le=1e6, description="per device")
     network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes")
     dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
-    watts: float = Field(
-        0.0, ge=0, le=1e6, description="drawn per device, its share of the machine and of the cooling among it"
-    )
+    watts: float = Field(0.0, ge=0, le=1e6, description="drawn per device, its share of the machine and of the cooling among it")
     mfu: float = Field(0.4, ge=1e-6, le=1, description="share of the peak expected; `lmworks plan --calibrate` measures it")
     mfu_source: str = Field("assumed", description="where that share comes from")
     layout: Layout | None = None

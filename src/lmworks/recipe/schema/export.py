@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import read_by
 
 
 class Export(Node):
     """Formats to write; each is loaded again and compared before it counts as done."""
+
+    effect: ClassVar = read_by("export")
 
     huggingface: bool = Field(True, description="safetensors, config and tokenizer for transformers, vLLM and SGLang")
     gguf: bool = Field(True, description="one file for llama.cpp")

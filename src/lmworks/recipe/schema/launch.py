@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import NO_EFFECT
 from lmworks.recipe.schema.units import Seconds
 
 
@@ -31,6 +32,7 @@ class Launch(Node):
     """Ranks that die or hang are started again from the last checkpoint; nothing here reaches a weight."""
 
     renamed: ClassVar = {"grace": "grace_period"}
+    effect: ClassVar = NO_EFFECT
 
     timeout: Seconds = Field(Seconds.parse("10 min"), description="wait for the others in one collective, after which all start again")
     max_restarts: int = Field(3, ge=0, description="restarts in a row without a new checkpoint, after which the run stops with the reason")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import RESUME_ONLY
 
 _MOST_RANKS = 1 << 20  # of an axis of the mesh
 
@@ -18,6 +19,7 @@ class Layout(Node):
     renamed: ClassVar = {
         "schedule": "pipeline_schedule", "stages_per_rank": "pipeline_stages_per_rank", "layers_per_stage": "layers_per_pipeline_stage",
     }  # fmt: skip
+    effect: ClassVar = RESUME_ONLY
 
     auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
     pp: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages")

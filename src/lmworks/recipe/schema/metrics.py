@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import NO_EFFECT
 from lmworks.recipe.schema.units import Duration
 
 
 class Metrics(Node):
     """Where the numbers go; JSONL always."""
+
+    effect: ClassVar = NO_EFFECT
 
     tensorboard: bool = Field(False, description="also write TensorBoard events")
     wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")

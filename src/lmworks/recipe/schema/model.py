@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import NO_EFFECT, NOT_ARCHITECTURE, read_by
 from lmworks.recipe.schema.units import Tokens
 
-# What a plan or a derivation goes through one by one must end, whoever wrote the recipe. The largest models are far below.
-# How a model learns, and not what its weights compute.
-LEARNING = (
-    "preset", "max_position_embeddings", "residual_dropout", "attention_dropout", "initializer_range", "z_loss_weight", "moe.balance",
-    "moe.capacity_factor", "moe.temperature",
-    "moe.temperature_steps",
-)  # fmt: skip
+# Plans and derivations loop over these numbers, so they are bounded whatever the recipe says. The largest models are far below.
 _WIDEST, _MOST_LAYERS, _MOST_PARTS = 1 << 20, 2000, 1 << 16
 _MOST_ENTRIES = (1 << 31) - 1  # of a vocabulary: token ids are int32
 
@@ -63,7 +58,8 @@ class Balance(Node):
     }  # fmt: skip
 
     method: Literal["bias", "aux", "sinkhorn", "none"] = Field(
-        "bias", description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
+        "bias",
+        description="bias: a selection bias per expert, without an auxiliary loss. aux: a loss over the whole step, whose loads an "
         "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
     )
     bias_update: Literal["sign", "proportional"] = Field(
@@ -96,10 +92,14 @@ class Moe(Node):
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
     n_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups for group-limited routing")
     topk_group: int = Field(1, gt=0, le=_MOST_PARTS, description="groups kept per token")
-    capacity_factor: float = Field(1.25, gt=0, description="only for the overflow metric: tokens are never dropped")
-    temperature: float = Field(1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps")
-    temperature_steps: int = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
-    balance: Balance = Balance()
+    capacity_factor: Annotated[float, NO_EFFECT, NOT_ARCHITECTURE] = Field(
+        1.25, gt=0, description="only for the overflow metric: tokens are never dropped"
+    )
+    temperature: Annotated[float, NOT_ARCHITECTURE] = Field(
+        1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps"
+    )
+    temperature_steps: Annotated[int, NOT_ARCHITECTURE] = Field(0, ge=0, description="optimizer steps until the router temperature is 1")
+    balance: Annotated[Balance, NOT_ARCHITECTURE] = Balance()
 
     @model_validator(mode="after")
     def _consistent(self) -> Moe:
@@ -133,8 +133,9 @@ class Mla(Node):
     qk_nope_head_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key that have no positions")
     v_head_dim: int = Field(128, gt=0, le=_WIDEST, description="width of a head's value")
     rms_norm_eps: float = Field(
-        1e-6, gt=0, description="added to the mean square in the norms of the latents; DeepSeek's classes fix it at 1e-6, whatever "
-        "rms_norm_eps says",
+        1e-6,
+        gt=0,
+        description="added to the mean square in the norms of the latents; DeepSeek's classes fix it at 1e-6, whatever rms_norm_eps says",
     )
 
 
@@ -158,8 +159,11 @@ class Model(Node):
         "logit_softcap": "final_logit_softcapping", "z_loss": "z_loss_weight", "dropout": "residual_dropout",
         "max_length": "max_position_embeddings", "nope_every": "no_rope_layer_interval",
     }  # fmt: skip
+    effect: ClassVar = read_by("pretrain", "tune", "evaluate", "export")
 
-    preset: str | None = Field(None, description="a file of recipes/models to start from, by name, or a published config.json by path")
+    preset: Annotated[str | None, NO_EFFECT, NOT_ARCHITECTURE] = Field(
+        None, description="a file of recipes/models to start from, by name, or a published config.json by path"
+    )
     vocab_size: int | None = Field(
         None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
     )
@@ -172,11 +176,12 @@ class Model(Node):
     attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
     use_qk_norm: bool = Field(False, description="RMS norm on queries and keys, before RoPE")
     qk_norm_over: Literal["head", "all_heads"] = Field(
-        "head", description="what qk_norm takes the mean square of: each head, with one weight for all (Qwen3, GLM), or all heads at once "
-        "(OLMo 2)",
+        "head",
+        description="what qk_norm takes the mean square of: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
     norm_position: Literal["pre", "post"] = Field(
-        "pre", description="where a layer has its two norms: pre, on what attention and feed-forward read; post, on what they add to the "
+        "pre",
+        description="where a layer has its two norms: pre, on what attention and feed-forward read; post, on what they add to the "
         "residual stream (OLMo 2)",
     )
     mla: Mla | None = None
@@ -190,12 +195,20 @@ class Model(Node):
     mtp: Mtp | None = None
     tie_word_embeddings: bool = Field(False, description="the head is the embedding matrix")
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMS norms")
-    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the first weights")
+    initializer_range: Annotated[float, read_by("pretrain", "export"), NOT_ARCHITECTURE] = Field(
+        0.02, gt=0, description="standard deviation of the first weights"
+    )
     final_logit_softcapping: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 is off")
-    z_loss_weight: float = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
-    residual_dropout: float = Field(0.0, ge=0, lt=1, description="share of residual updates dropped in training")
-    attention_dropout: float = Field(0.0, ge=0, lt=1, description="share of attention weights dropped in training")
-    max_position_embeddings: Tokens | None = Field(None, description="longest context the exported model states; derived from the phases")
+    z_loss_weight: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
+    residual_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(
+        0.0, ge=0, lt=1, description="share of residual updates dropped in training"
+    )
+    attention_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(
+        0.0, ge=0, lt=1, description="share of attention weights dropped in training"
+    )
+    max_position_embeddings: Annotated[Tokens | None, read_by("evaluate", "export"), NOT_ARCHITECTURE] = Field(
+        None, description="longest context the exported model states; derived from the phases"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Model:

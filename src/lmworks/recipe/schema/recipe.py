@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.checkpoints import Checkpoints
 from lmworks.recipe.schema.corpus import Corpus
+from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.export import Export
 from lmworks.recipe.schema.launch import Launch
@@ -25,20 +28,22 @@ from lmworks.recipe.schema.units import Seconds
 class Recipe(Node):
     """One run, from raw text to served model."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run and of its directory")
-    seed: int = Field(1, description="everything random follows from it: order of the data, first weights, samples")
-    run_dir: str | None = Field(None, description="derived: runs/NAME")
-    size: str | None = Field(
+    name: Annotated[str, read_by("export")] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run and of its directory")
+    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune")] = Field(
+        1, description="everything random follows from it: order of the data, first weights, samples"
+    )
+    run_dir: Annotated[str | None, NO_EFFECT] = Field(None, description="derived: runs/NAME")
+    size: Annotated[str | None, NO_EFFECT] = Field(
         None,
         description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive; auto: the size for "
         "which `time` is compute-optimal on this machine",
     )
-    time: Seconds | None = Field(
+    time: Annotated[Seconds | None, RESUME_ONLY] = Field(
         None,
         description="of `lmworks run` from start to end, such as 10min: the budgets of phases and tuning become proportions, and one "
         "factor, from the speed measured before the first step, makes them fill it",
     )
-    threads: int | None = Field(None, gt=0, description="CPU threads; derived from the machine")
+    threads: Annotated[int | None, RESUME_ONLY] = Field(None, gt=0, description="CPU threads; derived from the machine")
     corpus: Corpus = Corpus()
     tokenizer: Tokenizer = Tokenizer()
     shards: Shards = Shards()

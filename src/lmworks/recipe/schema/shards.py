@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.units import Bytes, Duration, Tokens
 
 
@@ -32,20 +33,24 @@ class Cache(Node):
 class Shards(Node):
     """Token files in Megatron's indexed format."""
 
+    effect: ClassVar = read_by("shards")
+
     shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
-    imported: dict[str, str] = Field(
+    imported: Annotated[dict[str, str], read_by("shards", "pretrain")] = Field(
         default_factory=dict,
         description="further sources by name: folders that `lmworks data import` made, relative to the working directory; mixtures may "
         "name them",
     )
-    cache: Cache | None = None
-    packing: Literal["concatenate", "best_fit"] = Field(
+    cache: Annotated[Cache | None, NO_EFFECT] = None
+    packing: Annotated[Literal["concatenate", "best_fit"], read_by("pretrain")] = Field(
         "concatenate",
         description="concatenate: end to end, cut into sequences; best_fit: no document is cut that fits, some padding (arXiv:2404.10830)",
     )
-    max_epochs: float = Field(
+    max_epochs: Annotated[float, NO_EFFECT] = Field(
         40.0,
         gt=0,
         description="most readings of a source in a phase; repeated text loses value after about 4, all of it by 40 (arXiv:2305.16264)",
     )
-    warn_epochs: float = Field(4.0, gt=0, description="readings of a source, in a phase or over all, above which a warning is printed")
+    warn_epochs: Annotated[float, NO_EFFECT] = Field(
+        4.0, gt=0, description="readings of a source, in a phase or over all, above which a warning is printed"
+    )

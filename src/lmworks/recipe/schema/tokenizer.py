@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.units import Bytes
 
 
 class Tokenizer(Node):
     """Byte-pair merges over bytes (or characters), named special tokens and a chat template."""
+
+    effect: ClassVar = read_by("tokenizer", frozen=True)
 
     path: str | None = Field(
         None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
@@ -29,6 +32,6 @@ class Tokenizer(Node):
     max_words: int = Field(
         2_000_000, ge=10_000, description="distinct words kept while counting, rarest forgotten first; about 0.5 kB of memory each"
     )
-    chat_template: Literal["brief", "glm-4.6"] = Field(
+    chat_template: Annotated[Literal["brief", "glm-4.6"], read_by("tokenizer")] = Field(
         "brief", description="glm-4.6: as published, each answer opens with its thoughts. brief: the same without empty thoughts"
     )

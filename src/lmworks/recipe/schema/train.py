@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.deepspeed import DeepSpeed
+from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
@@ -105,24 +106,32 @@ class Phase(Node):
         "batch": "global_batch_size", "ramp": "batch_ramp", "schedule": "lr_schedule", "balance_rate": "bias_update_rate",
         "mtp_weight": "mtp_loss_weight",
     }  # fmt: skip
+    effect: ClassVar = read_by("pretrain")
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the phase; the data order is drawn from it")
-    tokens: Tokens = Field(description="budget")
-    mixture: dict[str, float] = Field(description="weight of each source; they sum to one")
+    # The tokenizer's sample depends on the budgets too, but a longer run is no reason to retrain the tokenizer before the first step.
+    tokens: Annotated[Tokens, read_by("pretrain", "export")] = Field(description="budget")
+    mixture: Annotated[dict[str, float], read_by("tokenizer", "pretrain")] = Field(description="weight of each source; they sum to one")
     mixture_changes: list[MixtureChange] = Field(default_factory=list, description="other mixtures from given moments of the phase on")
-    sequence_length: Tokens = Field(description="context trained on")
+    sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="context trained on")
     global_batch_size: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
     batch_ramp: BatchRamp | None = None
     learning_rate_scale: float = Field(1.0, gt=0, description="this phase's peak relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
-    rope: RopeChange | None = None
+    rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "evaluate", "export")] = None
     bias_update_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
-    needle: bool = Field(False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)")
-    mtp_loss_weight: float | None = Field(None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)")
+    needle: Annotated[bool, NO_EFFECT] = Field(
+        False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)"
+    )
+    mtp_loss_weight: Annotated[float | None, read_by("pretrain", "tune")] = Field(
+        None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)"
+    )
     ewc: Ewc | None = Field(None, description="hold on to what the phase before has taught")
-    save_every: Duration | None = Field(None, description="replaces train.save_every in this phase; counted from its first step")
+    save_every: Annotated[Duration | None, NO_EFFECT] = Field(
+        None, description="replaces train.save_every in this phase; counted from its first step"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
@@ -149,37 +158,42 @@ class Train(Node):
     renamed: ClassVar = {
         "micro_batch": "micro_batch_size", "head_chunk": "logit_chunk_size", "seconds_between_saves": "save_every_seconds",
     }  # fmt: skip
+    effect: ClassVar = read_by("pretrain")
 
-    init_from: str | None = Field(
-        None, description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints, "
+    init_from: Annotated[str | None, read_by("pretrain", "export", frozen=True)] = Field(
+        None,
+        description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints, "
         "relative to the working directory; the shape of the model and the tokenizer come along, optimizer and schedule begin anew",
     )
-    phases: list[Phase] = Field(default_factory=list)
-    micro_batch_size: int | None = Field(
+    # the order of the phases
+    phases: Annotated[list[Phase], read_by("pretrain", "evaluate", "export")] = Field(default_factory=list)
+    micro_batch_size: Annotated[int | None, RESUME_ONLY] = Field(
         None, gt=0, description="sequences per forward and rank; derived; changes speed and memory, never the batch"
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], read_by("pretrain", "tune", "evaluate")] = Field(
         "auto",
         description="of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and accumulated "
         "gradients stay fp32",
     )
-    compile: Literal["auto"] | bool = Field(
+    compile: Annotated[Literal["auto"] | bool, RESUME_ONLY] = Field(
         "auto",
         description="torch.compile the layers; auto: on GPUs. On CPUs that takes minutes of a short run, and eager code is nearly as fast",
     )
-    activation_checkpointing: ActivationCheckpointing = Field(
+    activation_checkpointing: Annotated[ActivationCheckpointing, RESUME_ONLY] = Field(
         ActivationCheckpointing(NONE),
         description="what the backward recomputes: nothing, all but matrix products (selective), or whole layers (full); "
         "with a share, such as 50% or selective 50%, in so many of the layers, spread evenly",
     )
-    deepspeed: DeepSpeed | None = None
-    logit_chunk_size: Tokens = Field(Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time")
-    validate_every: Duration = Field(Duration.parse("10%"), description="distance between validations")
-    validate_bytes_per_domain: int = Field(
+    deepspeed: Annotated[DeepSpeed | None, RESUME_ONLY] = None
+    logit_chunk_size: Annotated[Tokens, RESUME_ONLY] = Field(
+        Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time"
+    )
+    validate_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="distance between validations")
+    validate_bytes_per_domain: Annotated[int, NO_EFFECT] = Field(
         65_536, gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
     )
-    sample_every: Duration = Field(Duration.parse("25%"), description="distance between sample completions")
-    log_every: Duration = Field(Duration.parse("1 steps"), description="distance between metric lines")
-    save_every: Duration = Field(Duration.parse("10%"), description="distance between checkpoints")
-    save_every_seconds: Seconds | None = Field(None, description="also save when this long has passed")
+    sample_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("25%"), description="distance between sample completions")
+    log_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("1 steps"), description="distance between metric lines")
+    save_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="distance between checkpoints")
+    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(None, description="also save when this long has passed")
     early_stopping: EarlyStopping | None = Field(None, description="end pretraining early; validations come every train.validate_every")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import read_by
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule
 from lmworks.recipe.schema.units import Duration, Tokens
@@ -37,9 +38,10 @@ class Tune(Node):
     """Supervised fine-tuning; loss on the assistant's tokens only."""
 
     renamed: ClassVar = {"batch": "global_batch_size", "schedule": "lr_schedule"}
+    effect: ClassVar = read_by("tune")
 
     data: list[ChatData] = Field(default_factory=list)
-    tokens: Tokens = Field(Tokens.parse("500k tokens"), description="budget")
+    tokens: Annotated[Tokens, read_by("tune", "export")] = Field(Tokens.parse("500k tokens"), description="budget")
     sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="context trained on")
     global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate_scale: float = Field(0.3, gt=0, description="peak relative to optimizer.learning_rate")

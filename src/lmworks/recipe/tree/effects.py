@@ -1,142 +1,109 @@
-"""Which stages of a run read which keys of the recipe, and what a change of one means once training has begun: said here, once.
+"""What each key of the recipe affects: the stages that read it, and what a change of it needs once training has begun.
 
-From these rows follow what a stage's inputs are (`lmworks.run.stale`), what `--allow` is asked for (`lmworks.recipe.tree.fingerprint`), the
-mark * of docs/recipe.md and the table of docs/changes.md. A file that a stage reads of an earlier one is no key: the stages name those
-themselves, so a row lists only the stages whose own code looks at the key.
+The declarations stand beside the keys (`lmworks.recipe.schema.effect`). From them follow the inputs of a stage (`lmworks.run.stale`), the
+keys that need `--allow` (`lmworks.recipe.tree.fingerprint`), the mark * of docs/recipe.md, and the table of docs/changes.md, which
+`python -m lmworks.recipe.tree.effects` prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Literal
+from itertools import groupby
+from typing import get_origin
 
-Rule = Literal["free", "allow", "never"]
-"""What a change needs once there is a checkpoint: nothing; `--allow KEY`; or another run directory."""
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-BEFORE_TUNING = ("corpus", "tokenizer", "shards", "pretrain")  # a change of what they read can reach a weight of pretraining
-
-
-@dataclass(frozen=True)
-class Row:
-    """`keys` are dotted paths, in words; each stands for all below it as well, and * for what a part of a path may be called. `stages` read
-    them.
-
-    `resume`: nothing that is finished depends on them, but a training under way would not go on bit for bit. `frozen`: weights would
-    mean something else after a change.
-    """
-
-    keys: str
-    stages: str = ""
-    resume: bool = False
-    frozen: bool = False
-
-    @property
-    def readers(self) -> tuple[str, ...]:
-        return tuple(self.stages.split())
-
-    @property
-    def rule(self) -> Rule:
-        if self.frozen:
-            return "never"
-        return "allow" if self.resume or any(stage in BEFORE_TUNING for stage in self.readers) else "free"
-
-    def matches(self, path: str) -> bool:
-        parts = path.split(".")
-        return any(_covers(pattern.split("."), parts) for pattern in self.keys.split())
+from lmworks.recipe.schema.effect import NOT_ARCHITECTURE, Effect, Rule, StageName
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.keys import nodes_of, tag_of
 
 
-def _covers(pattern: list[str], parts: list[str]) -> bool:
-    return len(pattern) <= len(parts) and all(map(fnmatchcase, parts, pattern))
+def _of_field(field: FieldInfo) -> Effect | None:
+    return next((item for item in field.metadata if isinstance(item, Effect)), None)
 
 
-# Of the rows that match a key the last one counts.
-ROWS = (
-    Row("name", "export"),
-    Row("seed", "corpus tokenizer shards pretrain tune"),
-    Row("run_dir size"),
-    Row("time threads layout", resume=True),
-    Row("corpus", "corpus"),
-    Row("corpus.decontaminate", "corpus shards tune"),
-    Row("corpus.sources.*.optional", "corpus pretrain"),
-    Row("corpus.sources.*.buckets", "corpus tokenizer pretrain"),  # their weights are part of every mixture
-    Row("corpus.sources.*.fim", "shards"),
-    Row("corpus.sources.*.package corpus.sources.*.sha256", "corpus tune"),
-    Row("corpus.processes corpus.executor corpus.keep_staged"),
-    Row("tokenizer", "tokenizer", frozen=True),
-    Row("tokenizer.chat_template", "tokenizer"),
-    Row("shards", "shards"),
-    Row("shards.imported", "shards pretrain"),
-    Row("shards.packing", "pretrain"),
-    Row("shards.max_epochs shards.warn_epochs shards.cache"),
-    Row("model", "pretrain tune evaluate export"),
-    Row("model.initializer_range", "pretrain export"),
-    Row("model.max_position_embeddings", "evaluate export"),
-    Row("model.preset model.moe.capacity_factor"),
-    Row("optimizer", "pretrain tune"),
-    Row("optimizer.ema_decay", "pretrain tune evaluate export"),
-    Row("train", "pretrain"),
-    Row("train.init_from", "pretrain export", frozen=True),
-    Row("train.phases", "pretrain evaluate export"),  # their order
-    Row("train.phases.*", "pretrain"),
-    # The budgets weigh the tokenizer's sample too, but a longer run before its first step is no reason to cut all text anew.
-    Row("train.phases.*.tokens", "pretrain export"),
-    Row("train.phases.*.sequence_length", "pretrain evaluate export"),
-    Row("train.phases.*.rope", "pretrain tune evaluate export"),
-    Row("train.phases.*.mtp_loss_weight", "pretrain tune"),
-    Row("train.phases.*.mixture", "tokenizer pretrain"),
-    Row("train.phases.*.mixture_changes", "pretrain"),
-    Row("train.phases.*.needle train.phases.*.save_every"),
-    Row("train.precision", "pretrain tune evaluate"),
-    # They change the order of float additions, as threads and layout do.
-    Row("train.micro_batch_size train.compile train.activation_checkpointing train.logit_chunk_size train.deepspeed", resume=True),
-    Row("train.*_every train.validate_bytes_per_domain train.save_every_seconds"),
-    Row("checkpoints metrics launch"),
-    Row("stability", resume=True),
-    Row(
-        "stability.save_bad_batches stability.starved_share stability.data_timeout stability.max_failed_saves stability.slow_threshold "
-        "stability.recheck_every stability.on_corruption"
-    ),
-    Row("tune", "tune"),
-    Row("tune.tokens", "tune export"),
-    Row("evaluate", "evaluate"),
-    # What an evaluation asks: all text that is trained on is searched for it.
-    Row("evaluate.benchmarks evaluate.task* evaluate.protect", "corpus shards tune evaluate"),
-    Row("export", "export"),
-)
+def _of_node(node: type[BaseModel]) -> Effect | None:
+    return getattr(node, "effect", None)
 
 
 @lru_cache(maxsize=4096)
-def row_of(path: str) -> Row:
-    """The row that counts for a key, by its dotted path."""
-    found = next((row for row in reversed(ROWS) if row.matches(path)), None)
-    assert found is not None, f"no row of lmworks.recipe.tree.effects says which stages read {path}"
+def effect_of(path: str) -> Effect:
+    """The effect of a key by its dotted path: its own, or that of the nearest node above it. A key that the types do not know, such as
+    the name of a source in a mixture, has the effect of what it stands in."""
+    found = _find(path)
+    assert found is not None, f"the types of lmworks.recipe.schema declare no effect of {path}"
     return found
 
 
-def readers(path: str) -> tuple[str, ...]:
+def _find(path: str) -> Effect | None:
+    nodes: list[type[BaseModel]] = [Recipe]
+    found, in_list = _of_node(Recipe), False
+    for part in path.split("."):
+        if in_list:  # this part names an item
+            nodes = [node for node in nodes if tag_of(node) == part] or nodes[: len(nodes) == 1]
+            found = (_of_node(nodes[0]) if nodes else None) or found
+            in_list = False
+            continue
+        field = next((node.model_fields[part] for node in nodes if part in node.model_fields), None)
+        if field is None:
+            return found
+        nodes, in_list = nodes_of(field.annotation), get_origin(field.annotation) is list
+        own = _of_node(nodes[0]) if len(nodes) == 1 and not in_list else None
+        found = _of_field(field) or own or found
+    return found
+
+
+def readers(path: str) -> tuple[StageName, ...]:
     """The stages that read a key."""
-    return row_of(path).readers
+    return effect_of(path).readers
 
 
 def rule(paths: Iterable[str]) -> Rule:
     """What a change of these keys needs once there is a checkpoint: the strictest of their rules."""
-    found = {row_of(path).rule for path in paths}
+    found = {effect_of(path).rule for path in paths}
     return "never" if "never" in found else "allow" if "allow" in found else "free"
 
 
-_NONE = {False: "none", True: "a training under way"}
-_SAID = {"free": "may change", "allow": "`--allow`", "never": "another `run_dir`"}
+def declarations(node: type[BaseModel] = Recipe, above: str = "") -> Iterator[tuple[str, Effect]]:
+    """Every declaration with the path that it holds for and for all below it, in the order of the tree; `*` stands for the name of an
+    item. Of several that match a key the last one counts."""
+    for key, field in node.model_fields.items():
+        path, many = f"{above}{key}", get_origin(field.annotation) is list
+        below = nodes_of(field.annotation)
+        own = _of_field(field)
+        if not many and own is None and len(below) == 1:
+            own = _of_node(below[0])
+        if own is not None:
+            yield path, own
+        for inner in below:
+            start = f"{path}.{tag_of(inner) or '*'}" if many else path
+            if many and (of_items := _of_node(inner)) is not None:
+                yield start, of_items
+            yield from declarations(inner, f"{start}.")
+
+
+def not_architecture(node: type[BaseModel], above: str = "") -> Iterator[str]:
+    """The keys below `node` that are marked `NOT_ARCHITECTURE`, by dotted path."""
+    for key, field in node.model_fields.items():
+        if NOT_ARCHITECTURE in field.metadata:
+            yield above + key
+        else:
+            for inner in nodes_of(field.annotation):
+                yield from not_architecture(inner, f"{above}{key}.")
+
+
+_NO_READERS = {False: "none", True: "a run in progress"}
+_RULES = {"free": "may change", "allow": "`--allow`", "never": "another `run_dir`"}
 
 
 def table() -> str:
-    """The rows as Markdown, for docs/changes.md."""
+    """The declarations as Markdown, for docs/changes.md; neighbors in one section with the same effect share a row."""
     lines = ["| keys | read by | once training has begun |", "|---|---|---|"]
-    for row in ROWS:
-        keys = ", ".join(f"`{key}`" for key in row.keys.split())
-        lines.append(f"| {keys} | {', '.join(row.readers) or _NONE[row.resume]} | {_SAID[row.rule]} |")
+    for (effect, _), group in groupby(declarations(), key=lambda item: (item[1], item[0].rpartition(".")[0])):
+        keys = ", ".join(f"`{path}`" for path, _ in group)
+        lines.append(f"| {keys} | {', '.join(effect.readers) or _NO_READERS[effect.resume]} | {_RULES[effect.rule]} |")
     return "\n".join(lines)
 
 
