@@ -18,13 +18,13 @@ import pytest
 
 from lmworks import credentials
 from lmworks.corpus.engine.job import Job
+from lmworks.corpus.steps.rewrite import Rewrite
 from lmworks.errors import UserError
 from lmworks.masking import mask
 from lmworks.recipe.corpus import Source
 from lmworks.recipe.load import load_recipe, load_resolved
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.show import as_json
-from lmworks.recipe.steps import Rewrite
 from lmworks.recipe.training import Checkpoints
 from lmworks.run.walk import walk
 from lmworks.watch.ledger import Ledger

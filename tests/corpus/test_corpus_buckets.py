@@ -14,11 +14,13 @@ from lmworks.corpus import prepare
 from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.document import Document
 from lmworks.corpus.quality.train import train
+from lmworks.corpus.steps.clean import Clean
+from lmworks.corpus.steps.python import Python
+from lmworks.corpus.steps.quality import Quality
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.corpus import Bucket, Corpus, Source
 from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.steps import Clean, Python, Quality
 from lmworks.tokenizer.sample import source_weights
 
 BUCKETS = [Bucket(name="low", minimum=0, weight=0), Bucket(name="high", minimum=0.7, weight=3), Bucket(name="middle", minimum=0.3)]

@@ -13,7 +13,7 @@ from test_corpus_rules import ARTICLE
 
 from lmworks.corpus.cleaning import clean, encodable, fingerprint_form, unmangle
 from lmworks.corpus.document import Document
-from lmworks.recipe.text_steps import Clean
+from lmworks.corpus.steps.clean import Clean
 
 
 def test_line_ends_controls_and_spaces() -> None:

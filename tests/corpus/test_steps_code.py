@@ -14,9 +14,9 @@ from lmworks import machine
 from lmworks.corpus.checks import parsing
 from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.document import Document, Drop, Outcome
+from lmworks.corpus.steps.code import Code
 from lmworks.errors import UserError
 from lmworks.limited import Limited
-from lmworks.recipe.text_steps import Code
 from lmworks.recipe.units import Seconds
 from lmworks.sandbox import Limits, run_python
 from patience import PATIENCE

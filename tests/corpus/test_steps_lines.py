@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.steps.lines import Counters
-from lmworks.recipe.text_steps import Lines
+from lmworks.corpus.steps.lines import Counters, Lines
 
 LONG = "This line is long enough to be compared."
 FOOTER = "Copyright 2024, all rights are reserved."

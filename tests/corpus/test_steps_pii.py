@@ -17,7 +17,7 @@ from lmworks.corpus.document import Document
 from lmworks.corpus.pii.finders import luhn
 from lmworks.corpus.pii.masking import FINDERS, mask
 from lmworks.corpus.pii.secrets import entropy
-from lmworks.recipe.text_steps import Pii
+from lmworks.corpus.steps.pii import Pii
 
 ALL = tuple(FINDERS)
 # put together here, so that no scanner of this repository takes them for real

@@ -18,7 +18,7 @@ from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.rules.published import FINEWEB, GOPHER, c4, fineweb, gopher
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.tokens import Vocabulary, Words, split
-from lmworks.recipe.text_steps import Rules
+from lmworks.corpus.steps.rules import Rules
 
 VOCABULARY = Vocabulary(STOP_WORDS["en"])
 SENTENCES = [

@@ -10,8 +10,8 @@ from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
 from lmworks.corpus.steps import python
+from lmworks.corpus.steps.python import Python
 from lmworks.errors import UserError
-from lmworks.recipe.steps import Python
 
 EXAMPLE = "\n".join(line[4:] for line in (python.__doc__ or "").split("\n") if line.startswith("    ") or not line)
 
