@@ -29,14 +29,19 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmworks.corpus import prepare, steps
+from lmworks.recipe.schema.text_steps import Clean, Pii, Rules
+
+from lmworks.corpus import prepare
 from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.pii.masking import mask
 from lmworks.corpus.readers.extraction import Extractor
+from lmworks.corpus.steps.base import Context
+from lmworks.corpus.steps.clean import Clean
+from lmworks.corpus.steps.pii import Pii
 from lmworks.corpus.steps.rewrite import cache_directory
+from lmworks.corpus.steps.rules import Rules
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.text_steps import Clean, Pii, Rules
 
 PAGES = 250
 SHORTEST = 400  # characters of a help page that a reader would keep: shorter ones are menus and pointers
@@ -102,8 +107,8 @@ def _help(path: Path) -> Iterator[str]:
 def kept(language: str, domain: str, found: Texts) -> Counter[str]:
     """How many documents are kept (under "") and dropped by each rule."""
     source = Source(name="one", kind="text", path="x", license="x", domain=domain, language=language)
-    context = steps.Context(source, 1, Path())
-    clean, rules = steps.make(Clean(), context), steps.make(Rules(), context)
+    context = Context(source, 1, Path())
+    clean, rules = Clean().make(context), Rules().make(context)
     documents = [Document(f"one/0/{number}", text, "x.py", "one", domain, language) for number, text in enumerate(found)]
     cleaned = [one for one in clean(Batch(documents)) if isinstance(one, Document)]
     return Counter(one.reason if isinstance(one, Drop) else "" for one in rules(Batch(cleaned)))

@@ -15,16 +15,17 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from lmworks.recipe.schema.corpus_steps import Rewrite
 
 from lmworks import credentials
 from lmworks.corpus.engine.job import Job
+from lmworks.corpus.steps.rewrite import Rewrite
 from lmworks.errors import UserError
 from lmworks.masking import mask
 from lmworks.recipe.loading.load import load_recipe, load_resolved
 from lmworks.recipe.loading.show import as_json
 from lmworks.recipe.schema.checkpoints import Checkpoints
 from lmworks.recipe.schema.corpus import Source
-from lmworks.recipe.schema.corpus_steps import Rewrite
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.walk import walk
 from lmworks.watch.ledger import Ledger

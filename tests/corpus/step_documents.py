@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus import steps
 from lmworks.corpus.document import Batch, Document, Outcome, Step
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus import Source
 
 
-def step_of(node: Node, folder: Path = Path(), **source: Any) -> Step:
+def step_of(node: StepOptions, folder: Path = Path(), **source: Any) -> Step:
     """The step of a node for a source of English web pages, or of what `source` says."""
     given = {"name": "web", "kind": "text", "path": "texts", "license": "none", "domain": "web", **source}
-    return steps.make(node, steps.Context(Source(**given), 0, folder))
+    return node.make(Context(Source(**given), 0, folder))
 
 
 def documents(texts: Sequence[str], part: int = 0, **fields: Any) -> list[Document]:

@@ -9,15 +9,18 @@ from pydoc_data.topics import topics
 
 import pyarrow.parquet as pq
 import pytest
+from lmworks.recipe.schema.corpus_steps import Clean, Python, Quality
 
 from lmworks.corpus import prepare
 from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.document import Document
 from lmworks.corpus.quality.train import train
+from lmworks.corpus.steps.clean import Clean
+from lmworks.corpus.steps.python import Python
+from lmworks.corpus.steps.quality import Quality
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Bucket, Corpus, Source
-from lmworks.recipe.schema.corpus_steps import Clean, Python, Quality
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.sample import source_weights
 

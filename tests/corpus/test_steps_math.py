@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lmworks.recipe.schema.text_steps import Math
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.checks.arithmetic import NoArithmetic, checks, evaluate, final_answer, same_answer
 from lmworks.corpus.document import Document, Drop
-from lmworks.recipe.schema.text_steps import Math
+from lmworks.corpus.steps.math import Math
 
 
 def found(text: str, answer: str | None = None) -> list[tuple[str, bool]]:

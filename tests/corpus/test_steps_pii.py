@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lmworks.recipe.schema.text_steps import Pii
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document
 from lmworks.corpus.pii.finders import luhn
 from lmworks.corpus.pii.masking import FINDERS, mask
 from lmworks.corpus.pii.secrets import entropy
-from lmworks.recipe.schema.text_steps import Pii
+from lmworks.corpus.steps.pii import Pii
 
 ALL = tuple(FINDERS)
 # put together here, so that no scanner of this repository takes them for real

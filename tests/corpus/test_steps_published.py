@@ -12,13 +12,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from lmworks.recipe.schema.text_steps import Rules
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.rules.published import FINEWEB, GOPHER, c4, fineweb, gopher
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.tokens import Vocabulary, Words, split
-from lmworks.recipe.schema.text_steps import Rules
+from lmworks.corpus.steps.rules import Rules
 
 VOCABULARY = Vocabulary(STOP_WORDS["en"])
 SENTENCES = [

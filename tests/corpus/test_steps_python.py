@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lmworks.recipe.schema.corpus_steps import Python
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
 from lmworks.corpus.steps import python
+from lmworks.corpus.steps.python import Python
 from lmworks.errors import UserError
-from lmworks.recipe.schema.corpus_steps import Python
 
 EXAMPLE = "\n".join(line[4:] for line in (python.__doc__ or "").split("\n") if line.startswith("    ") or not line)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+from lmworks.recipe.schema.text_steps import Repeats
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop
-from lmworks.recipe.schema.text_steps import Repeats
+from lmworks.corpus.steps.repeats import Repeats
 
 SOURCE = Path(sysconfig.get_path("stdlib"), "textwrap.py").read_text("utf-8")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,10 @@ def rooms() -> dict[str, set[str]]:
 
 ROOMS = rooms()
 FLOOR = set(re.findall(r"`(\w+)\.py`", PAGE.split("The floor")[1].split("\n\n")[0]))
+
+
+STEPS = "lmworks.corpus.steps"
+"""The exception to the table: the recipe reads the options of the corpus steps, which stand beside the code of each step."""
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -56,9 +62,34 @@ def test_a_room_imports_only_what_the_table_allows(room: str) -> None:
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in files
         for line, module in imports(path)
-        if module.split(".")[1] not in ROOMS[room] | FLOOR | {room}
+        if module.split(".")[1] not in ROOMS[room] | FLOOR | {room} and not (room == "recipe" and f"{module}.".startswith(f"{STEPS}."))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def at_the_top(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported, outside functions and `if TYPE_CHECKING`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"lmworks.{alias.name}" for alias in node.names} if node.module == "lmworks" else {node.module}
+    return found
+
+
+def test_a_recipe_loads_the_options_of_all_steps_and_nothing_heavy() -> None:
+    package = (SOURCE / "corpus" / "steps", SOURCE / "corpus" / "document.py")
+    known = {f"lmworks.{name}" for name in FLOOR} | {"lmworks.corpus", "lmworks.corpus.document", "pydantic"} | set(sys.stdlib_module_names)
+    for path in (*package[0].glob("*.py"), package[1]):
+        for module in at_the_top(path):
+            allowed = module in known or module.startswith((STEPS, "lmworks.recipe.base", "lmworks.recipe.units"))
+            assert allowed or module.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {module} at its top"
+    program = "import sys, lmworks.recipe.load; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True).stdout.split()
+    assert not {"numpy", "pyarrow", "torch", "regex", "ftfy"} & set(loaded)
+    ours = {name for name in loaded if name.startswith("lmworks.corpus.")}
+    assert all(f"{name}.".startswith((f"{STEPS}.", "lmworks.corpus.document.")) for name in ours), ours
 
 
 def test_the_floor_imports_no_room() -> None:

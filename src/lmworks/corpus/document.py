@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lmworks.corpus.units import Units, units
 from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    from lmworks.corpus.units import Units
 
 Fact = str | int | float | bool
 MOST_VARIANTS = 255  # of one document
@@ -95,11 +97,15 @@ class Batch:
     @cached_property
     def units(self) -> Units:
         """The words of all texts, hashed."""
+        from lmworks.corpus.units import units
+
         return units([document.text for document in self.documents])
 
     @cached_property
     def compared(self) -> Units:
         """The same with the symbols of lines that are made of them: what tells copies apart."""
+        from lmworks.corpus.units import units
+
         return units([document.text for document in self.documents], "lines")
 
     def __len__(self) -> int:

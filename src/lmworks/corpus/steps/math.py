@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from lmworks.corpus.checks.arithmetic import checks
+from pydantic import Field
+
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
-from lmworks.corpus.steps import Context
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.recipe.schema.text_steps import Math
 
 _FACTS = ("math_checked", "math_wrong")
 
 
-def make(node: Math, context: Context) -> Step:
-    """Check what can be checked; documents without any of it pass."""
+class Math(StepOptions):
+    """Check the arithmetic in a text: `<<3*4=12>>`, chains such as `3 + 4 = 7`, and the boxed answer against the fact `answer`."""
 
-    def judge(document: Document) -> Outcome:
-        answer = document.facts.get("answer")
-        found = list(checks(document.text, None if answer is None else str(answer), node.chains, node.tolerance))
-        wrong = [check.shown for check in found if not check.right]
-        facts: dict[str, Any] = dict(zip(_FACTS, (len(found), len(wrong)), strict=True))
-        if wrong and node.wrong == "drop":
-            return Drop("wrong_math", "; ".join(wrong)[:300], facts)
-        return document.with_facts(**facts)
+    step: Literal["math"] = Field("math", description="which step this is")
+    wrong: Literal["drop", "count"] = Field("drop", description="what happens to a document with a wrong result")
+    chains: bool = Field(True, description="also check plain equations in running text")
+    tolerance: float = Field(0.01, ge=0, description="a result may be rounded: the largest relative difference")
 
-    return PerDocument("math", judge, makes=_FACTS, statistics=_FACTS)
+    def make(self, context: Context) -> Step:
+        """A step that checks results; documents without any pass."""
+        from lmworks.corpus.checks.arithmetic import checks
+
+        def judge(document: Document) -> Outcome:
+            answer = document.facts.get("answer")
+            found = list(checks(document.text, None if answer is None else str(answer), self.chains, self.tolerance))
+            wrong = [check.shown for check in found if not check.right]
+            facts: dict[str, Any] = dict(zip(_FACTS, (len(found), len(wrong)), strict=True))
+            if wrong and self.wrong == "drop":
+                return Drop("wrong_math", "; ".join(wrong)[:300], facts)
+            return document.with_facts(**facts)
+
+        return PerDocument("math", judge, makes=_FACTS, statistics=_FACTS)

@@ -1,22 +1,35 @@
-"""The step `pii`: personal data and keys masked, and counted per kind; see `lmworks.corpus.pii`."""
+"""The step `pii`: personal data and keys are masked and counted per kind; see `lmworks.corpus.pii`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from lmworks.corpus.document import Document, PerDocument, Step
-from lmworks.corpus.pii.masking import mask
-from lmworks.corpus.steps import Context
-from lmworks.recipe.schema.text_steps import Pii
+from lmworks.corpus.steps.base import Context, StepOptions
+
+PiiKind = Literal["email", "ip", "phone", "card", "iban", "secret", "street"]
 
 
-def make(node: Pii, context: Context) -> Step:
-    """Mask what is found; the facts are `pii` and `pii_KIND`."""
-    names = ("pii", *(f"pii_{kind}" for kind in node.kinds))
+class Pii(StepOptions):
+    """Mask personal data and keys. Documentation examples (example.com, 127.0.0.1, 555-0100) stay."""
 
-    def masked(document: Document) -> Document:
-        text, counts = mask(document.text, node.kinds, node.replace == "made_up")
-        facts: dict[str, Any] = {"pii": sum(counts.values()), **{f"pii_{kind}": count for kind, count in counts.items()}}
-        return document.with_text(text).with_facts(**facts)
+    step: Literal["pii"] = Field("pii", description="which step this is")
+    kinds: tuple[PiiKind, ...] = Field(
+        ("email", "ip", "phone", "card", "iban", "secret"), description="what is masked; street addresses on request, in English only"
+    )
+    replace: Literal["tag", "made_up"] = Field("tag", description="tag: <EMAIL>; made_up: a value of the same form, the same for the same")
 
-    return PerDocument("pii", masked, makes=names, statistics=names)
+    def make(self, context: Context) -> Step:
+        """A step that masks what it finds; the facts are `pii` and `pii_KIND`."""
+        from lmworks.corpus.pii.masking import mask
+
+        names = ("pii", *(f"pii_{kind}" for kind in self.kinds))
+
+        def masked(document: Document) -> Document:
+            text, counts = mask(document.text, self.kinds, self.replace == "made_up")
+            facts: dict[str, Any] = {"pii": sum(counts.values()), **{f"pii_{kind}": count for kind, count in counts.items()}}
+            return document.with_text(text).with_facts(**facts)
+
+        return PerDocument("pii", masked, makes=names, statistics=names)

@@ -14,40 +14,54 @@ import functools
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step, Variants
-from lmworks.corpus.steps import Context
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus_steps import Python
 
 
-def make(node: Python, context: Context) -> Step:
-    """Import the file and bind the options. Raises `UserError` for a missing file or function and for options it does not take."""
-    path = context.folder / node.file
-    function, options = _function(path, node.function), reveal(node.options)
-    try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as error:
-        raise UserError(f"step {node.function} of {path}: {error}; see its arguments after the first") from None
-    bound = functools.partial(function, **options)
-    declared = getattr(function, "declared", {})
+class Python(StepOptions):
+    """A step of your own: a function in a Python file."""
 
-    def checked(document: Document) -> Outcome:
+    gives_quality: ClassVar = True
+
+    step: Literal["python"] = Field("python", description="which step this is")
+    name: str | None = Field(None, description="what the report calls it; the function's name when left out")
+    file: str = Field(description="the Python file, relative to the recipe")
+    function: str = Field(description="takes a `Document`, returns one, or `Drop(reason)`")
+    options: dict[str, Any] = Field(default_factory=dict, description="handed to the function by name")
+
+    def make(self, context: Context) -> Step:
+        """Import the file and bind the options. Raises `UserError` for a missing file or function and for options it does not take."""
+        path = context.folder / self.file
+        function, options = _function(path, self.function), reveal(self.options)
         try:
-            outcome = bound(document)
-        except UserError:
-            raise
-        except Exception as error:
-            where = f"document {document.id} ({document.origin})"
-            raise UserError(f"step {node.function} of {path} failed on {where}: {_said(error)}") from error
-        if not isinstance(outcome, (Document, Drop, Variants)):
-            what = f"returned {type(outcome).__name__} for {document.id}"
-            raise UserError(f"step {node.function} of {path} {what}; it must return a Document, Drop(reason) or Variants(document, [...])")
-        return outcome
+            inspect.signature(function).bind(None, **options)
+        except TypeError as error:
+            raise UserError(f"step {self.function} of {path}: {error}; see its arguments after the first") from None
+        bound = functools.partial(function, **options)
+        declared = getattr(function, "declared", {})
 
-    return PerDocument(node.name or node.function, checked, **declared)
+        def checked(document: Document) -> Outcome:
+            try:
+                outcome = bound(document)
+            except UserError:
+                raise
+            except Exception as error:
+                where = f"document {document.id} ({document.origin})"
+                raise UserError(f"step {self.function} of {path} failed on {where}: {_one_line(error)}") from error
+            if not isinstance(outcome, (Document, Drop, Variants)):
+                what = f"returned {type(outcome).__name__} for {document.id}"
+                allowed = "a Document, Drop(reason) or Variants(document, [...])"
+                raise UserError(f"step {self.function} of {path} {what}; it must return {allowed}")
+            return outcome
+
+        return PerDocument(self.name or self.function, checked, **declared)
 
 
 def _function(path: Path, name: str) -> Any:
@@ -58,12 +72,12 @@ def _function(path: Path, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{path}, the file of the step {name!r}, cannot be imported: {_said(error)}") from error
+        raise UserError(f"{path}, the file of the step {name!r}, cannot be imported: {_one_line(error)}") from error
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function {name!r}")
     return getattr(module, name)
 
 
-def _said(error: Exception) -> str:
-    """An error as one line."""
+def _one_line(error: Exception) -> str:
+    """The error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
 
 from lmworks.corpus.document import Batch, Drop, Outcome, PerDocument, Step
-from lmworks.corpus.quality.classifier import Classifier
-from lmworks.corpus.steps import Context
-from lmworks.recipe.schema.corpus_steps import Quality
+from lmworks.corpus.steps.base import Context, StepOptions
+
+
+class Quality(StepOptions):
+    """Score each document with a trained classifier (`lmworks corpus classifier`) and drop what scores too low."""
+
+    gives_quality: ClassVar = True
+
+    step: Literal["quality"] = Field("quality", description="which step this is")
+    model: str = Field(description="the classifier's file, relative to the recipe")
+    threshold: float = Field(0.0, ge=0, le=1, description="documents below it are dropped; a source's quality_threshold goes before it")
+    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="what the score is called, for buckets, reports and later steps")
+    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+
+    def make(self, context: Context) -> Step:
+        """The classifier with the threshold of the source. Raises `UserError` for a file that is no classifier."""
+        if self.sources and context.source.name not in self.sources:
+            return PerDocument(self.fact, lambda document: document)
+        return _Score(self, context)
 
 
 class _Score:
     needs: tuple[str, ...] = ()
 
     def __init__(self, node: Quality, context: Context) -> None:
+        from lmworks.corpus.quality.classifier import Classifier
+
         self.name = node.fact
         self.makes = self.statistics = (node.fact,)
         self._classifier = Classifier.load(context.folder / node.model)
@@ -28,10 +49,3 @@ class _Score:
             kept = score >= self._threshold
             outcomes.append(document.with_facts(**facts) if kept else Drop(self.name, f"{score:.3f} < {self._threshold:g}", facts))
         return outcomes
-
-
-def make(node: Quality, context: Context) -> Step:
-    """The classifier of the node with the threshold of the source. Raises `UserError` for a file that is no classifier."""
-    if node.sources and context.source.name not in node.sources:
-        return PerDocument(node.fact, lambda document: document)
-    return _Score(node, context)

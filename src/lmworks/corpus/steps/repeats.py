@@ -1,13 +1,27 @@
-"""The step `repeats`: passages that stood earlier in the same document, which comparing documents with each other never sees."""
+"""The step `repeats`: passages that occurred earlier in the same document, which comparing documents with each other never finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar, Literal
 
-from lmworks.corpus.dedup.substring import cut, within
+from pydantic import Field
+
 from lmworks.corpus.document import Batch, Drop, Outcome, Step
-from lmworks.corpus.steps import Context
-from lmworks.recipe.schema.text_steps import Repeats
+from lmworks.corpus.steps.base import Context, StepOptions
+
+
+class Repeats(StepOptions):
+    """Cut passages that stood earlier in the same document, such as a whole file; `dedup.substring` looks across documents."""
+
+    renamed: ClassVar = {"length": "min_length", "largest": "max_fraction"}
+
+    step: Literal["repeats"] = Field("repeats", description="which step this is")
+    min_length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
+    max_fraction: float = Field(1.0, gt=0, le=1, description="a document of which a larger share is repeated is dropped")
+
+    def make(self, context: Context) -> Step:
+        return _Repeats(self)
 
 
 class _Repeats:
@@ -20,6 +34,8 @@ class _Repeats:
         self._node = node
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        from lmworks.corpus.dedup.substring import cut, within
+
         outcomes: list[Outcome] = []
         for number, document in enumerate(batch.documents):
             places = within(batch.compared, number, self._node.min_length)
@@ -33,8 +49,3 @@ class _Repeats:
             else:
                 outcomes.append(document.with_text(text).with_facts(repeated=float(1 - left)))
         return outcomes
-
-
-def make(node: Repeats, context: Context) -> Step:
-    """Cut repeated passages."""
-    return _Repeats(node)

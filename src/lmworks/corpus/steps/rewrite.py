@@ -12,22 +12,67 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from pydantic import Field, model_validator
+
 from lmworks.corpus.document import Batch, Document, Drop, Outcome, PerDocument, Step, Variants
-from lmworks.corpus.steps import Context
+from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.masking import mask
 from lmworks.recipe.schema.corpus_steps import Rewrite
+from lmworks.recipe.schema.units import Seconds
 from lmworks.recipe.tree.fingerprint import canonical
 
 if TYPE_CHECKING:
     import openai
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Rewrite(StepOptions):
+    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are kept on disk.
+
+    The rewriting replaces the text, or with `variants` the document stays and so many rewritings are added as documents of their own.
+    """
+
+    renamed: ClassVar = {"key_from": "api_key_env"}
+    growing: ClassVar = ("cache",)
+
+    step: Literal["rewrite"] = Field("rewrite", description="which step this is")
+    endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
+    model: str = Field(description="which of the endpoint's models")
+    prompt: str = Field(description="what it is asked; {text} stands for the document")
+    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
+    variants: int = Field(0, ge=0, le=100, description="rewritings that are added to each document; 0: one replaces its text")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
+    temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
+    max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
+    concurrency: int = Field(16, gt=0, description="requests under way at one time, per process")
+    retries: int = Field(6, ge=0, description="of a request that fails for now (429, 5xx, no connection), each after a longer pause")
+    timeout: Seconds = Field(Seconds.parse("10 min"), description="for one request")
+    cache: str | None = Field(None, description="folder of the answers, relative to the recipe; $LMWORKS_CACHE/rewrites when left out")
+
+    @model_validator(mode="after")
+    def _asks_about_the_text(self) -> Rewrite:
+        if "{text}" not in self.prompt:
+            raise ValueError("the prompt of the step rewrite does not say where the document goes: write {text} in it")
+        if self.variants > 1 and not self.temperature:
+            raise ValueError("the step rewrite makes several variants, which are all the same at temperature 0: raise temperature")
+        return self
+
+    def make(self, context: Context) -> Step:
+        """A step that rewrites the documents of the named sources; raises `UserError` without the library or the key."""
+        if context.source.name not in self.sources:
+            return PerDocument("rewrite", lambda document: document)
+        try:
+            import openai  # noqa: F401
+        except ImportError:
+            raise UserError("the step rewrite needs the openai client: pip install 'lmworks[rewrite]'") from None
+        return _Rewriter(self, context)
 
 
 class _Refused(Exception):
@@ -76,6 +121,8 @@ class _Rewriter:
         return document.with_text(text).with_facts(rewritten_by=self._node.model)
 
     def _path(self, text: str, time: int) -> Path:
+        from lmworks.recipe.fingerprint import canonical
+
         node = self._node
         again = [time] if time else []
         key = hashlib.sha256(canonical([node.model, node.prompt, node.temperature, node.max_tokens, text, *again])).hexdigest()
@@ -134,14 +181,3 @@ def cache_directory() -> Path:
 
 def _line(error: Exception) -> str:
     return mask(" ".join(str(error).split()))[:300]
-
-
-def make(node: Rewrite, context: Context) -> Step:
-    """Rewrite the documents of the sources that the node names; raises `UserError` without the library or the key."""
-    if context.source.name not in node.sources:
-        return PerDocument("rewrite", lambda document: document)
-    try:
-        import openai  # noqa: F401
-    except ImportError:
-        raise UserError("the step rewrite needs the openai client: pip install 'lmworks[rewrite]'") from None
-    return _Rewriter(node, context)

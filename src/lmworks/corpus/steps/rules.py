@@ -1,22 +1,56 @@
-"""The step `rules`: heuristic quality, by domain and language or by published sets; see `lmworks.corpus.rules`."""
+"""The step `rules`: heuristic quality filters, by domain and language or by published sets; see `lmworks.corpus.rules`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from lmworks.corpus.document import Batch, Document, Outcome, Step
-from lmworks.corpus.rules import Text, first_broken, rules_for
-from lmworks.corpus.rules.published import c4, fineweb, gopher
-from lmworks.corpus.rules.stop_words import STOP_WORDS
-from lmworks.corpus.rules.tokens import Vocabulary
-from lmworks.corpus.steps import Context
-from lmworks.recipe.schema.text_steps import Rules
+from lmworks.corpus.steps.base import Context, StepOptions
+
+if TYPE_CHECKING:
+    from lmworks.corpus.rules.tokens import Vocabulary
+    from lmworks.recipe.schema.corpus import Source
+
+RuleSet = Literal["gopher", "c4", "fineweb"]
+
+
+class Rules(StepOptions):
+    """Drop what the quality rules of its domain and language reject (`lmworks.corpus.rules`)."""
+
+    step: Literal["rules"] = Field("rules", description="which step this is")
+    sets: tuple[RuleSet, ...] = Field(
+        (), description="published rule sets to apply to the letter, in this order, instead of the rules of the domain; c4 also drops lines"
+    )
+    sources: tuple[str, ...] = Field((), description="sources that `sets` are for; all when empty. Others have their domain's rules")
+
+    def make(self, context: Context) -> Step:
+        """The published sets where the options name some for this source, the rules of its domain otherwise."""
+        meant = not self.sources or context.source.name in self.sources
+        return _Published(self) if self.sets and meant else _ByDomain(context)
+
+    def warnings(self, sources: Sequence[Source]) -> Iterator[str]:
+        """Published rules count words between spaces, of which some languages have none."""
+        from lmworks.corpus.units import SPACELESS_LANGUAGES
+
+        counting = [name for name in self.sets if name in ("gopher", "c4")]
+        for source in sources if counting else ():
+            if source.language in SPACELESS_LANGUAGES and (not self.sources or source.name in self.sources):
+                yield (
+                    f"source {source.name}: {' and '.join(counting)} count words between spaces and drop nearly all text in "
+                    f"{source.language}; let the step name its sources without this one"
+                )
 
 
 @lru_cache(maxsize=64)
 def _vocabulary(language: str) -> Vocabulary:
     """What is known of a language's words goes from part to part; no decision depends on it."""
+    from lmworks.corpus.rules.stop_words import STOP_WORDS
+    from lmworks.corpus.rules.tokens import Vocabulary
+
     return Vocabulary(STOP_WORDS.get(language, ()))
 
 
@@ -27,10 +61,14 @@ class _ByDomain:
     statistics: tuple[str, ...] = ()
 
     def __init__(self, context: Context) -> None:
+        from lmworks.corpus.rules import rules_for
+
         self._source = context.source
         rules_for(self._source.rules, self._source.domain, self._source.language)
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
+        from lmworks.corpus.rules import Text, first_broken, rules_for
+
         outcomes: list[Outcome] = []
         for index, document in enumerate(batch.documents):
             python = document.origin.endswith((".py", ".pyi"))
@@ -58,6 +96,8 @@ class _Published:
         return outcomes
 
     def _judge(self, documents: Sequence[Document], vocabulary: Vocabulary) -> list[Outcome]:
+        from lmworks.corpus.rules.published import c4, fineweb, gopher
+
         outcomes: list[Outcome] = list(documents)
         for name in self._sets:
             places = [place for place, outcome in enumerate(outcomes) if isinstance(outcome, Document)]
@@ -74,9 +114,3 @@ class _Published:
             for place, outcome in zip(places, judged, strict=True):
                 outcomes[place] = outcome
         return outcomes
-
-
-def make(node: Rules, context: Context) -> Step:
-    """The published sets where the node names some, the rules of the source where not."""
-    meant = not node.sources or context.source.name in node.sources
-    return _Published(node) if node.sets and meant else _ByDomain(context)

@@ -18,7 +18,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
         if name in sources[:index]:
             yield ("corpus", "sources", index, "name"), f"two sources are called {name!r}; give each its own name"
     for index, source in enumerate(recipe.corpus.sources):
-        if source.buckets and source.bucket_by == "quality" and not any(step.step in ("quality", "python") for step in recipe.corpus.steps):
+        if source.buckets and source.bucket_by == "quality" and not any(step.gives_quality for step in recipe.corpus.steps):
             message = "buckets need the documents' quality; add {step: quality, model: FILE} to corpus.steps, or name another bucket_by"
             yield ("corpus", "sources", index, "buckets"), message
     for index, step in enumerate(recipe.corpus.steps):

@@ -7,6 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from lmworks.corpus.steps.clean import Clean
+from lmworks.corpus.steps.registry import AnyStep
+from lmworks.corpus.steps.rules import Rules
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus_steps import Clean, Rules, Step
 from lmworks.recipe.schema.dedup import Decontaminate, Dedup, SourceDedup
@@ -140,7 +143,7 @@ class Corpus(Node):
 
     sources: list[Source] = Field(default_factory=list)
     max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
-    steps: list[Step] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
+    steps: list[AnyStep] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
     dedup: Dedup = Dedup()
     decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune")] = Decontaminate()
     validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="share of each source's documents held out")

@@ -24,7 +24,7 @@ from lmworks.corpus.engine.tables import rows_of, save_array, writing
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.readers import read
 from lmworks.corpus.readers.items import Item
-from lmworks.corpus.steps import Context, make
+from lmworks.corpus.steps.base import Context
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 
@@ -100,7 +100,7 @@ def read_inputs(job: Job, piece: Piece) -> Any:
 
 def steps_of(job: Job, piece: Piece) -> Sequence[Any]:
     """The steps, made for the documents of one part."""
-    return [make(node, Context(piece.source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]
+    return [node.make(Context(piece.source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]
 
 
 def read_part(job: Job, piece: Piece, advance: Advance) -> None:
@@ -199,7 +199,7 @@ def check_facts(job: Job) -> None:
 
     for source in job.sources:
         known = set(provides(source))
-        for step in [make(node, Context(source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]:
+        for step in [node.make(Context(source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]:
             for fact in step.needs:
                 if fact not in known:
                     raise UserError(
