@@ -29,8 +29,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmworks.recipe.schema.text_steps import Clean, Pii, Rules
-
 from lmworks.corpus import prepare
 from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.pii.masking import mask

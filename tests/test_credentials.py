@@ -15,7 +15,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from lmworks.recipe.schema.corpus_steps import Rewrite
 
 from lmworks import credentials
 from lmworks.corpus.engine.job import Job

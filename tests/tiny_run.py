@@ -161,7 +161,7 @@ def checkpoint(run_dir: Path, step: int | None = None, folder: str = "checkpoint
     """All tensors of a checkpoint by path: model, optimizer, experts, random state."""
     path = run_dir / folder / listing.name_of(step) if step is not None else listing.directories(run_dir / folder)[-1]
     reader = Reader(path)
-    return {name: reader.box(name, (0,) * len(record.shape), record.shape) for name, record in reader.table.items()}
+    return {name: reader.read_slice(name, (0,) * len(record.shape), record.shape) for name, record in reader.table.items()}
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from lmworks.recipe.schema.text_steps import Clean, Lines, Rules
 
 from lmworks.corpus import prepare
 from lmworks.corpus.analysis.prepared import Prepared

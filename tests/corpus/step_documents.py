@@ -8,7 +8,6 @@ from typing import Any
 
 from lmworks.corpus.document import Batch, Document, Outcome, Step
 from lmworks.corpus.steps.base import Context, StepOptions
-from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus import Source
 
 

@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 
 import pyarrow.parquet as pq
 import pytest
-from lmworks.recipe.schema.corpus_steps import Clean, Python, Quality
 
 from lmworks.corpus import prepare
 from lmworks.corpus.buckets import bucket_of

@@ -8,7 +8,6 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmworks.recipe.schema.text_steps import Clean
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE
 

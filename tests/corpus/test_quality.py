@@ -12,7 +12,6 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
-from lmworks.recipe.schema.corpus_steps import Quality
 from safetensors.numpy import save_file
 
 from lmworks.corpus.document import Batch, Document, Drop

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from lmworks.recipe.schema.corpus_steps import Rewrite
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from lmworks.recipe.schema.text_steps import Code
 from step_documents import outcomes_of, step_of
 
 from lmworks import machine

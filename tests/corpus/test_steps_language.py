@@ -7,7 +7,6 @@ import re
 import socket
 
 import pytest
-from lmworks.recipe.schema.text_steps import Language
 from step_documents import outcomes_of, step_of
 from test_corpus_rules import ARTICLE, PROSE
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from lmworks.recipe.schema.text_steps import Lines
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop

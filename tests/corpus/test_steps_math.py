@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lmworks.recipe.schema.text_steps import Math
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.checks.arithmetic import NoArithmetic, checks, evaluate, final_answer, same_answer

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmworks.recipe.schema.text_steps import Pii
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document

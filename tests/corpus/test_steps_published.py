@@ -12,7 +12,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from lmworks.recipe.schema.text_steps import Rules
 from step_documents import documents, outcomes_of, step_of
 
 from lmworks.corpus.document import Batch, Document, Drop

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmworks.recipe.schema.corpus_steps import Python
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from lmworks.recipe.schema.text_steps import Repeats
 from step_documents import outcomes_of, step_of
 
 from lmworks.corpus.document import Document, Drop

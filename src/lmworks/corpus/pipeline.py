@@ -31,7 +31,6 @@ from lmworks.masking import mask
 from lmworks.progress import bar, console
 from lmworks.recipe.schema.corpus import Corpus
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.text_steps import Rules
 
 
 def prepare(

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from lmworks.corpus.document import Document, PerDocument, Step
 from lmworks.corpus.steps.base import Context, StepOptions
-from lmworks.recipe.schema.text_steps import Clean
 
 
 class Clean(StepOptions):

@@ -12,7 +12,6 @@ from pydantic import Field
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.errors import UserError
-from lmworks.recipe.schema.text_steps import Language
 
 _WINDOW = 400
 _WINDOWS = 3

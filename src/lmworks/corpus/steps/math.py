@@ -8,7 +8,6 @@ from pydantic import Field
 
 from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step
 from lmworks.corpus.steps.base import Context, StepOptions
-from lmworks.recipe.schema.text_steps import Math
 
 _FACTS = ("math_checked", "math_wrong")
 

@@ -22,7 +22,6 @@ from lmworks.corpus.document import Document, Drop, Outcome, PerDocument, Step, 
 from lmworks.corpus.steps.base import Context, StepOptions
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
-from lmworks.recipe.schema.corpus_steps import Python
 
 
 class Python(StepOptions):

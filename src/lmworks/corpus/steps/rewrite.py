@@ -23,9 +23,7 @@ from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.masking import mask
-from lmworks.recipe.schema.corpus_steps import Rewrite
 from lmworks.recipe.schema.units import Seconds
-from lmworks.recipe.tree.fingerprint import canonical
 
 if TYPE_CHECKING:
     import openai

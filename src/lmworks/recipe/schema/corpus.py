@@ -11,7 +11,6 @@ from lmworks.corpus.steps.clean import Clean
 from lmworks.corpus.steps.registry import AnyStep
 from lmworks.corpus.steps.rules import Rules
 from lmworks.recipe.schema.base import Node
-from lmworks.recipe.schema.corpus_steps import Clean, Rules, Step
 from lmworks.recipe.schema.dedup import Decontaminate, Dedup, SourceDedup
 from lmworks.recipe.schema.effect import NO_EFFECT, read_by
 from lmworks.recipe.schema.executor import Executor
