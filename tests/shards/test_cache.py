@@ -148,13 +148,13 @@ def test_storage_that_fails_is_asked_again_and_then_named(
 
 
 def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, brought, bring = Counted(folder), set(), Batches.bring
+    storage, brought, bring = Counted(folder), set(), Batches.fill_cache
 
     def recorded(self: Batches, step: int) -> None:
         bring(self, step)
         brought.add(step)
 
-    monkeypatch.setattr(Batches, "bring", recorded)
+    monkeypatch.setattr(Batches, "fill_cache", recorded)
     batches = Batches(recipe_with(tmp_path, BIG, ahead="20 steps"), folder, storage=storage)
     batches.batch(0)
     while not brought >= set(range(1, batches.steps)):
@@ -207,7 +207,7 @@ def test_a_disk_without_room_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, encoding="utf-8", check=True)
     assert done.stdout == f"the disk of {tmp_path} has no room for 16,777,216 bytes; lower shards.cache.max_bytes\n"
     assert list(tmp_path.glob("blocks-*")) == []
-    with pytest.raises(UserError, match=r"shards\.cache\.bytes 1,000 is too small"):
+    with pytest.raises(UserError, match=r"shards\.cache\.max_bytes 1,000 is too small"):
         BlockCache(tmp_path, 1000)
 
 
