@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lmworks.checkpoint import Checkpoints, list_checkpoints, load, newest_good, verify
-from lmworks.checkpoint import checkpoints as checkpoints_module
+from lmworks.checkpoint import save as save_module
 from lmworks.checkpoint import tensor_files as tensor_files_module
+from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.units import Duration
@@ -93,7 +94,7 @@ def test_a_state_comes_back_bit_for_bit_and_saves_to_the_same_bytes(tmp_path, mo
 
 def test_training_may_go_on_while_a_save_is_under_way(tmp_path, monkeypatch):
     """The thread is held before it writes anything; what it then writes is the state of the call, in reused memory."""
-    gate, write = threading.Event(), Checkpoints._write_aside
+    gate, write = threading.Event(), CheckpointWriter._write_data
     staged = []
 
     def held(self, aside, parts, document):
@@ -101,7 +102,7 @@ def test_training_may_go_on_while_a_save_is_under_way(tmp_path, monkeypatch):
         staged.append(next(part for part in parts if part.name == "model/head.weight").values().data_ptr())
         return write(self, aside, parts, document)
 
-    monkeypatch.setattr(Checkpoints, "_write_aside", held)
+    monkeypatch.setattr(CheckpointWriter, "_write_data", held)
     state, meta = make_state(1), {"tokens": 1}
     with Checkpoints(tmp_path, Options(), {}) as checkpoints:
         for step in (1, 2):
@@ -124,7 +125,7 @@ def test_training_may_go_on_while_a_save_is_under_way(tmp_path, monkeypatch):
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
-    write, running, most = Checkpoints._write_aside, [0], []
+    write, running, most = CheckpointWriter._write_data, [0], []
 
     def slow(self, *args):
         running[0] += 1
@@ -134,7 +135,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
         running[0] -= 1
         return made
 
-    monkeypatch.setattr(Checkpoints, "_write_aside", slow)
+    monkeypatch.setattr(CheckpointWriter, "_write_data", slow)
     with Checkpoints(tmp_path, Options(keep_last=5), {}) as checkpoints:
         for step in range(3):
             checkpoints.save(step, make_state(step), {})
@@ -191,7 +192,7 @@ def test_what_is_kept_and_what_goes(tmp_path):
 
 
 def test_the_last_good_one_only_goes_when_its_successor_is_whole(tmp_path, monkeypatch):
-    seen, publish = [], checkpoints_module.publish
+    seen, publish = [], save_module.publish
 
     def watched(aside, final):
         seen.append(names(tmp_path))
@@ -199,7 +200,7 @@ def test_the_last_good_one_only_goes_when_its_successor_is_whole(tmp_path, monke
             raise OSError("pulled the plug")
         publish(aside, final)
 
-    monkeypatch.setattr(checkpoints_module, "publish", watched)
+    monkeypatch.setattr(save_module, "publish", watched)
     checkpoints = Checkpoints(tmp_path, Options(keep_last=1, keep_best=False), {})
     checkpoints.save(1, make_state(1), {})
     checkpoints.save(2, make_state(2), {}, wait=True)

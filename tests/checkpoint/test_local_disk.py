@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lmworks.checkpoint import Checkpoints, copy_to, list_checkpoints, listing, load, local_disk, newest_good, tensor_files, verify
-from lmworks.checkpoint import checkpoints as checkpoints_
+from lmworks.checkpoint import checkpoints as checkpoints_module
+from lmworks.checkpoint import save as save_module
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from rank_pool import RankPool
@@ -191,9 +192,9 @@ def test_a_bad_copy_is_not_published_and_is_tried_again(ranks: RankPool, tmp_pat
 def needed_here(folder: str) -> list[int]:
     """What each save of this rank has asked its own disk for, and how much all ranks write."""
     asked: list[int] = []
-    honest = checkpoints_._begin
+    honest = save_module.create_directory
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints_, "_begin", lambda aside, needed: (asked.append(needed), honest(aside, needed))[1])
+        patch.setattr(save_module, "create_directory", lambda aside, needed: (asked.append(needed), honest(aside, needed))[1])
         with open_(folder) as checkpoints:
             checkpoints.save(1, state(1), {"step": 1})
     return asked
@@ -217,7 +218,7 @@ def fail_after(folder: str, what: str) -> tuple[list[str], list[str], bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         if what == "pruning":
-            patch.setattr(checkpoints_, "prune", prune)
+            patch.setattr(checkpoints_module, "prune", prune)
         with Checkpoints(Path(folder), Options(keep_last=1), {}, report=report) as all_:
             outcomes = []
             for step in (1, 2, 3):
@@ -248,7 +249,7 @@ def test_a_thread_that_copies_outlives_what_fails_after_a_copy(tmp_path: Path, m
     def forget(self: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoints_, "prune", prune)
+    monkeypatch.setattr(checkpoints_module, "prune", prune)
     monkeypatch.setattr(local_disk.LocalDisk, "_forget_old", forget)
     with open_(str(tmp_path)) as checkpoints:
         for step in (1, 2, 3):

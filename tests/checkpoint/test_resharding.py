@@ -185,8 +185,8 @@ def test_a_box_that_is_nowhere_is_not_left_as_it_was(tmp_path: Path) -> None:
     reader.table["model/matrix"].slices.clear()
     assert incomplete_tensors(reader.table) == ["model/matrix"]
     with pytest.raises(OSError, match="12 elements of model/matrix are nowhere in it"):
-        reader.box("model/matrix", (1, 0), (2, 6))
-    assert torch.equal(reader.box("model/experts", (1, 1, 2), (3, 2, 1)), whole()["experts"][1:4, 1:3, 2:3])
+        reader.read_slice("model/matrix", (1, 0), (2, 6))
+    assert torch.equal(reader.read_slice("model/experts", (1, 1, 2), (3, 2, 1)), whole()["experts"][1:4, 1:3, 2:3])
 
 
 def damaged(directory: str) -> None:

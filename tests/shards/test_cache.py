@@ -148,13 +148,13 @@ def test_storage_that_fails_is_asked_again_and_then_named(
 
 
 def test_what_comes_is_fetched_ahead(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, brought, bring = Counted(folder), set(), Batches.bring
+    storage, brought, bring = Counted(folder), set(), Batches.fill_cache
 
     def recorded(self: Batches, step: int) -> None:
         bring(self, step)
         brought.add(step)
 
-    monkeypatch.setattr(Batches, "bring", recorded)
+    monkeypatch.setattr(Batches, "fill_cache", recorded)
     batches = Batches(recipe_with(tmp_path, BIG, ahead="20 steps"), folder, storage=storage)
     batches.batch(0)
     while not brought >= set(range(1, batches.steps)):

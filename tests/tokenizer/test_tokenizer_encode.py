@@ -12,7 +12,7 @@ from tokenizer_texts import ARTICLE, library
 
 from lmworks.errors import UserError
 from lmworks.tokenizer import StreamDecoder, Tokenizer, load, special
-from lmworks.tokenizer import tokenizer as module
+from lmworks.tokenizer import text_tokenizer as module
 
 # What the split rule looks at: case, contractions, digits, kinds of space, line ends, marks, scripts, joined emoji.
 TRICKY = ["'S", "'ll", "'ſ", "\u0130", "1", "٣", "²", "Ⅷ", " ", "  ",

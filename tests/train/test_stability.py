@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.checkpoint.save import CheckpointWriter
 from lmworks.cli import data_commands
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
@@ -241,14 +242,14 @@ def test_a_scheduler_that_asks_is_told_apart_from_a_person(
 
 def fail_saves(patch: pytest.MonkeyPatch, steps: Collection[int]) -> None:
     """The disk is full whenever one of these steps is saved."""
-    honest = Checkpoints._write_aside
+    honest = CheckpointWriter._write_data
 
-    def full(self: Checkpoints, aside: Any, *rest: Any) -> Any:
+    def full(self: CheckpointWriter, aside: Any, *rest: Any) -> Any:
         if int(aside.name.split(".")[1].removeprefix("step-")) in steps:
             raise OSError(28, "No space left on device")
         return honest(self, aside, *rest)
 
-    patch.setattr(Checkpoints, "_write_aside", full)
+    patch.setattr(CheckpointWriter, "_write_data", full)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -56,12 +56,12 @@ class LocalDisk:
         self._failed: list[str] = []
         self._thread: threading.Thread | None = None
 
-    def share(self, made: dict[str, bytes]) -> dict[str, bytes]:
-        """The documents of a checkpoint, from the first rank to the first of each machine; nothing elsewhere."""
-        return self._saving.broadcast(made) if self.is_first else {}
+    def send_to_machines(self, metadata: dict[str, bytes]) -> dict[str, bytes]:
+        """Broadcast the metadata files of a checkpoint from rank 0 to the first rank of each machine. Empty on the other ranks."""
+        return self._saving.broadcast(metadata) if self.is_first else {}
 
-    def of_this_machine(self, bytes_of_ranks: Sequence[int]) -> int:
-        """The sum over the ranks that write here."""
+    def bytes_on_this_machine(self, bytes_of_ranks: Sequence[int]) -> int:
+        """The sum over the ranks that write to this machine's disk."""
         return sum(count for count, here in zip(bytes_of_ranks, self._here, strict=True) if here)
 
     def announce(self, name: str) -> None:

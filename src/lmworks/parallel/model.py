@@ -24,6 +24,7 @@ from lmworks.parallel.pipeline import Pipeline
 from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
 from lmworks.recipe.schema.model import Rope
 from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.order.rank import sequences_of_rank
 from lmworks.shards.read.batch import Batch
 
 
@@ -124,9 +125,8 @@ class ParallelModel:
             data.release(part)
 
     def rows(self, count: int) -> tuple[int, int]:
-        """Which of a batch's rows this rank's place on the data axis has: [start, stop). Shares differ by one row at most."""
-        size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
-        return rank * count // size, (rank + 1) * count // size
+        """The sequences [start, stop), of the `count` sequences of a step, that this rank reads; see `lmworks.shards.order.rank`."""
+        return sequences_of_rank(count, self.ranks.rank("dp"), self.ranks.size("dp"))
 
     def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> Sums:
         """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` of them at a

@@ -24,7 +24,7 @@ from lmworks.tokenizer.rendering import Refused, Render, apart, compiled
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
-    from lmworks.tokenizer.tokenizer import Tokenizer
+    from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 # Unicode's noncharacters for internal use: one that the conversation does not contain marks what must stay text.
@@ -113,7 +113,7 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def encode(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
+def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
@@ -179,7 +179,7 @@ def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Seque
     return mask
 
 
-def prompts(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[str, Any]], thinking: bool | None) -> list[list[int]]:
+def prompts(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], thinking: bool | None) -> list[list[int]]:
     """For each answer, and for one to come, the ids behind <|assistant|> that belong to the prompt.
 
     An answer whose thoughts the template leaves out, because users have spoken since, did not begin with the empty thoughts that
@@ -193,6 +193,6 @@ def prompts(tokenizer: Tokenizer, template: Template, messages: Sequence[dict[st
 
 
 @lru_cache(16)
-def _prompt(tokenizer: Tokenizer, template: Template, thinking: bool | None) -> list[int]:
+def _prompt(tokenizer: TextTokenizer, template: Template, thinking: bool | None) -> list[int]:
     ids = encode(tokenizer, template, [{"role": "user", "content": "?"}], None, True, thinking)
     return ids[ids.index(tokenizer.special[ASSISTANT]) + 1 :]

@@ -6,7 +6,7 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lmworks.tokenizer.tokenizer import Tokenizer
+    from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 
 class StreamDecoder:
@@ -15,7 +15,7 @@ class StreamDecoder:
     All that `push` returned and then `finish()` is the text of `Tokenizer.decode`; bytes that are no UTF-8 become U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = False) -> None:
+    def __init__(self, tokenizer: TextTokenizer, skip_special: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

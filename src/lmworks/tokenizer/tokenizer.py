@@ -1,33 +1,16 @@
-"""A trained tokenizer in use: text to ids and back, fast and without surprises."""
+"""A trained tokenizer: text and conversations to token ids, and back."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.files import explain_damage, read_json
-from lmworks.tokenizer import bpe as bpe_
-from lmworks.tokenizer import special as special_
-
-if TYPE_CHECKING:
-    import tiktoken
-    import tokenizers
-
-    from lmworks.tokenizer.chat import Template
-
-# tiktoken's regex engine dies on about a million spaces in a row. Such a text goes through `tokenizers`, slower, with the same ids.
-_LONG = 100_000
-# A match begins only where a run of spaces begins: tried at each of its spaces, the search would be quadratic in the run's length.
-_LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_LONG}}}")
-_PARALLEL_BYTES = 1 << 20
+from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts
+from lmworks.tokenizer.special import ASSISTANT, SYSTEM
+from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 
 def load(directory: Path) -> Tokenizer:
@@ -35,138 +18,11 @@ def load(directory: Path) -> Tokenizer:
     return Tokenizer(Path(directory))
 
 
-class Tokenizer:
-    """BPE. `encode` gives the ids that `tokenizers` and `transformers` give for the same tokenizer.json; byte-level BPE runs on tiktoken.
-
-    Text never becomes a special token: "<|user|>" in a document or a message is encoded as the letters it consists of, unless the
-    caller says `allow_special=True`. (`transformers` makes it special always; there the ids differ, on purpose.)
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
-        path = self.directory / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"{path} does not exist; make it with `lmworks tokenizer train RECIPE`")
-        with explain_damage(path):
-            bpe = bpe_.read(read_json(path), str(path))
-            missing = [name for name in special_.REQUIRED if name not in bpe.added]
-            if missing:
-                raise UserError(f"{path} lacks the special token {missing[0]}; train a tokenizer with lmworks or add it")
-            self._bpe = bpe
-            self.vocab_size: int = bpe.vocab_size
-            self.special: dict[str, int] = dict(sorted(bpe.added.items(), key=lambda item: item[1]))
-            self.eos_id: int = self.special[special_.END]
-            self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
-            self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
-            self._hidden = frozenset(self.special[name] for name in bpe.hidden)
-            longest_first = sorted(self.special, key=len, reverse=True)
-            self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-            self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
-            self._longest_special = max(map(len, self.special))
-
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """The ids of `text`; special tokens in it stay ordinary text unless `allow_special`."""
-        if allow_special:
-            return self.encode_parts(self.split_special(text))
-        if self._needs_reference(text):
-            return self._ordinary_by_reference(text)
-        return self._tiktoken.encode_ordinary(text)
-
-    def encode_parts(self, parts: Sequence[str], mend: Callable[[str], str] = lambda text: text) -> list[int]:
-        """Encode alternating text and special tokens, beginning with text; `mend` is applied to the text."""
-        ids: list[int] = []
-        for number, part in enumerate(parts):
-            if number % 2:
-                ids.append(self.special[part])
-            elif part:
-                ids.extend(self.encode(mend(part)))
-        return ids
-
-    def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[np.ndarray]:
-        """The ids of each text as uint32, without special tokens; in `threads` threads where the work is worth it."""
-        if not self._bpe.byte_level:
-            found = self._reference_for_text.encode_batch(list(texts), add_special_tokens=False)
-            return [np.array(one.ids, dtype=np.uint32) for one in found]
-        if threads == 1 or len(texts) < 2 or sum(map(len, texts)) < _PARALLEL_BYTES:
-            return [self._encode_numpy(text) for text in texts]
-        with ThreadPoolExecutor(threads) as pool:  # tiktoken releases the interpreter lock
-            return list(pool.map(self._encode_numpy, texts))
-
-    def split_special(self, text: str) -> list[str]:
-        """`text` cut at its special tokens: text, special, text, special, ..., text."""
-        return self._special_pattern.split(text)
-
-    def begun_special(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a special token, 0 if there is none."""
-        most = min(self._longest_special - 1, len(text))
-        return next((size for size in range(most, 0, -1) if text[-size:] in self._special_beginnings), 0)
-
-    def _encode_numpy(self, text: str) -> np.ndarray:
-        if self._needs_reference(text):
-            return np.array(self._ordinary_by_reference(text), dtype=np.uint32)
-        # copied, because what tiktoken gives is a read-only view of its buffer
-        return np.array(self._tiktoken.encode_to_numpy(text, disallowed_special=()), dtype=np.uint32)
-
-    def _needs_reference(self, text: str) -> bool:
-        return not self._bpe.byte_level or (len(text) >= _LONG and _LONG_SPACE.search(text) is not None)
-
-    def _ordinary_by_reference(self, text: str) -> list[int]:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a surrogate pair is no text; as tiktoken does it
-        return self._reference_for_text.encode(text, add_special_tokens=False).ids
-
-    @cached_property
-    def _tiktoken(self) -> tiktoken.Encoding:
-        import tiktoken
-
-        return tiktoken.Encoding(
-            str(self.directory), pat_str=self._bpe.pattern, mergeable_ranks=self._bpe.ranks, special_tokens=self.special)
-
-    @cached_property
-    def reference(self) -> tokenizers.Tokenizer:
-        """The same tokenizer in `tokenizers`, which the ids are measured against."""
-        import tokenizers
-
-        return tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
-
-    @cached_property
-    def _reference_for_text(self) -> tokenizers.Tokenizer:
-        import tokenizers
-
-        spec = read_json(self.directory / "tokenizer.json") | {"added_tokens": [], "post_processor": None}
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
-
-    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out control tokens, but not <think>."""
-        return b"".join(self.token_bytes(token, skip_special) for token in ids).decode("utf-8", errors="replace")
-
-    def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
-        """The bytes of one id. `UserError` if there is no such id."""
-        if skip_special and token in self._hidden:
-            return b""
-        if not 0 <= token < self.vocab_size:
-            raise UserError(f"the token id {token} is outside the vocabulary of {self.vocab_size}; these ids come from another tokenizer")
-        return self._bytes[token]
-
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        table = [b""] * self.vocab_size
-        for token, piece in self._bpe.pieces.items():
-            table[token] = piece
-        for name, token in self.special.items():
-            table[token] = name.encode()
-        return table
-
-    @cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: bytes of text each id stands for; 0 for special tokens, which are no text. For bits per byte."""
-        lengths = np.array([len(text) for text in self._bytes], dtype=np.int32)
-        lengths[list(self.special.values())] = 0
-        return lengths
+class Tokenizer(TextTokenizer):
+    """A `TextTokenizer` with the chat template of its directory."""
 
     @cached_property
     def _template(self) -> Template:
-        from lmworks.tokenizer.chat import Template
-
         path = self.directory / "chat_template.jinja"
         if not path.is_file():
             raise UserError(f"{path} does not exist; this tokenizer has no chat template")
@@ -185,10 +41,8 @@ class Tokenizer:
         another's role. Where the template leaves the last answer open, <|endoftext|> closes it here: something must be learned
         to end it.
         """
-        from lmworks.tokenizer.chat import assistant_mask, encode, prompts
-
         ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
         if messages[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:
             ids.append(self.eos_id)
         given = prompts(self, self._template, messages, thinking)
-        return ids, assistant_mask(ids, self.special[special_.ASSISTANT], self.special[special_.SYSTEM], self.stop_ids, given)
+        return ids, assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, given)

@@ -122,9 +122,9 @@ class Batches:
         wanted = {(share.source, self.order.length_of(share.phase)) for share in self.order.shares()}
         return {(source, length): waste(self._streams[source].file(0), length) for source, length in sorted(wanted)}
 
-    def validation(self, domain: str, sequence_length: int, rows: int, max_bytes: int | None = None) -> Validation:
-        """The held-out documents of a domain, in batches of `rows` sequences; see `Validation`."""
-        return Validation(self.shards_dir, self.manifest, domain, sequence_length, rows, max_bytes, self._files)
+    def validation(self, domain: str, sequence_length: int, sequences: int, max_bytes: int | None = None) -> Validation:
+        """The held-out documents of a domain, in batches of `sequences` sequences; see `Validation`."""
+        return Validation(self.shards_dir, self.manifest, domain, sequence_length, sequences, max_bytes, self._files)
 
     def _spans(self, source: str, start: int, stop: int) -> list[DocumentSpan]:
         stream = self._streams[source]

@@ -22,8 +22,8 @@ class Validation:
 
     A document longer than `sequence_length` goes on in further pieces; every token but the first of a document is predicted exactly
     once, the <|endoftext|> too (it costs bits and stands for no bytes). With `max_bytes`, each source of the domain gives documents
-    up to its share by size; the last one may be cut. All batches have the shape (rows, sequence_length): the last is filled up with
-    rows that have no labels.
+    up to its share by size; the last one may be cut. All batches have the shape (sequences, sequence_length): the last is filled up with
+    sequences without labels.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Validation:
         manifest: Manifest,
         domain: str,
         sequence_length: int,
-        rows: int,
+        sequences: int,
         max_bytes: int | None = None,
         open_file: Callable[[Path], IndexedFile] | None = None,
     ) -> None:
         sources = [source for source in manifest.sources if source.domain == domain and source.validation]
         if not sources:
             raise UserError(f"no held-out text of domain {domain}; there is some of: {', '.join(manifest.domains()) or 'none'}")
-        self.domain, self._rows, self._length = domain, rows, sequence_length
+        self.domain, self._sequences, self._length = domain, sequences, sequence_length
         splits = [source.validation for source in sources if source.validation]
         shards = [shard for split in splits for shard in split.shards]
         self._stream = TokenStream([Path(shards_dir) / shard.prefix for shard in shards], [shard.tokens for shard in shards], open_file)
@@ -55,21 +55,21 @@ class Validation:
 
     def __len__(self) -> int:
         """Number of batches."""
-        return -(-len(self._packed) // self._rows)
+        return -(-len(self._packed) // self._sequences)
 
     def __iter__(self) -> Iterator[Batch]:
         return (self.batch(number) for number in range(len(self)))
 
     def batch(self, number: int) -> Batch:
         """The number-th batch; `phase` and `step` say nothing here and are 0 and `number`."""
-        shape = (self._rows, self._length)
+        shape = (self._sequences, self._length)
         tokens, labels = np.empty(shape, np.int32), np.full(shape, IGNORE, np.int32)
         begins: list[int] = []
-        for row in range(self._rows):
-            packed = number * self._rows + row
+        for row in range(self._sequences):
+            packed = number * self._sequences + row
             inside = self._packed.fill(packed, tokens[row], labels[row]) if packed < len(self._packed) else [0]
             begins += [row * self._length + at for at in inside]
-        tokens[len(self._packed) - number * self._rows :] = 0
+        tokens[len(self._packed) - number * self._sequences :] = 0
         sequence_bytes = np.where(labels == IGNORE, 0, self._token_bytes[np.maximum(labels, 0)]).sum(axis=1, dtype=np.int64)
         return Batch(tokens, labels, np.array([*begins, tokens.size], np.int32), 0, number, sequence_bytes)
 
