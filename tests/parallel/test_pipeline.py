@@ -83,10 +83,10 @@ def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, 
     compare(alone("mtp", micro_batch_size, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch_size, rows))
 
 
-@pytest.mark.parametrize("recomputed", ["full", "50%"])
-def test_also_when_recomputed(ranks: RankPool, recomputed: str) -> None:
-    """Tokens per expert are of the first pass: recomputation counts nothing twice."""
-    compare(alone("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", {"activation_checkpointing": recomputed}))
+@pytest.mark.parametrize("checkpointing", ["full", "50%"])
+def test_also_with_activation_checkpointing(ranks: RankPool, checkpointing: str) -> None:
+    """Tokens per expert are of the first pass: activation checkpointing counts nothing twice."""
+    compare(alone("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", {"activation_checkpointing": checkpointing}))
 
 
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Trained:

@@ -41,7 +41,7 @@ def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reaso
     assert any(reason in found for found in problems(recipe, load_cluster("64xh100"), wanted))
 
 
-def test_the_zero_bubble_schedule_does_not_go_with_selective_recomputation() -> None:
+def test_the_zero_bubble_schedule_does_not_combine_with_selective_activation_checkpointing() -> None:
     recipe = load_recipe("smollm3-3b", ["train.compile=false", "train.activation_checkpointing=selective"]).recipe
     wanted = Layout(pp=4, dp_shard=16, pipeline_schedule="zero-bubble")
     found = list(problems(recipe, load_cluster("64xh100"), wanted))

@@ -4,7 +4,7 @@ Forward: 2 per active parameter and token; forward and backward: 6 (Kaplan et al
 look-up multiplies nothing and is not counted; the head is. Attention adds 2 H (d + v) per pair of query and key in the forward
 (scores of d dimensions, values of v) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average,
 fewer under a window. Each layer of multi-token prediction is one layer more, and once more through the head. Documents
-shorter than the sequence cost less than this; recomputation costs more but is not useful work.
+shorter than the sequence cost less than this; activation checkpointing costs more, but that is not useful work.
 """
 
 from __future__ import annotations

@@ -253,19 +253,19 @@ def too_big(placed: Placed, cluster: Cluster) -> str:
 
 def more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
-    def recomputing(text: str) -> Recipe:
+    def with_checkpointing(text: str) -> Recipe:
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
         return recipe.model_copy(update={"train": train})
 
     more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is NONE]
-    full = recomputing("full")
+    full = with_checkpointing("full")
     settings: tuple[tuple[Recipe, Zero, str], ...] = (
         (recipe, zero, ""),
         (full, zero, "train.activation_checkpointing=full"),
         (recipe, 3, "layout.zero=3"),
         (full, 3, "train.activation_checkpointing=full and layout.zero=3"),
     )
-    shares = tuple((recomputing(text), zero, f"train.activation_checkpointing={text}") for text in more)
+    shares = tuple((with_checkpointing(text), zero, f"train.activation_checkpointing={text}") for text in more)
     for changed, level, name in (settings[0], *shares, *settings[1:]):
         chosen, _ = automatic(changed, cluster, phase, level, others)
         if chosen is not None:

@@ -268,18 +268,18 @@ def _stage_memory(
 
     tokens = micro_batch_size * length / layout.cp
     cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
-    recomputation = recipe.train.activation_checkpointing
+    checkpointing = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
     kept_alive = alive(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
         bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
-        stored += bytes_per_token[recomputation.of(layer).name]
+        stored += bytes_per_token[checkpointing.of(layer).name]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
             bytes_per_token = layer_activations(model, model.num_hidden_layers + depth, layout, element, cpu_length)
-            stored += bytes_per_token[recomputation.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
+            stored += bytes_per_token[checkpointing.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (kept_alive * stored + working)
     if stage == layout.pp - 1:

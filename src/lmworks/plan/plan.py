@@ -58,7 +58,7 @@ class Plan:
     kv_cache_shrink: float
     kv_cache_by: str
     unwise: tuple[str, ...]
-    recomputation: str
+    activation_checkpointing: str
 
     @property
     def tokens(self) -> int:
@@ -118,8 +118,8 @@ class Plan:
             if held > 1 - MARGIN:
                 yield (
                     f"{phase.name}: {held:.0%} of the memory is planned for, which leaves less than {MARGIN:.0%} for what no plan knows "
-                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more recomputation "
-                    "(train.activation_checkpointing)"
+                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more "
+                    "activation checkpointing (train.activation_checkpointing)"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
@@ -198,7 +198,7 @@ def make_plan(
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         unwise=tuple(warnings(recipe)),
-        recomputation=recipe.train.activation_checkpointing.text(),
+        activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
 
 
