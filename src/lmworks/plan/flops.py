@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.plan.counts import count
+from lmworks.plan.counts import count_by_component
 from lmworks.recipe.schema.model import Model
 
 
@@ -36,10 +36,10 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def per_token(model: Model, length: int) -> Flops:
+def flops_per_token(model: Model, length: int) -> Flops:
     """Training operations per token at sequence length `length`."""
     assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
-    counts, ahead = count(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
+    counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
     per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # the head is as large
