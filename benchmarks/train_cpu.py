@@ -26,7 +26,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.parallel.model import ParallelModel
-from lmworks.plan.flops import per_token
+from lmworks.plan.flops import flops_per_token
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.loading.huggingface import class_for, to_config
 from lmworks.recipe.schema.model import Model, Moe, Rope
@@ -122,7 +122,7 @@ def main() -> None:
                 arms[f"{peer} {how}, {precision}"] = theirs(config, batch, how == "compiled", precision != "fp32")
         seconds = measure(arms, arguments.steps)
         medians = {name: statistics.median(times) for name, times in seconds.items()}
-        operations = per_token(config, LENGTH).total * batch.tokens.size
+        operations = flops_per_token(config, LENGTH).total * batch.tokens.size
         rows = {
             name: {
                 "tokens_per_second": batch.tokens.size / time_,

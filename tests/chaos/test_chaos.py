@@ -14,7 +14,7 @@ from judge import Records, bits, lost_at_most, lost_steps, order, repeated
 from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
 from strikes import spoil
 
-from lmworks.parallel.pipeline_stages import stage_problems
+from lmworks.parallel.pipeline_stages import pipeline_stage_problems
 from lmworks.parallel.start import layout_for
 from lmworks.recipe.schema.layout import world_size
 from tiny_run import Tiny
@@ -39,7 +39,7 @@ def test_every_plan_is_a_legal_recipe(tiny: Tiny) -> None:
         recipe = tiny.resolve(*overrides(plan), *harmless(plan)).recipe
         for ranks in {plan.ranks, plan.ranks - plan.resized}:
             layout = layout_for(recipe.layout, ranks)
-            assert not list(stage_problems(recipe.model, layout, recipe.train))
+            assert not list(pipeline_stage_problems(recipe.model, layout, recipe.train))
             assert world_size(layout) == ranks and layout.dp_shard * layout.cp % layout.ep == 0
 
 

@@ -75,7 +75,7 @@ def test_a_chosen_layout_leaves_a_margin() -> None:
 
 def test_the_shipped_recipes_do_not_warn_of_themselves(lmworks: Lmworks) -> None:
     out = lmworks("plan", "glm46-355b-a32b", "--cluster", "8192xh800").out
-    assert "positions stay" not in out and "recomputation" in out
+    assert "positions stay" not in out and "checkpointing" in out
 
 
 def test_omp_num_threads_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from command import Done, Lmworks
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.derivation.parameters import count, count_active
+from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.loading.load import load_recipe, load_resolved
 from lmworks.run import budget
 from lmworks.shards.read.batches import Batches
@@ -119,7 +119,7 @@ def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -
     recipe, tokens = load_resolved(run_dir / "resolved.json"), budgets(run_dir)
     model = recipe.model
     assert model.vocab_size and model.hidden_size
-    hidden = count(model) - 2 * model.vocab_size * model.hidden_size
+    hidden = count_parameters(model) - 2 * model.vocab_size * model.hidden_size
     assert recipe.optimizer.learning_rate == scaling_laws.peak_learning_rate(hidden, tokens["general"] + tokens["long"])
     assert recipe.optimizer.adam_learning_rate == 0.01, "as it is written"
 
@@ -173,7 +173,7 @@ def test_the_size_follows_from_the_speed(runs: Runs) -> None:
         size = tree["size"]
         assert size == budget._text(scaling_laws.parse_size(size)) != "auto"
         tokens = sum(phase.tokens for phase in recipe.train.phases)
-        active.append(count_active(recipe.model))
+        active.append(count_active_parameters(recipe.model))
         assert tokens / active[-1] == pytest.approx(20, rel=0.3), "shapes come in steps"
         assert [int(phase.sequence_length) for phase in recipe.train.phases] == [32, 64]
         told = runs(run_dir, *words).out

@@ -79,12 +79,12 @@ def test_each_way_of_choosing_moves_as_published() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "50%"])
-def test_recomputation_counts_nothing_twice(mode: str) -> None:
+def test_activation_checkpointing_counts_nothing_twice(mode: str) -> None:
     tokens, labels, cu_seqlens = sample()
-    plain, recomputing = build(CONFIGS["aux"]), build(CONFIGS["aux"])
-    checkpoint_activations(recomputing, ActivationCheckpointing.parse(mode))
+    plain, checkpointed = build(CONFIGS["aux"]), build(CONFIGS["aux"])
+    checkpoint_activations(checkpointed, ActivationCheckpointing.parse(mode))
     losses = []
-    for model in (plain, recomputing):
+    for model in (plain, checkpointed):
         loss = model.loss(tokens, labels, cu_seqlens)
         loss.total.backward()
         losses.append(loss)
@@ -93,7 +93,7 @@ def test_recomputation_counts_nothing_twice(mode: str) -> None:
     assert torch.equal(losses[0].experts.counts, losses[1].experts.counts)
     assert losses[0].experts.counts.sum(-1).tolist() == [tokens.numel() * 2] * 2, "each token counts top_k times in each layer"
     torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-6, atol=0)
-    for (name, a), b in zip(plain.named_parameters(), recomputing.parameters(), strict=True):
+    for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 

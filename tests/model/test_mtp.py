@@ -19,7 +19,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize, standard_deviation
 from lmworks.model.loss import IGNORE
 from lmworks.model.mtp import look_ahead
-from lmworks.recipe.derivation.parameters import count, count_active, parameters
+from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Mtp
 
 _SMALL: dict[str, Any] = {
@@ -151,8 +151,8 @@ def test_counts_and_first_weights(name: str) -> None:
     model = initialize(Transformer(config), 3)
     assert {p.name: p.shape for p in parameters(config)} == {key: tuple(p.shape) for key, p in model.named_parameters()}
     own = sum(parameter.numel() for key, parameter in model.named_parameters() if not key.startswith("mtp."))
-    assert count(config) == own == count(config.model_copy(update={"mtp": None}))
-    assert count_active(config) == count_active(config.model_copy(update={"mtp": None}))
+    assert count_parameters(config) == own == count_parameters(config.model_copy(update={"mtp": None}))
+    assert count_active_parameters(config) == count_active_parameters(config.model_copy(update={"mtp": None}))
     state = dict(model.named_parameters())
     assert torch.equal(state["mtp.0.hidden_norm.weight"], torch.ones(32))
     for key in ("mtp.0.projection.weight", "mtp.0.block.attention.output.weight"):

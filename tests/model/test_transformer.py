@@ -19,7 +19,7 @@ from lmworks.model.blocked import attend_blocks
 from lmworks.model.documents import visible
 from lmworks.model.init import initialize, normal
 from lmworks.model.loss import IGNORE
-from lmworks.recipe.derivation.parameters import count, parameters
+from lmworks.recipe.derivation.parameters import count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
 from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
 
@@ -138,7 +138,7 @@ def test_counts_from_the_config_equal_the_built_model(name: str) -> None:
     model = Transformer(CONFIGS[name])
     listed = {p.name: p.shape for p in parameters(model.config)}
     assert listed == {key: tuple(p.shape) for key, p in model.named_parameters()}
-    assert count(model.config) == sum(p.numel() for p in model.parameters())
+    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
 
 
 def test_initialisation_is_a_function_of_name_and_position() -> None:

@@ -46,17 +46,17 @@ def _alone(kind: str, rows: int) -> Trained:
     return _train({}, kind, "none", None, rows)[0]
 
 
-@pytest.mark.parametrize(("layout", "kind", "recompute"), FAST, ids=_name)
-def test_traced_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any], kind: str, recompute: str) -> None:
+@pytest.mark.parametrize(("layout", "kind", "checkpointing"), FAST, ids=_name)
+def test_traced_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any], kind: str, checkpointing: str) -> None:
     """Traced forward and backward as for the compiler, and run as traced: no machine code, and nothing rounds differently."""
-    _check(ranks, (layout, kind, recompute), "aot_eager", 8, 1e-5)
+    _check(ranks, (layout, kind, checkpointing), "aot_eager", 8, 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "kind", "recompute"), SLOW, ids=_name)
-def test_compiled_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any], kind: str, recompute: str) -> None:
+@pytest.mark.parametrize(("layout", "kind", "checkpointing"), SLOW, ids=_name)
+def test_compiled_layers_equal_one_process(ranks: RankPool, layout: dict[str, Any], kind: str, checkpointing: str) -> None:
     """Compiled code sums in another order and rounds elsewhere: 1e-4. Seven rows end in a micro-batch of another shape."""
-    _check(ranks, (layout, kind, recompute), "inductor", 7, 1e-4)
+    _check(ranks, (layout, kind, checkpointing), "inductor", 7, 1e-4)
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def _train_lopsided(layout: dict[str, Any], backend: str | None) -> Any:
 
 
 def _check(ranks: RankPool, case: Case, backend: str, rows: int, tolerance: float) -> None:
-    layout, kind, recompute = case
-    found = ranks.run(_train, world_size(Layout(**layout)), layout, kind, recompute, backend, rows)
+    layout, kind, checkpointing = case
+    found = ranks.run(_train, world_size(Layout(**layout)), layout, kind, checkpointing, backend, rows)
     compare(_alone(kind, rows), [trained for trained, _, _ in found], tolerance)
     for _, compiled, breaks in found:
         assert not breaks, "a layer is one piece of compiled code"
@@ -85,7 +85,7 @@ def _check(ranks: RankPool, case: Case, backend: str, rows: int, tolerance: floa
 
 
 def _train(
-    layout: dict[str, Any], kind: str, recompute: str, backend: str | None, rows: int
+    layout: dict[str, Any], kind: str, checkpointing: str, backend: str | None, rows: int
 ) -> tuple[Trained, list[tuple[int, int]], list[str]]:
     """Some steps, the last with longer rows; after each, how many graphs were compiled and how many kinds of layer and shape it met."""
     from torch._dynamo.utils import counters
@@ -110,7 +110,7 @@ def _train(
         patch.setattr(parity, "train_step", step)
         patch.setattr(ParallelModel, "_inputs", noting)
         patch.setattr(Transformer, "compile", lambda part, **options: compile_layers(part, backend=backend, **options))
-        trained = parity.train(layout, kind, 2, rows, compile=backend is not None, activation_checkpointing=recompute)
+        trained = parity.train(layout, kind, 2, rows, compile=backend is not None, activation_checkpointing=checkpointing)
     return trained, compiled, list(counters["graph_break"])
 
 

@@ -54,7 +54,7 @@ def _train_few(layout: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}], ids=str)
-def test_also_when_recomputed(ranks: RankPool, options: dict[str, Any]) -> None:
+def test_also_with_activation_checkpointing(ranks: RankPool, options: dict[str, Any]) -> None:
     compare(alone("moe"), ranks.run(_train, 2, {"dp_shard": 2, "ep": 2}, options))
 
 

@@ -20,7 +20,7 @@ from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.plan.schedule import alive, bubble
+from lmworks.plan.pipeline import bubble, micro_batches_in_flight
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.layout import Layout
 from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
@@ -83,10 +83,10 @@ def test_any_number_of_rows(ranks: RankPool, layout: dict[str, Any], rows: int, 
     compare(alone("mtp", micro_batch_size, rows), ranks.run(train, _world(layout), layout, "mtp", micro_batch_size, rows))
 
 
-@pytest.mark.parametrize("recomputed", ["full", "50%"])
-def test_also_when_recomputed(ranks: RankPool, recomputed: str) -> None:
-    """Tokens per expert are of the first pass: recomputation counts nothing twice."""
-    compare(alone("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", {"activation_checkpointing": recomputed}))
+@pytest.mark.parametrize("checkpointing", ["full", "50%"])
+def test_also_with_activation_checkpointing(ranks: RankPool, checkpointing: str) -> None:
+    """Tokens per expert are of the first pass: activation checkpointing counts nothing twice."""
+    compare(alone("moe"), ranks.run(_train, 2, {"pp": 2}, "moe", {"activation_checkpointing": checkpointing}))
 
 
 def _train(layout: dict[str, Any], kind: str, options: dict[str, Any]) -> Trained:
@@ -179,7 +179,7 @@ def test_is_idle_and_keeps_activations_as_planned(ranks: RankPool, layout: dict[
     wanted = Layout.model_validate(layout)
     share, most = _play(orders, wanted.pp * wanted.pipeline_stages_per_rank)
     assert share == pytest.approx(bubble(wanted.pp, count, wanted.pipeline_schedule, wanted.pipeline_stages_per_rank))
-    assert most == [alive(wanted, rank, count) * wanted.pipeline_stages_per_rank for rank in range(wanted.pp)]
+    assert most == [micro_batches_in_flight(wanted, rank, count) * wanted.pipeline_stages_per_rank for rank in range(wanted.pp)]
 
 
 def _executed(layout: dict[str, Any], count: int) -> list[Action]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmworks.parallel.pipeline_stages import _balanced, rank_layers, runnable, stage_layers
+from lmworks.parallel.pipeline_stages import _balanced, pipeline_stage_layers, rank_layers, runnable
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
@@ -43,7 +43,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], share: float
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 3, "pipeline_stages_per_rank": 2}, {"pp": 2, "layers_per_pipeline_stage": (9, 3)}])
 def test_every_layer_lies_on_one_rank(layout: dict[str, int]) -> None:
-    stages = stage_layers(MODEL, Layout.model_validate(layout))
+    stages = pipeline_stage_layers(MODEL, Layout.model_validate(layout))
     assert [layer for stage in stages for layer in stage] == list(range(12))
     held = [layer for rank in range(layout["pp"]) for layer in rank_layers(MODEL, Layout.model_validate(layout), rank)]
     assert sorted(held) == list(range(12))
@@ -53,13 +53,13 @@ def test_the_head_counts_as_layers() -> None:
     """A vocabulary that makes the head as dear as two layers and a half leaves the last stage fewer of them."""
     layer = 8_320  # 2 norms, 4 matrices of attention, 3 of the feed-forward part
     wide = MODEL.model_copy(update={"vocab_size": 5 * layer // 2 // 32})
-    assert [len(stage) for stage in stage_layers(wide, Layout(pp=4))] == [2, 4, 4, 2]
+    assert [len(stage) for stage in pipeline_stage_layers(wide, Layout(pp=4))] == [2, 4, 4, 2]
 
 
 def test_a_large_model_with_multi_token_prediction() -> None:
     """GLM-4.6 on 16 stages: what follows the last layer is worth two."""
     recipe = load_recipe("glm46-355b-a32b").recipe
-    counts = [len(stage) for stage in stage_layers(recipe.model, Layout(pp=16))]
+    counts = [len(stage) for stage in pipeline_stage_layers(recipe.model, Layout(pp=16))]
     assert sum(counts) == 92
     assert counts[-1] < max(counts)
 

@@ -37,7 +37,7 @@ def test_equals_one_process(ranks: RankPool, layout: dict[str, Any], kind: str) 
     compare(alone(kind), ranks.run(train, _world(layout), layout, kind))
 
 
-def test_also_when_recomputed(ranks: RankPool) -> None:
+def test_also_with_activation_checkpointing(ranks: RankPool) -> None:
     compare(alone("moe"), ranks.run(_train, 2, {"tp": 2}, "moe", {"activation_checkpointing": "full"}))
 
 

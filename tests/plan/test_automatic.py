@@ -8,10 +8,10 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.parallel.start import layout_for
-from lmworks.plan.automatic import decide, devices_of, kept
-from lmworks.plan.layout import MARGIN, Placed, automatic, fits, legal, place, problems
+from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
+from lmworks.plan.layout import MARGIN, Placement, automatic, fits, legal, place, problems
+from lmworks.plan.pipeline import bubble
 from lmworks.plan.plan import make_plan
-from lmworks.plan.schedule import bubble
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout, world_size
 
@@ -19,7 +19,7 @@ from lmworks.recipe.schema.layout import Layout, world_size
 @pytest.mark.parametrize(("name", "where"), [("smollm3-3b", "64xh100"), ("glm-15b-a3b", "64xh100"), ("glm46-355b-a32b", "8192xh800")])
 def test_one_layout_suits_all_phases_and_nothing_smaller_does(name: str, where: str) -> None:
     recipe, cluster = load_recipe(name, ["layout=auto"]).recipe, load_cluster(where)
-    found = decide(recipe, cluster)
+    found = choose_layout(recipe, cluster)
     longest = max(recipe.train.phases, key=lambda phase: phase.sequence_length)
     assert world_size(found.layout) == cluster.nodes * cluster.devices_per_node
     assert not found.layout.auto
@@ -31,7 +31,7 @@ def test_one_layout_suits_all_phases_and_nothing_smaller_does(name: str, where: 
             break
         of_all = [place(recipe, cluster, other, phase) for phase in recipe.train.phases if not [*problems(recipe, cluster, other, phase)]]
         assert len(of_all) < len(recipe.train.phases) or not all(fits(one, cluster, MARGIN) for one in of_all), other
-    assert decide(recipe, cluster) == found
+    assert choose_layout(recipe, cluster) == found
     assert {phase.placed.layout for phase in make_plan(recipe, "", cluster).phases} == {found.layout}
     assert "every phase fits" in found.why and cluster.device in found.why
 
@@ -44,7 +44,7 @@ def test_a_pipeline_gets_the_schedule_that_leaves_it_idle_least() -> None:
     assert placed is not None and placed.layout.pp > 1
     plain = place(recipe, cluster, placed.layout.model_copy(update={"pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 1}), phase)
 
-    def idle(one: Placed) -> float:
+    def idle(one: Placement) -> float:
         return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
 
     assert placed.layout.pipeline_schedule == "interleaved" and idle(placed) < idle(plain)
@@ -57,7 +57,7 @@ def test_a_pipeline_gets_the_schedule_that_leaves_it_idle_least() -> None:
 
 def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     with pytest.raises(UserError, match=r"^layout: auto: .* needs .* GiB on a device of 131 .*; the nearest that fits is \d+ x") as refused:
-        decide(load_recipe("glm46-355b-a32b", ["layout=auto"]).recipe, load_cluster("1xh200"))
+        choose_layout(load_recipe("glm46-355b-a32b", ["layout=auto"]).recipe, load_cluster("1xh200"))
     assert "\n" not in str(refused.value)
 
 
@@ -74,12 +74,12 @@ def test_auto_is_spelt_in_the_file_and_on_the_command_line(tmp_path: Path) -> No
 
 
 def test_a_run_that_has_begun_keeps_its_layout_on_any_number_of_ranks(tmp_path: Path) -> None:
-    assert kept(tmp_path) is None
+    assert layout_of_run(tmp_path) is None
     resolved = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", "train.micro_batch_size=2", f"run_dir={tmp_path}"])
     resolved.save(tmp_path)
-    assert kept(tmp_path) is None, "nothing was trained yet"
+    assert layout_of_run(tmp_path) is None, "nothing was trained yet"
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    found = kept(tmp_path)
+    found = layout_of_run(tmp_path)
     assert found is not None
     again = load_recipe("quickstart", ["layout=auto", f"run_dir={tmp_path}", *found.overrides()])
     assert again.recipe == resolved.recipe

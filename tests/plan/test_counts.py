@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lmworks.model.transformer import Transformer
-from lmworks.plan.counts import count
-from lmworks.recipe.derivation.parameters import count as total
+from lmworks.plan.counts import count_by_component
+from lmworks.recipe.derivation.parameters import count_parameters as total
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.loading.load import load_recipe, shipped
 from lmworks.recipe.schema.model import Model, Moe
@@ -74,7 +74,7 @@ def built(model: Model) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("model", VARIANTS)
 def test_every_tensor_has_its_name_and_shape(model: Model) -> None:
     assert {parameter.name: parameter.shape for parameter in parameters(model)} == built(model)
-    assert total(model) == count(model).total
+    assert total(model) == count_by_component(model).total
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name != "glm46-355b-a32b"])
@@ -98,11 +98,11 @@ def test_active_parameters_by_hand() -> None:
     attention = 8 * 8 + 2 * 4 * 8 + 8 * 8
     norms = 2 * 2 * 8 + 8
     expert = 3 * 8 * 10
-    counts = count(model)
+    counts = count_by_component(model)
     assert counts.total == 2 * 100 * 8 + 2 * attention + norms + 3 * 8 * 16 + 4 * 8 + 4 * expert + expert
     assert counts.active == counts.total - 3 * expert
     assert counts.active_computed == counts.active - 100 * 8
-    tied = count(model.model_copy(update={"tie_word_embeddings": True}))
+    tied = count_by_component(model.model_copy(update={"tie_word_embeddings": True}))
     assert tied.total == counts.total - 800
     assert tied.active_computed == counts.active_computed
 
@@ -110,7 +110,7 @@ def test_active_parameters_by_hand() -> None:
 def test_multi_token_prediction_is_counted_apart() -> None:
     """GLM-4.5-Air and GLM-4.6 with their layer hold what is published: 109.2B and 356.8B (110.5B where copies are stored too)."""
     air = load_recipe("glm45-air-106b-a12b").recipe.model
-    counts, without = count(air), count(air.model_copy(update={"mtp": None}))
+    counts, without = count_by_component(air), count_by_component(air.model_copy(update={"mtp": None}))
     assert (counts.total, counts.active, counts.components) == (without.total, without.active, without.components)
     expert = 3 * 4096 * 1408
     layer = 128 * expert + expert + 128 * 4096 + 2 * 4096  # with its shared expert, router and norms

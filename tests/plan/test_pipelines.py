@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmworks.plan.layout import describe, problems
-from lmworks.plan.schedule import alive, bubble, micro_batches_for
+from lmworks.plan.pipeline import bubble, micro_batches_for, micro_batches_in_flight
 from lmworks.recipe.loading.load import load_cluster, load_recipe
 from lmworks.recipe.schema.layout import Layout
 
@@ -41,7 +41,7 @@ def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reaso
     assert any(reason in found for found in problems(recipe, load_cluster("64xh100"), wanted))
 
 
-def test_the_zero_bubble_schedule_does_not_go_with_selective_recomputation() -> None:
+def test_the_zero_bubble_schedule_does_not_combine_with_selective_activation_checkpointing() -> None:
     recipe = load_recipe("smollm3-3b", ["train.compile=false", "train.activation_checkpointing=selective"]).recipe
     wanted = Layout(pp=4, dp_shard=16, pipeline_schedule="zero-bubble")
     found = list(problems(recipe, load_cluster("64xh100"), wanted))
@@ -68,9 +68,9 @@ def test_schedules_of_one_micro_batch_stand_idle_alike() -> None:
 
 def test_activations_that_are_alive() -> None:
     """GPipe keeps all; 1F1B on the first rank one for each stage, on the last one; one stage on each rank is no interleaving."""
-    assert alive(Layout(), 0, 8) == 1
-    assert [alive(Layout(pp=4, pipeline_schedule="gpipe"), rank, 8) for rank in range(4)] == [8, 8, 8, 8]
-    assert [alive(Layout(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert micro_batches_in_flight(Layout(), 0, 8) == 1
+    assert [micro_batches_in_flight(Layout(pp=4, pipeline_schedule="gpipe"), rank, 8) for rank in range(4)] == [8, 8, 8, 8]
+    assert [micro_batches_in_flight(Layout(pp=4), rank, 8) for rank in range(4)] == [4, 3, 2, 1]
 
 
 def test_the_schedule_is_named() -> None:

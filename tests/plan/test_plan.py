@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from lmworks import machine
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.plan.counts import count
-from lmworks.plan.flops import keys_seen, per_token
+from lmworks.plan.counts import count_by_component
+from lmworks.plan.flops import flops_per_token, keys_seen
 from lmworks.plan.layout import automatic, devices, legal, place, problems
 from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB, _stage_memory, kv_cache_bytes, kv_cache_shrink, layer_activations, memory
@@ -264,7 +264,7 @@ def test_flops_of_a_forward_are_a_third() -> None:
         network.eval()
         network.plain(True)
         network(torch.zeros(1, length, dtype=torch.long))
-    cost = per_token(model, length)
+    cost = flops_per_token(model, length)
     # the plain twin multiplies all L keys where the causal count has (L + 1) / 2; norms are no products
     products = cost.parameters - 6 * (2 * 2 * 32 + 32)
     expected = length * (products + cost.attention * length / ((length + 1) / 2)) / 3
@@ -383,12 +383,12 @@ def deepseek_v3(**change: Any) -> Model:
 def test_latent_attention_in_the_plan() -> None:
     """DeepSeek-V3's published figures: 671B and 37B, 685B with its layer and the copies beside it, and a cache of 576 numbers a layer."""
     model = deepseek_v3()
-    counts = count(model)
+    counts = count_by_component(model)
     assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (671.0, 37.6)
     assert round((counts.trained + 2 * counts.embedding) / 1e9, 1) == 684.5
     assert kv_cache_bytes(model, 1000) == 61 * 576 * 1000 * 2
     assert kv_cache_shrink(model) == pytest.approx(128 * (192 + 128) / 576)
-    whole = per_token(model, 4095)
+    whole = flops_per_token(model, 4095)
     assert whole.attention == 61 * 3 * 2 * 128 * (192 + 128) * 2048
     assert whole.mtp == 6 * (counts.mtp_active + 129_280 * 7168) + whole.attention / 61
 
@@ -413,7 +413,7 @@ def test_multi_token_prediction_costs_the_last_stage_memory() -> None:
     for stage in (0, 7):
         assert _stage_memory(recipe, cluster, layout, 2048, 1, 32, stage) == _stage_memory(without, cluster, layout, 2048, 1, 32, stage)
     experts, embedding = 3 * 160 * 5120 * 1536, 151_552 * 5120
-    held = count(recipe.model).mtp - experts
+    held = count_by_component(recipe.model).mtp - experts
     whole = 2 * 5120 * 5120 + 160 * 5120 + 5 * 5120 + 2 * 128  # projection, router, norms: on every tensor rank
     found = (last["gradients"] - bare["gradients"]) / 4
     assert found == pytest.approx(experts / 8 / 32 + (held - whole) / 8 + whole + embedding / 8, rel=1e-9)

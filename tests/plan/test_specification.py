@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.plan import flops, schedule
+from lmworks.plan import costs, flops, pipeline
 from lmworks.plan.layout import choose, problems
 from lmworks.plan.memory import kv_cache_bytes, state_bytes
 from lmworks.plan.plan import Plan, days, make_plan, plain
@@ -60,7 +60,7 @@ def test_operations(plan: Plan) -> None:
 
 def test_device_hours_and_money() -> None:
     """8,192 GPUs x 92 days are 753,664 GPU-days = 18.1M GPU-hours; at $2.50 that is $45M."""
-    hours = schedule.device_hours(8192, 92 * DAY)
+    hours = costs.device_hours(8192, 92 * DAY)
     assert hours / 24 == 753_664
     assert round(hours / 1e6, 1) == 18.1
     assert round(hours * 2.5 / 1e6) == 45
@@ -72,7 +72,7 @@ def test_peak_and_time(plan: Plan, cluster: Cluster) -> None:
     assert cluster.tflops == 989
     assert round(100 * flops.mfu(2.8e6, 6 * 32e9, 8192, cluster.tflops), 1) == 6.6
     assert plan.mfu == 0.4 and plan.mfu_source
-    assert round(schedule.seconds(4.4e24, 8192, cluster, 0.4) / DAY) == 16
+    assert round(costs.seconds(4.4e24, 8192, cluster, 0.4) / DAY) == 16
     assert round(plan.seconds_parameters / DAY) == 16
     assert days(plan.seconds) == "20.9 days"
     assert plan.device_hours == pytest.approx(8192 * plan.seconds / 3600)
@@ -92,7 +92,7 @@ def test_documented_layout_is_legal(recipe: Recipe, cluster: Cluster) -> None:
 
 def test_documented_batch(recipe: Recipe, cluster: Cluster) -> None:
     """DP64, micro-batch 1, 2,048 tokens and accumulation 32 are 4.2M tokens."""
-    assert round(schedule.batch_tokens(64, 1, 2048, 32) / 1e6, 1) == 4.2
+    assert round(costs.batch_tokens(64, 1, 2048, 32) / 1e6, 1) == 4.2
     placed = choose(recipe, cluster, recipe.train.phases[0], DOCUMENTED)
     assert (placed.micro_batch_size, placed.accumulation) == (1, 32)
     assert placed.memory.total < cluster.memory_gib * 2**30
@@ -121,10 +121,10 @@ def test_adam_states(recipe: Recipe, cluster: Cluster) -> None:
 
 def test_bubble() -> None:
     """(p-1)/(m+p-1): 65% for p=16, m=8; 12% needs m=110."""
-    assert round(schedule.bubble(16, 8), 2) == 0.65
-    assert schedule.micro_batches_for(16, 0.12) == 110
-    assert schedule.bubble(16, 110) <= 0.12 < schedule.bubble(16, 109)
-    assert schedule.bubble(1, 1) == 0
+    assert round(pipeline.bubble(16, 8), 2) == 0.65
+    assert pipeline.micro_batches_for(16, 0.12) == 110
+    assert pipeline.bubble(16, 110) <= 0.12 < pipeline.bubble(16, 109)
+    assert pipeline.bubble(1, 1) == 0
 
 
 def test_gqa_divides_the_cache_by_twelve(recipe: Recipe, plan: Plan) -> None:
@@ -136,7 +136,7 @@ def test_gqa_divides_the_cache_by_twelve(recipe: Recipe, plan: Plan) -> None:
 
 def test_steps() -> None:
     """300B tokens at 131,072 per step are 2.29M steps."""
-    assert round(schedule.steps(300 * 10**9, 131_072) / 1e6, 2) == 2.29
+    assert round(costs.steps(300 * 10**9, 131_072) / 1e6, 2) == 2.29
 
 
 def test_plan_as_plain_values(plan: Plan) -> None:

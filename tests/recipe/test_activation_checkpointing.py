@@ -1,4 +1,4 @@
-"""Which layers are recomputed, and how a recipe says it."""
+"""Activation checkpointing: which layers follow which policy, and how a recipe writes it."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_its_parts() -> None:
 
 @pytest.mark.parametrize("text", ["", "half", "0%", "101%", "none 50%", "-5%", "1/0%", "nan%", "50", "x 50%", "9" * 5000 + "%"])
 def test_what_is_neither_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no way to recompute; write for example"):
+    with pytest.raises(ValueError, match="is no activation checkpointing policy; write for example"):
         Train(activation_checkpointing=text)  # type: ignore[arg-type]

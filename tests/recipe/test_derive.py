@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmworks.errors import UserError
 from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.derivation.parameters import count, count_active
+from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.model import Model, Moe
 
@@ -34,8 +34,8 @@ def test_size_alone_makes_a_run(write: Write) -> None:
     resolved = load_recipe(write(text=BARE))
     recipe = resolved.recipe
     (phase,) = recipe.train.phases
-    assert count(recipe.model) == pytest.approx(20e6, rel=0.1)
-    assert phase.tokens == pytest.approx(20 * count_active(recipe.model), rel=0.01)
+    assert count_parameters(recipe.model) == pytest.approx(20e6, rel=0.1)
+    assert phase.tokens == pytest.approx(20 * count_active_parameters(recipe.model), rel=0.01)
     assert phase.tokens % phase.global_batch_size == 0 and phase.global_batch_size % phase.sequence_length == 0
     assert phase.mixture == {"a": 0.5, "b": 0.5}
     assert str(resolved.origins["model.num_hidden_layers"]).startswith("derived: nearest to size 20M")
@@ -55,9 +55,9 @@ def test_size_on_the_command_line_scales_the_phases(write: Write) -> None:
     resolved = load_recipe(path, ["train.phases.anneal.global_batch_size=32Ki"], size="40M")
     recipe = resolved.recipe
     general, anneal = recipe.train.phases
-    assert count(recipe.model) == pytest.approx(40e6, rel=0.1)
+    assert count_parameters(recipe.model) == pytest.approx(40e6, rel=0.1)
     assert recipe.model.moe is not None and recipe.model.moe.n_routed_experts == 16
-    assert general.tokens + anneal.tokens == pytest.approx(20 * count_active(recipe.model), rel=0.02)
+    assert general.tokens + anneal.tokens == pytest.approx(20 * count_active_parameters(recipe.model), rel=0.02)
     assert general.tokens / anneal.tokens == pytest.approx(2_000_000 / 262_144, rel=0.02)
     assert anneal.global_batch_size == 32 * 1024
     assert recipe.optimizer.learning_rate is not None and recipe.optimizer.learning_rate < 0.01
@@ -107,8 +107,8 @@ def test_shapes_are_sound(size: float, vocab: int, experts: tuple[int, int] | No
     assert model.num_hidden_layers is not None and model.num_hidden_layers >= 2
     assert 20 <= model.hidden_size / model.num_hidden_layers <= 175
     smallest = 2 * vocab * 64 * 2  # embeddings alone may exceed a tiny size
-    assert count(model) == pytest.approx(size, rel=0.35) or size < smallest
-    assert count_active(model) <= count(model)
+    assert count_parameters(model) == pytest.approx(size, rel=0.35) or size < smallest
+    assert count_active_parameters(model) <= count_parameters(model)
 
 
 @settings(max_examples=60)

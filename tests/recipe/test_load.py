@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.load import load_cluster, load_recipe, load_resolved, shipped
 from lmworks.recipe.tree.fingerprint import fingerprint
 
@@ -236,7 +236,7 @@ def test_presets_count_what_they_are_called() -> None:
     sizes = {"dense-1b": 1.2e9, "dense-350m": 0.35e9, "dense-125m": 0.125e9, "glm-15b-a3b": 15e9, "smollm3-3b": 3.08e9}
     for name, size in {**sizes, "glm45-air-106b-a12b": 106.85e9, "glm46-355b-a32b": 352.8e9}.items():
         model = load_recipe("dense-125m", [f"model.preset={name}", "tokenizer.vocab_size=49152"]).recipe.model
-        assert count(model) == pytest.approx(size, rel=0.1), name
+        assert count_parameters(model) == pytest.approx(size, rel=0.1), name
 
 
 def test_a_generator_is_named_alone_or_with_options_and_once(write: Write) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmworks.cli import recipe_commands
 from lmworks.errors import UserError
-from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.load import load_recipe
 
 _LLAMA = {
@@ -56,7 +56,7 @@ def test_published_models_have_as_many_parameters_as_they_say(name: str, write: 
     (tmp_path / "config.json").write_text(json.dumps(config, indent=2))
     resolved = load_recipe(write(("preset: glm-tiny", f"preset: {tmp_path}")))
     model = resolved.recipe.model
-    assert count(model) == parameters
+    assert count_parameters(model) == parameters
     assert resolved.origins["model.hidden_size"].kind == "preset"
     assert model.vocab_size == config["vocab_size"] and int(model.max_position_embeddings or 0) == config["max_position_embeddings"]
 

@@ -16,7 +16,7 @@ from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.loading.reference import reference
 from lmworks.recipe.loading.show import tree
 from lmworks.recipe.tree.fingerprint import as_tree
-from lmworks.recipe.tree.paths import flat
+from lmworks.recipe.tree.paths import flatten
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def test_every_value_is_shown_with_its_origin(write: Write) -> None:
     assert text.count("default") + text.count("recipe ") + text.count("preset ") + text.count("derived: ") + text.count("override ") >= len(
         resolved.origins
     )
-    assert set(flat(as_tree(resolved.recipe))) == set(resolved.origins)
+    assert set(flatten(as_tree(resolved.recipe))) == set(resolved.origins)
     for line in (
         "seed: 7  override --set seed=7",
         "n_routed_experts: 16  preset glm-tiny",

@@ -17,7 +17,7 @@ import pytest
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.plan.text import too_little
+from lmworks.plan.text_shortage import text_shortage
 from lmworks.recipe.derivation import scaling_laws
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.base import Node
@@ -334,8 +334,8 @@ def test_too_little_text_is_said_before_training_and_of_every_source(tiny_copy: 
     with pytest.raises(UserError, match=said):
         tiny_copy.walk(*budgets, last="shards")
     for run_dir in (tiny_copy.run_dir, tiny_copy.run_dir / "not-yet"):  # the plan knows it by the token files, or by the texts
-        assert re.search(said, too_little(tiny_copy.resolve(*budgets).recipe, run_dir) or "")
-        assert too_little(tiny_copy.resolve().recipe, run_dir) is None
+        assert re.search(said, text_shortage(tiny_copy.resolve(*budgets).recipe, run_dir) or "")
+        assert text_shortage(tiny_copy.resolve().recipe, run_dir) is None
 
 
 def test_a_full_disk_in_any_stage_is_one_line(run: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def show(
     import yaml
 
     from lmworks.checkpoint.listing import describe, read_meta
-    from lmworks.recipe.tree.paths import flat
+    from lmworks.recipe.tree.paths import flatten
     from lmworks.run.checkpoints import find
 
     path = find(Path(run), _which(tuned), step)
@@ -61,7 +61,7 @@ def show(
     for name, value in row.items():
         if value is not None:
             print(f"{name}: {_text(name, value)}")
-    for name, value in flat(document["meta"]).items():
+    for name, value in flatten(document["meta"]).items():
         if name not in row:
             print(f"{name}: {_text(name, value)}")
     print("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it carries no recipe")
@@ -86,7 +86,7 @@ def diff(
     """How far each tensor has moved between two checkpoints, relative to its norm; the largest change first."""
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
-    from lmworks.recipe.tree.paths import flat
+    from lmworks.recipe.tree.paths import flatten
     from lmworks.run.checkpoints import find
 
     which = _which(tuned)
@@ -107,7 +107,7 @@ def diff(
     out = console()
     out.print(f"step {found['steps'][0]} to {found['steps'][1]}")
     before, after = ({key: values[side] for key, values in found["meta"].items()} for side in (0, 1))
-    before, after = flat(before), flat(after)
+    before, after = flatten(before), flatten(after)
     for key in {**before, **after}:
         if before.get(key) != after.get(key):
             print(f"{key}: {_text(key, before.get(key))} -> {_text(key, after.get(key))}")

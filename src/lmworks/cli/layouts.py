@@ -22,11 +22,11 @@ def settled(
     resolved = load_recipe(name, overrides, size)
     if not resolved.recipe.layout.auto:
         return resolved, []
-    from lmworks.plan.automatic import decide, devices_of, kept
+    from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
 
     recipe = resolved.recipe
     assert recipe.run_dir
-    found = kept(Path(recipe.run_dir)) or decide(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
+    found = layout_of_run(Path(recipe.run_dir)) or choose_layout(recipe, devices_of(cluster, ranks, per_host, recipe.threads))
     if os.environ.get("RANK", "0") == "0":
         print(f"layout: {found.why}", file=sys.stderr)  # scripts go to standard output
     return load_recipe(name, [*overrides, *found.overrides()], size), found.overrides()

@@ -55,18 +55,18 @@ def register(app: typer.Typer) -> None:
         from lmworks.plan.machine import this_machine
         from lmworks.plan.plan import make_plan, plain
         from lmworks.plan.render import amount, render
-        from lmworks.plan.text import too_little
+        from lmworks.plan.text_shortage import text_shortage
         from lmworks.recipe.loading.load import load_cluster
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
         where = load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
         source = "as given by --mfu"
         if calibrated:
-            from lmworks.plan.flops import per_token
+            from lmworks.plan.flops import flops_per_token
             from lmworks.train.calibrate import calibrate
 
             model = resolved.recipe.model
-            mfu, source = calibrate(resolved.recipe, lambda length: per_token(model, length).total)
+            mfu, source = calibrate(resolved.recipe, lambda length: flops_per_token(model, length).total)
         made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source)
         if as_json:
             print_json(plain(made))
@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
             if note and calibrated and resolved.recipe.time is not None:
                 most = made.tokens_per_second * resolved.recipe.time
                 note += f"; at the speed measured here it is {amount(most)} tokens at most, before the data, evaluation and export"
-            short = too_little(resolved.recipe, Path(resolved.recipe.run_dir or ""))
+            short = text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or ""))
             _warn(resolved, note, short)
 
 

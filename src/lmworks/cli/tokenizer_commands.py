@@ -60,7 +60,7 @@ def sizes(
     """Which vocabulary size suits the planned model: embedding share and FLOPs against tokens per word. Changes nothing in the run."""
     import tempfile
 
-    from lmworks.plan.vocabulary import table, verdict
+    from lmworks.plan.vocabulary import compare_sizes, table
     from lmworks.run.walk import require_run
     from lmworks.tokenizer.sample import source_weights
     from lmworks.tokenizer.sizes import at_sizes
@@ -73,5 +73,5 @@ def sizes(
             options = recipe.tokenizer.model_copy(update={"vocab_size": train_to, "path": None})
             folder = Path(temporary)
             train(recipe.model_copy(update={"tokenizer": options}), corpus, folder)
-        rows = verdict(recipe.model, length, at_sizes(folder, corpus / "validation", size, source_weights(recipe, corpus)))
+        rows = compare_sizes(recipe.model, length, at_sizes(folder, corpus / "validation", size, source_weights(recipe, corpus)))
     print_json(rows) if as_json else console().print(table(rows))

@@ -14,7 +14,7 @@ from lmworks.doctor.gather import Json, Run, Training
 from lmworks.doctor.timeline import STAGE_WORDS
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.tree.paths import flat
+from lmworks.recipe.tree.paths import flatten
 
 _LONGEST = 3e9  # seconds that a run may take
 _SAMPLE_COLUMNS = 5
@@ -340,7 +340,7 @@ def comparison(runs: Sequence[Run]) -> Json:
         return {}
     figures = [{label: value for label, value, _ in tiles(run, None)} | {"State": run.state} for run in runs]
     labels = [label for label in dict.fromkeys(name for one in figures for name in one) if any(label in one for one in figures)]
-    trees = [{path: value for path, value in flat(run.tree).items() if path not in ("name", "run_dir")} for run in runs]
+    trees = [{path: value for path, value in flatten(run.tree).items() if path not in ("name", "run_dir")} for run in runs]
     paths = dict.fromkeys(path for tree in trees for path in tree)
     other = [path for path in paths if any(tree.get(path, _ABSENT) != trees[0].get(path, _ABSENT) for tree in trees)]
     shown = [(path, [_value(tree.get(path, _ABSENT)) for tree in trees]) for path in other]

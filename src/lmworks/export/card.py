@@ -9,7 +9,7 @@ from typing import Any
 from lmworks import __version__
 from lmworks.files import read_json, write_text
 from lmworks.model import Transformer
-from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
@@ -44,7 +44,7 @@ def _used(corpus: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _what(recipe: Recipe, model: Transformer) -> str:
     config = model.config
-    total = count(config)
+    total = count_parameters(config)
     idle, kind = 0, "dense"
     if config.moe is not None:
         sparse = (config.num_hidden_layers or 0) - config.moe.first_k_dense_replace

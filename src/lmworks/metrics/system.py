@@ -94,5 +94,5 @@ def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
 
 
 def mfu(model_flops: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation: the share of `peak` (FLOP/s) that `model_flops` in `seconds` are. Recomputation does not count as work."""
+    """Model FLOPs utilisation: the share of `peak` (FLOP/s) that `model_flops` in `seconds` are. Activation checkpointing adds none."""
     return model_flops / seconds / peak

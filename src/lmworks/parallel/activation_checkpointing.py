@@ -15,14 +15,14 @@ from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointi
 _KEPT = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
 
 
-def checkpoint_activations(model: Transformer, recomputation: ActivationCheckpointing) -> None:
-    """Recompute layers in the backward pass, those that `recomputation` names, and of them all but what its policy keeps.
+def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing) -> None:
+    """Recompute layers in the backward pass: each layer as its policy in `policies` says.
 
-    What the forward returns (expert counts, auxiliary loss) is that of the first pass: recomputation counts nothing twice.
+    What the forward returns (expert counts, auxiliary loss) is that of the first pass: the recomputation counts nothing twice.
     """
     preserve = model.config.residual_dropout + model.config.attention_dropout > 0
     for layer, block in model.numbered_blocks():
-        policy = recomputation.of(layer)
+        policy = policies.of(layer)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
         if policy.keeps == "products":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

@@ -9,7 +9,7 @@ from lmworks.recipe.schema.model import Model
 _ALIGNED = 16  # bytes, which every row of an operand must fill
 
 
-def product_problems(model: Model, tp: int, element: int) -> Iterator[str]:
+def alignment_problems(model: Model, tp: int, element: int) -> Iterator[str]:
     """Why the products cannot be made of numbers of `element` bytes with experts shared by `tp` ranks; nothing if they can."""
     if model.moe is None:
         return

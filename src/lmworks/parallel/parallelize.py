@@ -14,10 +14,10 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize, whole
 from lmworks.parallel import context, data, experts, tensor
 from lmworks.parallel.activation_checkpointing import checkpoint_activations
-from lmworks.parallel.alignment import product_problems
+from lmworks.parallel.alignment import alignment_problems
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.pipeline import cut, stage_numbers
-from lmworks.parallel.pipeline_stages import stage_problems
+from lmworks.parallel.pipeline_stages import pipeline_stage_problems
 from lmworks.precision import dtype_for
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -29,11 +29,11 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
 
     Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
     """
-    for problem in stage_problems(recipe.model, ranks.layout, recipe.train):
+    for problem in pipeline_stage_problems(recipe.model, ranks.layout, recipe.train):
         raise UserError(f"layout: {problem}")
     dtype = dtype_for(recipe.train.precision, device)
     if dtype == torch.bfloat16 or device.type == "cpu":  # where products are grouped at all
-        for problem in product_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
+        for problem in alignment_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
             raise UserError(problem)
     with torch.device("meta"):
         parts = [cut(Transformer(recipe.model), ranks.layout, stage) for stage in stage_numbers(ranks.layout, ranks.rank("pp"))]

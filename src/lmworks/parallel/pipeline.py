@@ -23,7 +23,7 @@ from lmworks.model import Transformer
 from lmworks.model.transformer import Experts
 from lmworks.optim.placement import local_grad
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.pipeline_stages import stage_layers
+from lmworks.parallel.pipeline_stages import pipeline_stage_layers
 from lmworks.parallel.view import derive
 from lmworks.recipe.schema.layout import Layout
 
@@ -41,7 +41,7 @@ def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
     The last stage has a copy of the embedding where it needs one: a tied head, or multi-token prediction.
     """
     last = number == layout.pp * layout.pipeline_stages_per_rank - 1
-    here = stage_layers(model.config, layout)[number]
+    here = pipeline_stage_layers(model.config, layout)[number]
     for layer in range(model.config.num_hidden_layers or 0):
         if layer not in here:
             del model.layers._modules[str(layer)]  # `del model.layers[layer]` would give the others new names

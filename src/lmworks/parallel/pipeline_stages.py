@@ -12,7 +12,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.train import Train
 
 
-def stage_layers(model: Model, layout: Layout) -> list[range]:
+def pipeline_stage_layers(model: Model, layout: Layout) -> list[range]:
     """The layers of each stage, in the order of the forward pass; stage s lies on rank s % pp.
 
     Left to us (no `layers_per_pipeline_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets
@@ -25,7 +25,7 @@ def stage_layers(model: Model, layout: Layout) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
+def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
     """Why a model cannot be cut and run as the layout says; nothing if it can."""
     stages, name = layout.pp * layout.pipeline_stages_per_rank, layout.pipeline_schedule
     assert model.num_hidden_layers
@@ -57,7 +57,7 @@ def stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
     """All layers that a rank of `pp` holds."""
-    return [layer for layers in stage_layers(model, layout)[rank :: layout.pp] for layer in layers]
+    return [layer for layers in pipeline_stage_layers(model, layout)[rank :: layout.pp] for layer in layers]
 
 
 @lru_cache(maxsize=16)

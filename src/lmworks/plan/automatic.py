@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.plan.layout import automatic, describe, devices, more_room, place, too_big
+from lmworks.plan.layout import automatic, describe, devices, explain_shortage, place, suggest_fit
 from lmworks.plan.machine import this_machine
 from lmworks.plan.memory import GIB
 from lmworks.recipe.loading.load import load_resolved
@@ -17,7 +17,7 @@ from lmworks.recipe.schema.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Decided:
+class LayoutChoice:
     """A layout, the micro-batch that fits with it, and why it is this one."""
 
     layout: Layout
@@ -29,29 +29,30 @@ class Decided:
         return [*self.layout.overrides(), f"train.micro_batch_size={self.micro_batch_size}"]
 
 
-def decide(recipe: Recipe, cluster: Cluster) -> Decided:
+def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
     """The same for the same recipe and devices, wherever it is called. Raises `UserError` if no layout fits all phases."""
     phase, *others = sorted(recipe.train.phases, key=lambda phase: -phase.sequence_length)
     chosen, leanest = automatic(recipe, cluster, phase, recipe.layout.zero, others)
     if chosen is None:
-        reason = too_big(leanest, cluster) if leanest else f"no layout divides the steps of all phases over {devices(cluster):,} devices"
-        raise UserError(f"layout: auto: {reason}; {more_room(recipe, cluster, phase, recipe.layout.zero, others)}")
+        undivided = f"no layout divides the steps of all phases over {devices(cluster):,} devices"
+        reason = explain_shortage(leanest, cluster) if leanest else undivided
+        raise UserError(f"layout: auto: {reason}; {suggest_fit(recipe, cluster, phase, recipe.layout.zero, others)}")
     needs = max(place(recipe, cluster, chosen.layout, one).memory.total for one in recipe.train.phases)
     why = (
         f"{describe(chosen.layout)}: the least pipeline, context, tensor and expert parallelism with which every phase fits "
         f"{devices(cluster):,} x {cluster.device} ({needs / GIB:.1f} of {cluster.memory_gib:g} GiB)"
     )
-    return Decided(chosen.layout, chosen.micro_batch_size, why)
+    return LayoutChoice(chosen.layout, chosen.micro_batch_size, why)
 
 
-def kept(run_dir: Path) -> Decided | None:
+def layout_of_run(run_dir: Path) -> LayoutChoice | None:
     """What a run that has begun was decided for; its axes but that of the data stay, on however many ranks it goes on."""
     path = run_dir / "resolved.json"
     if not path.exists() or not listing.begun(run_dir / "checkpoints"):
         return None
     recipe = load_resolved(path)
     assert recipe.train.micro_batch_size
-    return Decided(recipe.layout, recipe.train.micro_batch_size, f"{describe(recipe.layout)}: as the run began")
+    return LayoutChoice(recipe.layout, recipe.train.micro_batch_size, f"{describe(recipe.layout)}: as the run began")
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:

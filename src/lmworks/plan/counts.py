@@ -35,7 +35,7 @@ class Counts:
         return self.active if self.tied else self.active - self.embedding
 
 
-def count(model: Model) -> Counts:
+def count_by_component(model: Model) -> Counts:
     """Count a resolved model, total and active, by component."""
     components: dict[str, int] = {}
     active: dict[str, float] = {}

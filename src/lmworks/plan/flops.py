@@ -4,14 +4,14 @@ Forward: 2 per active parameter and token; forward and backward: 6 (Kaplan et al
 look-up multiplies nothing and is not counted; the head is. Attention adds 2 H (d + v) per pair of query and key in the forward
 (scores of d dimensions, values of v) and three times that with the backward; a causal query sees (L + 1) / 2 keys on average,
 fewer under a window. Each layer of multi-token prediction is one layer more, and once more through the head. Documents
-shorter than the sequence cost less than this; recomputation costs more but is not useful work.
+shorter than the sequence cost less than this; activation checkpointing costs more, but that is not useful work.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.plan.counts import count
+from lmworks.plan.counts import count_by_component
 from lmworks.recipe.schema.model import Model
 
 
@@ -36,10 +36,10 @@ def keys_seen(model: Model, layer: int, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def per_token(model: Model, length: int) -> Flops:
+def flops_per_token(model: Model, length: int) -> Flops:
     """Training operations per token at sequence length `length`."""
     assert model.num_attention_heads and model.head_dim and model.num_hidden_layers
-    counts, ahead = count(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
+    counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
     per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
     again = ahead * counts.embedding  # the head is as large

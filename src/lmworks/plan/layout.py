@@ -8,10 +8,10 @@ from math import log2
 from typing import Literal
 
 from lmworks.errors import UserError
-from lmworks.parallel.alignment import product_problems
-from lmworks.parallel.pipeline_stages import pipelined_micro_batch, stage_problems
+from lmworks.parallel.alignment import alignment_problems
+from lmworks.parallel.pipeline_stages import pipeline_stage_problems, pipelined_micro_batch
 from lmworks.plan.memory import GIB, Memory, memory
-from lmworks.plan.schedule import bubble
+from lmworks.plan.pipeline import bubble
 from lmworks.recipe.loading import deepspeed_checks
 from lmworks.recipe.schema.activation_checkpointing import NONE, ActivationCheckpointing
 from lmworks.recipe.schema.cluster import Cluster
@@ -27,7 +27,7 @@ _SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communica
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """A legal layout for one phase, with its micro-batch and its memory on the fullest rank."""
 
     layout: Layout
@@ -74,8 +74,8 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         yield f"tp {layout.tp} gives each rank some of the heads, and model.qk_norm_over all_heads norms all at once"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or cluster.on_cpu:
-        yield from product_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
-    yield from stage_problems(recipe.model, layout, recipe.train)
+        yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
+    yield from pipeline_stage_problems(recipe.model, layout, recipe.train)
     yield from (text for _, text in deepspeed_checks.problems(recipe.model_copy(update={"layout": layout})))
     ranks = layout.dp_shard * layout.cp
     if layout.ep > 1 and not model.moe:
@@ -133,13 +133,13 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
                         yield layout
 
 
-def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placed:
+def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placement:
     """The layout with the largest micro-batch, up to the recipe's, that fits with a margin; with one sequence if none does."""
     per_rank = phase.global_batch_size // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
     best = None
     for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
         if (pipelined_micro_batch(layout, per_rank, micro) or 1) == micro if layout.pp > 1 else per_rank % micro == 0:
-            best = Placed(
+            best = Placement(
                 layout, micro, per_rank // micro, memory(recipe, cluster, layout, phase.sequence_length, micro, per_rank // micro)
             )
             if fits(best, cluster, MARGIN):
@@ -148,14 +148,14 @@ def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Pla
     return best
 
 
-def fits(placed: Placed, cluster: Cluster, margin: float = 0.0) -> bool:
+def fits(placed: Placement, cluster: Cluster, margin: float = 0.0) -> bool:
     """Whether the fullest rank has room, and leaves this share of the memory free."""
     return placed.memory.total <= (1 - margin) * cluster.memory_gib * GIB
 
 
 def automatic(
     recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()
-) -> tuple[Placed | None, Placed | None]:
+) -> tuple[Placement | None, Placement | None]:
     """The first legal layout that fits and leaves a margin, or that fits at all, and the leanest one if none does.
 
     It must suit `others`, too, other phases of the run.
@@ -163,8 +163,8 @@ def automatic(
     Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel. A pipeline
     that would stand idle gets the schedule that leaves it so least.
     """
-    leanest: Placed | None = None
-    tight: Placed | None = None  # the first that fits without the margin, for where none has it
+    leanest: Placement | None = None
+    tight: Placement | None = None  # the first that fits without the margin, for where none has it
     for layout in legal(recipe, cluster, phase, zero):
         if any(problem for other in others for problem in problems(recipe, cluster, layout, other)):
             continue
@@ -183,10 +183,10 @@ def automatic(
     return None, leanest
 
 
-def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placed, phases: Sequence[Phase]) -> Placed:
+def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placement, phases: Sequence[Phase]) -> Placement:
     """The same axes under another schedule, where 1F1B leaves the pipeline idle and one that is legal and fits in all phases less so."""
 
-    def idle(one: Placed) -> float:
+    def idle(one: Placement) -> float:
         return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
 
     best = placed
@@ -212,7 +212,7 @@ def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase
     return next((layout for layout in found if fits(place(recipe, cluster, layout, phase), cluster)), found[0] if found else None)
 
 
-def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None) -> Placed:
+def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None) -> Placement:
     """The layout for a phase: the given one if it is legal and fits, else one by the automatic rule.
 
     Raises `UserError` that says why and names the nearest layout, setting or cluster that works.
@@ -221,16 +221,16 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         faults = list(problems(recipe, cluster, given, phase))
         if faults:
             near = nearest_legal(recipe, cluster, given, phase)
-            hint = f"the nearest legal layout is {describe(near)}" if near else more_room(recipe, cluster, phase, given.zero)
+            hint = f"the nearest legal layout is {describe(near)}" if near else suggest_fit(recipe, cluster, phase, given.zero)
             raise UserError(f"phase {phase.name}: {describe(given)}: {faults[0]}; {hint}")
         placed = place(recipe, cluster, given, phase)
         if fits(placed, cluster):
             return placed
         near = nearest_legal(recipe, cluster, given, phase)
-        hint = more_room(recipe, cluster, phase, given.zero)
+        hint = suggest_fit(recipe, cluster, phase, given.zero)
         if near is not None and fits(place(recipe, cluster, near, phase), cluster):
             hint = f"the nearest that fits is {describe(near)}"
-        raise UserError(f"phase {phase.name}: {too_big(placed, cluster)}; {hint}")
+        raise UserError(f"phase {phase.name}: {explain_shortage(placed, cluster)}; {hint}")
     zero = recipe.layout.zero
     chosen, leanest = automatic(recipe, cluster, phase, zero)
     if chosen is not None:
@@ -240,32 +240,32 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
         step = f"a step has {sequences:,} sequences of {int(phase.sequence_length):,} tokens"
         reason = f"no layout divides the work over {count:,} devices: {step}"
     else:
-        reason = too_big(leanest, cluster)
-    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {more_room(recipe, cluster, phase, zero)}")
+        reason = explain_shortage(leanest, cluster)
+    raise UserError(f"{recipe.name} on {cluster.name}, phase {phase.name}: {reason}; {suggest_fit(recipe, cluster, phase, zero)}")
 
 
-def too_big(placed: Placed, cluster: Cluster) -> str:
+def explain_shortage(placed: Placement, cluster: Cluster) -> str:
     """How much is missing, and to what."""
     parts = sorted(placed.memory.components.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts)
     return f"{describe(placed.layout)} needs {placed.memory.total / GIB:,.1f} GiB on a device of {cluster.memory_gib:g} ({largest})"
 
 
-def more_room(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
+def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
     """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
-    def recomputing(text: str) -> Recipe:
+    def with_checkpointing(text: str) -> Recipe:
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
         return recipe.model_copy(update={"train": train})
 
     more = [text for text in ("25%", "50%", "75%") if recipe.train.activation_checkpointing.policy is NONE]
-    full = recomputing("full")
+    full = with_checkpointing("full")
     settings: tuple[tuple[Recipe, Zero, str], ...] = (
         (recipe, zero, ""),
         (full, zero, "train.activation_checkpointing=full"),
         (recipe, 3, "layout.zero=3"),
         (full, 3, "train.activation_checkpointing=full and layout.zero=3"),
     )
-    shares = tuple((recomputing(text), zero, f"train.activation_checkpointing={text}") for text in more)
+    shares = tuple((with_checkpointing(text), zero, f"train.activation_checkpointing={text}") for text in more)
     for changed, level, name in (settings[0], *shares, *settings[1:]):
         chosen, _ = automatic(changed, cluster, phase, level, others)
         if chosen is not None:

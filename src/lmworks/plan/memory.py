@@ -5,8 +5,8 @@ fp32 (4); Muon keeps one fp32 momentum per matrix (4), AdamW two moments (8). Ze
 data ranks, ZeRO-2 also gradients, ZeRO-3 also the compute copy (then two layers are whole at a time).
 Experts are sharded over `ep` first, so only dp_shard * cp / ep ranks share one expert.
 Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms
-split over `tp` too (sequence parallelism). A pipeline keeps several micro-batches' (`schedule.alive`).
-Under `train.deepspeed` weights, gradients and moments are fp32, and some of them lie elsewhere (`_by_deepspeed`).
+split over `tp` too (sequence parallelism). A pipeline keeps several micro-batches' (`plan.pipeline`).
+Under `train.deepspeed` weights, gradients and moments are fp32, and some of them lie elsewhere (`_deepspeed_state`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from lmworks.parallel.pipeline_stages import rank_layers
-from lmworks.plan.schedule import alive
+from lmworks.plan.pipeline import micro_batches_in_flight
 from lmworks.recipe.derivation.parameters import Parameter, is_moe, layer_parameters, mtp_parameters, parameters
 from lmworks.recipe.schema.activation_checkpointing import POLICIES
 from lmworks.recipe.schema.cluster import Cluster
@@ -188,7 +188,7 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
     return local, largest
 
 
-def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, kept: int) -> dict[str, float]:
+def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, kept: int) -> dict[str, float]:
     """What outlives a micro-batch, with FSDP2 and our optimizers; `element` bytes for a number of the compute copy, and `kept` for what is
     kept beside each weight: its average, what it was and how much it mattered (ewc)."""
     weights = master = gradients = states = 0.0
@@ -204,7 +204,7 @@ def _by_us(local: _Local, largest: _Local, layout: Layout, element: int, kept: i
     return {"weights": weights, "fp32 master": master, "gradients": gradients, "optimizer state": states}
 
 
-def _by_deepspeed(
+def _deepspeed_state(
     engine: DeepSpeed, local: _Local, largest: _Local, layout: Layout, on_cpu: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What outlives a micro-batch under DeepSpeed 0.19, on the device and elsewhere, in fp32.
@@ -262,24 +262,25 @@ def _stage_memory(
     local, largest = _local(model, layout, stage, muon)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
-        kept = _by_us(local, largest, layout, element, 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases))
+        beside = 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases)
+        kept = _fsdp_state(local, largest, layout, element, beside)
     else:
-        kept, elsewhere = _by_deepspeed(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
+        kept, elsewhere = _deepspeed_state(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
 
     tokens = micro_batch_size * length / layout.cp
     cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
-    recomputation = recipe.train.activation_checkpointing
+    checkpointing = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
-    kept_alive = alive(layout, stage, micro_batches)
+    kept_alive = micro_batches_in_flight(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
         bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
-        stored += bytes_per_token[recomputation.of(layer).name]
+        stored += bytes_per_token[checkpointing.of(layer).name]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
         for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
             bytes_per_token = layer_activations(model, model.num_hidden_layers + depth, layout, element, cpu_length)
-            stored += bytes_per_token[recomputation.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
+            stored += bytes_per_token[checkpointing.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
     activations = tokens * (kept_alive * stored + working)
     if stage == layout.pp - 1:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lmworks.plan.automatic import decide
-from lmworks.plan.counts import Counts, count
-from lmworks.plan.flops import per_token
-from lmworks.plan.layout import MARGIN, Placed, choose, describe, devices
+from lmworks.plan.automatic import choose_layout
+from lmworks.plan.costs import Disk, device_hours, disk, phase_steps, seconds
+from lmworks.plan.counts import Counts, count_by_component
+from lmworks.plan.flops import flops_per_token
+from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
-from lmworks.plan.schedule import Disk, bubble, device_hours, disk, micro_batches_for, phase_steps, seconds
+from lmworks.plan.pipeline import bubble, micro_batches_for
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
@@ -35,7 +36,7 @@ class PhasePlan:
     flops_parameters: float
     flops_attention: float
     flops_mtp: float
-    placed: Placed
+    placed: Placement
     bubble: float
     seconds: float
 
@@ -58,7 +59,7 @@ class Plan:
     kv_cache_shrink: float
     kv_cache_by: str
     unwise: tuple[str, ...]
-    recomputation: str
+    activation_checkpointing: str
 
     @property
     def tokens(self) -> int:
@@ -118,8 +119,8 @@ class Plan:
             if held > 1 - MARGIN:
                 yield (
                     f"{phase.name}: {held:.0%} of the memory is planned for, which leaves less than {MARGIN:.0%} for what no plan knows "
-                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more recomputation "
-                    "(train.activation_checkpointing)"
+                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more "
+                    "activation checkpointing (train.activation_checkpointing)"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
         for phase in self.phases:
@@ -152,14 +153,14 @@ def make_plan(
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
     if given is None and recipe.layout.auto:
-        given = decide(recipe, cluster).layout
+        given = choose_layout(recipe, cluster).layout
     total = devices(cluster)
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
     phases = []
     for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
         placed = choose(recipe, cluster, phase, given)
         timeline = phase_steps(phase)
-        cost = per_token(recipe.model, phase.sequence_length)
+        cost = flops_per_token(recipe.model, phase.sequence_length)
         tokens = timeline.tokens
         phases.append(
             PhasePlan(
@@ -180,7 +181,7 @@ def make_plan(
             )
         )
     model = recipe.model
-    counts = count(model)
+    counts = count_by_component(model)
     matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
     assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads
     return Plan(
@@ -198,7 +199,7 @@ def make_plan(
         kv_cache_shrink=kv_cache_shrink(model),
         kv_cache_by="latent attention" if model.mla else "GQA",
         unwise=tuple(warnings(recipe)),
-        recomputation=recipe.train.activation_checkpointing.text(),
+        activation_checkpointing=recipe.train.activation_checkpointing.text(),
     )
 
 

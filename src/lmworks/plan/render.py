@@ -99,12 +99,12 @@ def _positions(plan: Plan) -> list[Table]:
 
 
 def _layouts(plan: Plan) -> Table:
-    table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "recomputation", "bubble")
+    table = _table("\nLayout", "phase", "ranks", "micro-batch", "accumulation", "checkpointing", "bubble")
     table.columns[1].justify = "left"
     for phase in plan.phases:
         placed = phase.placed
         split = f"{placed.micro_batch_size}", f"{placed.accumulation}"
-        table.add_row(phase.name, describe(placed.layout), *split, plan.recomputation, f"{phase.bubble:.0%}")
+        table.add_row(phase.name, describe(placed.layout), *split, plan.activation_checkpointing, f"{phase.bubble:.0%}")
     return table
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmworks.plan.counts import count
-from lmworks.plan.flops import per_token
+from lmworks.plan.counts import count_by_component
+from lmworks.plan.flops import flops_per_token
 from lmworks.recipe.schema.model import Model
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NEAR = 0.01  # costs this close are the same: the smaller vocabulary then has fewer entries that are rarely seen
 
 
-def verdict(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_sizes(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of `tokenizer.sizes.at_sizes` with what each size means for `model` at sequence length `length`.
 
     Adds `parameters`, `embedding_share` and `active_share` (embedding and head among all, and among active parameters), `head_share`
@@ -26,7 +26,7 @@ def verdict(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> li
     rows = []
     for size in measured:
         cut = model.model_copy(update={"vocab_size": size["entries"]})
-        counts, flops = count(cut), per_token(cut, length)
+        counts, flops = count_by_component(cut), flops_per_token(cut, length)
         ends = counts.embedding * (1 if counts.tied else 2)
         rows.append({
             **size, "parameters": counts.total, "embedding_share": ends / counts.total, "active_share": ends / counts.active,

@@ -19,7 +19,7 @@ from lmworks import machine
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.plan.flops import per_token
+from lmworks.plan.flops import flops_per_token
 from lmworks.plan.plan import days
 from lmworks.recipe.loading.load import Numbers, Resolved
 from lmworks.recipe.schema.recipe import Recipe
@@ -102,7 +102,7 @@ def measure(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
         rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
         found[length] = calibrate.random_batch(recipe, length, rows)
     patience = min(30.0, 0.01 * recipe.time)
-    return calibrate.measure(recipe, list(found.values()), patience, lambda length: per_token(recipe.model, length).total, ranks)
+    return calibrate.measure(recipe, list(found.values()), patience, lambda length: flops_per_token(recipe.model, length).total, ranks)
 
 
 def settle(
@@ -256,7 +256,7 @@ def _seconds(recipe: Recipe, speed: Speed, work: _Work) -> float:
 
 
 def _step_seconds(recipe: Recipe, speed: Speed, tokens: int, length: int) -> float:
-    return tokens * per_token(recipe.model, length).total / speed.train[length]
+    return tokens * flops_per_token(recipe.model, length).total / speed.train[length]
 
 
 def _training(recipe: Recipe, speed: Speed) -> float:
@@ -272,10 +272,10 @@ def _predict(recipe: Recipe, speed: Speed, work: _Work) -> dict[str, float]:
     from lmworks.train.course import steps_between
 
     def forward(tokens: float, length: int) -> float:
-        return tokens * per_token(recipe.model, length).total / 3 / speed.forward
+        return tokens * flops_per_token(recipe.model, length).total / 3 / speed.forward
 
     def generate(tokens: int, length: int) -> float:
-        return tokens * ROWS * per_token(recipe.model, length).total / 3 / speed.decode
+        return tokens * ROWS * flops_per_token(recipe.model, length).total / 3 / speed.decode
 
     def course(steps: int, tokens: int, validation: int, length: int) -> float:
         """What a trainer does beside its steps."""

@@ -123,9 +123,9 @@ def _shards(context: Context) -> RenderableType | None:
 
 def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
     """Training operations per token by sequence length, for the share of the peak that a step reaches."""
-    from lmworks.plan.flops import per_token
+    from lmworks.plan.flops import flops_per_token
 
-    return lambda length: per_token(recipe.model, length).total
+    return lambda length: flops_per_token(recipe.model, length).total
 
 
 def _pretrain(context: Context) -> RenderableType | None:

@@ -21,7 +21,7 @@ from lmworks.files import read_json, sha256_file, write_json
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical
-from lmworks.recipe.tree.paths import flat
+from lmworks.recipe.tree.paths import flatten
 from lmworks.run.stages import STAMP, Stage, stages_for
 from lmworks.watch.lock import is_lock
 
@@ -51,7 +51,7 @@ class Why:
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
     """Every value of a recipe by its dotted path, and under `train.phases` the order of the phases, which the paths do not tell."""
-    return flat(as_tree(recipe)) | {"train.phases": phases(recipe)}
+    return flatten(as_tree(recipe)) | {"train.phases": phases(recipe)}
 
 
 def phases(recipe: Recipe) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lmworks.errors import UserError
 from lmworks.model.generate import GenerateOptions, Token, stream
 from lmworks.serve.scoring import score
-from lmworks.serve.text import Assembler, Piece, Placed
+from lmworks.serve.text import Assembler, Piece, Placement
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
@@ -54,7 +54,7 @@ class Delta:
 
     index: int
     text: str
-    tokens: tuple[Placed, ...]
+    tokens: tuple[Placement, ...]
     generated: int
     finish: str | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 from lmworks.model.generate import Token
 from lmworks.serve.engine import Delta, Engine, Request, Scores
 from lmworks.serve.protocol import ChatRequest, CompletionRequest, finite
-from lmworks.serve.text import Placed
+from lmworks.serve.text import Placement
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
 
 
@@ -33,7 +33,7 @@ class Usage:
 @dataclass
 class _Choice:
     text: str = ""
-    tokens: list[Placed] = field(default_factory=list)
+    tokens: list[Placement] = field(default_factory=list)
     finish: str | None = None
 
 
@@ -100,7 +100,7 @@ class Completion(_Reply):
     def __init__(self, engine: Engine, asked: CompletionRequest, request: Request) -> None:
         super().__init__(engine, asked, request)
         self._prompts = [engine.vocabulary.decode(prompt) if asked.echo else "" for prompt in request.prompts]
-        self._scored: dict[int, tuple[Placed, ...]] = {}
+        self._scored: dict[int, tuple[Placement, ...]] = {}
         self._started: set[int] = set()
 
     def add(self, event: Delta | Scores) -> None:
@@ -123,10 +123,10 @@ class Completion(_Reply):
         text = self._prompts[index] + choice.text
         return {"index": index, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": choice.finish}
 
-    def _shifted(self, index: int, tokens: Iterable[Placed]) -> list[Placed]:
-        return [Placed(placed.token, placed.offset + len(self._prompts[index])) for placed in tokens]
+    def _shifted(self, index: int, tokens: Iterable[Placement]) -> list[Placement]:
+        return [Placement(placed.token, placed.offset + len(self._prompts[index])) for placed in tokens]
 
-    def _logprobs(self, tokens: list[Placed]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: list[Placement]) -> dict[str, Any] | None:
         if self._asked.logprobs is None:
             return None
         text = self._engine.vocabulary.token_text
@@ -201,7 +201,7 @@ class Chat(_Reply):
         finish = "tool_calls" if reply.calls else choice.finish
         return {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens), "finish_reason": finish}
 
-    def _logprobs(self, tokens: Iterable[Placed]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Iterable[Placement]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
         entries = []

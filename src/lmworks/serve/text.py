@@ -19,7 +19,7 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """A token and where its text begins in the answer, in characters."""
 
     token: Token
@@ -31,7 +31,7 @@ class Piece:
     """Text that is safe to show, and the tokens whose text begins in it."""
 
     text: str = ""
-    tokens: tuple[Placed, ...] = ()
+    tokens: tuple[Placement, ...] = ()
     stopped: bool = False
 
 
@@ -47,11 +47,11 @@ class Assembler:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self._released = 0
-        self._tokens: deque[Placed] = deque()
+        self._tokens: deque[Placement] = deque()
 
     def push(self, token: Token) -> Piece:
         """Take the next token; return what may now be shown. After a `stopped` piece nothing may be pushed."""
-        self._tokens.append(Placed(token, self._released + len(self._held)))
+        self._tokens.append(Placement(token, self._released + len(self._held)))
         self._held += self._decoder.push(token.id)
         cut = self._stop()
         if cut is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmworks.model.generate import Token
-from lmworks.serve.text import Placed
+from lmworks.serve.text import Placement
 
 if TYPE_CHECKING:
     from lmworks.tokenizer import StreamDecoder, Tokenizer
@@ -49,12 +49,12 @@ class Vocabulary:
         """One token's bytes; none for an id that only pads the embedding."""
         return self._tokenizer.token_bytes(token) if token < self.size else b""
 
-    def place(self, tokens: Sequence[Token]) -> tuple[Placed, ...]:
+    def place(self, tokens: Sequence[Token]) -> tuple[Placement, ...]:
         """The tokens of a prompt with the offsets of their text in `decode`'s result."""
         from lmworks.tokenizer import StreamDecoder
 
         decoder, offset, placed = StreamDecoder(self._tokenizer), 0, []
         for token in tokens:
-            placed.append(Placed(token, offset))
+            placed.append(Placement(token, offset))
             offset += len(decoder.push(token.id))
         return tuple(placed)

@@ -18,7 +18,7 @@ from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.metrics import system
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import alone
-from lmworks.plan.flops import per_token
+from lmworks.plan.flops import flops_per_token
 from lmworks.plan.memory import GIB, memory
 from lmworks.plan.plan import days
 from lmworks.plan.render import size
@@ -135,7 +135,7 @@ def _too_much(context: Context) -> Finding | None:
         length = int(phase.sequence_length)
         micro = micro_batch_size(recipe, length, False)
         need = max(need, memory(recipe, context.machine, Layout(), length, micro, 1).total)
-        seconds += per_token(recipe.model, length).total * micro * length / (0.1 * system.measure_peak())
+        seconds += flops_per_token(recipe.model, length).total * micro * length / (0.1 * system.measure_peak())
     launch = f"on the machines of the run: lmworks launch local {context.name} --to preflight"
     if need > free:
         return Finding("skip", f"one process would need {need / GIB:,.0f} GiB, and {free / GIB:,.0f} are free here", launch)

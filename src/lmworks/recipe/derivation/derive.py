@@ -1,6 +1,6 @@
 """Values that follow from others, each with the formula and the reason.
 
-Two moments: `turn_dial` fills an unfinished tree from `size` alone, before it is checked; `fill` completes a typed
+Two moments: `derive_from_size` fills an unfinished tree from `size` alone, before it is checked; `derive_missing` completes a typed
 recipe, so that a resolved recipe has no None where a value is derived.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.recipe.derivation import scaling_laws
-from lmworks.recipe.derivation.parameters import count, count_active
+from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Seconds, Tokens
@@ -26,7 +26,7 @@ _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 _FORWARD_TOKENS = 8192
 
 
-def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
+def derive_from_size(tree: dict[str, Any], free: bool) -> Reasons:
     """Derive shape, budget, batch and context from `tree["size"]`, in place; returns why, by key.
 
     `free` is for a size given on the command line: shape, budgets, batches and rates of the file give way, and the
@@ -66,7 +66,7 @@ def turn_dial(tree: dict[str, Any], free: bool) -> Reasons:
             "intermediate_size / (num_experts_per_tok + n_shared_experts), so that a token uses as much as in a dense layer",
         )
     built = Model.model_validate({**sketch.model_dump(), **{k: model[k] for k in shape}, "moe": model.get("moe") or None})
-    active, total = count_active(built), count(built)
+    active, total = count_active_parameters(built), count_parameters(built)
 
     train = tree.setdefault("train", {})
     listed = (tree.get("corpus") or {}).get("sources") or []
@@ -149,7 +149,7 @@ def _count_entries(path: Path) -> int:
         raise UserError(f"tokenizer.path: {path} is not a tokenizer.json ({type(error).__name__}: {error})") from None
 
 
-def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe, Reasons]:
+def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe, Reasons]:
     """Complete a typed recipe. `base` is where its relative tokenizer path starts. Raises `UserError` where too little is given.
 
     With `corpus_only` a recipe without a model is complete when its corpus can be made.
@@ -170,9 +170,9 @@ def fill(recipe: Recipe, base: Path, corpus_only: bool = False) -> tuple[Recipe,
         return Recipe.model_validate(tree), reasons
     _fill_model(tree, derive)
     model = Model.model_validate(tree["model"])
-    total = count(model)
+    total = count_parameters(model)
     hidden = total - (1 if model.tie_word_embeddings else 2) * (model.vocab_size or 0) * (model.hidden_size or 0)
-    tokens = sum(phase.tokens for phase in recipe.train.phases) or scaling_laws.TOKENS_PER_PARAMETER * count_active(model)
+    tokens = sum(phase.tokens for phase in recipe.train.phases) or scaling_laws.TOKENS_PER_PARAMETER * count_active_parameters(model)
     law = (
         f"1.79 N^-0.713 D^0.307 for N = {hidden / 1e6:,.1f}M outside the embeddings and D = {tokens / 1e6:,.1f}M tokens (arXiv:2503.04715)"
     )

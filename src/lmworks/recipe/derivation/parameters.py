@@ -128,7 +128,7 @@ def _swiglu(start: str, D: int, F: int, component: Component, layer: int) -> Ite
     yield Parameter(start + "down.weight", (D, F), component, layer)
 
 
-def count(model: Model) -> int:
+def count_parameters(model: Model) -> int:
     """Trained parameters; tied embeddings count once. Multi-token prediction is left out: what it adds is not there in use."""
     assert model.num_hidden_layers
     outside = sum(p.size for p in parameters(model.model_copy(update={"num_hidden_layers": 0, "mtp": None})))
@@ -141,6 +141,6 @@ def count(model: Model) -> int:
     return total
 
 
-def count_active(model: Model) -> int:
+def count_active_parameters(model: Model) -> int:
     """Parameters that one token uses, the embedding matrix included, multi-token prediction left out."""
     return round(sum(p.size * p.active for p in parameters(model) if not p.mtp))

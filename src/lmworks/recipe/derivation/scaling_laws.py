@@ -14,7 +14,7 @@ import re
 from fractions import Fraction
 from math import log2
 
-from lmworks.recipe.derivation.parameters import count
+from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.units import scaled
 
@@ -109,7 +109,7 @@ def shape(size: int, model: Model) -> dict[str, int]:
             if moe is not None and layers <= moe.first_k_dense_replace:
                 continue
             plain = {key: value for key, value in dims.items() if key != "moe_intermediate_size"}
-            total = count(model.model_copy(update={**plain, "num_hidden_layers": layers, "moe": moe}))
+            total = count_parameters(model.model_copy(update={**plain, "num_hidden_layers": layers, "moe": moe}))
             smallest = total if smallest is None else smallest
             # Nearness to the size counts most, nearness to the aspect ratio breaks near ties.
             badness = abs(total - size) / size + 0.1 * abs(layers - wanted) / wanted

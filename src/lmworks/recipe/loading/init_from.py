@@ -19,7 +19,7 @@ from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import not_architecture
-from lmworks.recipe.tree.paths import Keys, flat, get, leaves, over, put
+from lmworks.recipe.tree.paths import Keys, flatten, get, leaves, merge, put
 
 _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of the model that the weights were trained in
 _STEP = re.compile(r"step-\d{8,}\Z")
@@ -82,7 +82,7 @@ def _tokenizer(folder: Path) -> Path:
     return found
 
 
-def take_over(tree: dict[str, Any]) -> dict[Keys, str]:
+def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     """Fill `model` and `tokenizer` of an unfinished tree from its `train.init_from`, in place; returns why, by key.
 
     Raises `UserError` where the recipe says otherwise.
@@ -99,7 +99,7 @@ def take_over(tree: dict[str, Any]) -> dict[Keys, str]:
     own = json.loads(start.model.model_dump_json(exclude={"preset"}))
     given = {key: value for key, value in model.items() if value is not None or key == "mtp"}
     reasons = {("model", *keys): why for keys, _ in leaves(own) if get(given, keys) is None and not ("mtp" in given and keys[0] == "mtp")}
-    tree["model"] = over(given, own)
+    tree["model"] = merge(given, own)
     _refuse_other_shape(start.model, tree["model"], text)
     path = tokenizer.get("path")
     if path is not None and Path(str(path)).expanduser().absolute() not in (start.tokenizer.absolute(), start.tokenizer.parent.absolute()):
@@ -117,7 +117,7 @@ def take_over(tree: dict[str, Any]) -> dict[Keys, str]:
 
 def _refuse_other_shape(own: Model, asked: dict[str, Any], text: str) -> None:
     try:
-        here, there = (flat(json.loads(model.model_dump_json())) for model in (Model.model_validate(asked), own))
+        here, there = (flatten(json.loads(model.model_dump_json())) for model in (Model.model_validate(asked), own))
     except ValidationError:
         return  # which is told with its place when the whole recipe is checked
     for key in {**there, **here}:

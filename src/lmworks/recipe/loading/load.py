@@ -27,7 +27,7 @@ from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.recipe.tree.keys import refuse_unknown
-from lmworks.recipe.tree.paths import Keys, display, get, leaves, locate, nearest, over, put
+from lmworks.recipe.tree.paths import Keys, display, get, leaves, locate, merge, nearest, put
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
         if get(tree, keys[:-1]) is not None:  # what the dial derives may not be there yet
             put(tree, keys, value)
     try:
-        reasons |= init_from.take_over(tree)
+        reasons |= init_from.take_model_from_weights(tree)
         if tree.get("size") is not None:
-            reasons |= derive.turn_dial(tree, free=("size",) in replaced)
+            reasons |= derive.derive_from_size(tree, free=("size",) in replaced)
             for keys, text in replaced.items():
                 put(tree, keys, parse_value(text.partition("=")[2], "--set"))
                 reasons.pop(keys, None)
@@ -157,7 +157,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
             put(tree, keys, value)
             reasons[keys] = why
         recipe = Recipe.model_validate(tree)
-        recipe, more = derive.fill(recipe, path.parent, source.corpus_only)
+        recipe, more = derive.derive_missing(recipe, path.parent, source.corpus_only)
         reasons |= more
     except ValidationError as error:
         raise UserError(_explain(error, tree, sources)) from None
@@ -242,7 +242,7 @@ def _preset(tree: dict[str, Any], document: Document, beside: Path) -> Document 
     if "architectures" in preset.tree:
         preset = _published(preset)
     refuse_unknown(preset.tree, Recipe.model_fields["model"].annotation, preset.place)
-    tree["model"] = over(model, preset.tree)
+    tree["model"] = merge(model, preset.tree)
     return preset
 
 

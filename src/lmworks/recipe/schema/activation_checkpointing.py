@@ -1,4 +1,4 @@
-"""What the backward recomputes instead of keeping: the policies, and the share of layers that follow one; for run, plan and layouts."""
+"""Activation checkpointing: what a layer keeps for the backward pass, which recomputes the rest (Chen et al. 2016, arXiv:1604.06174)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lmworks.recipe.schema.units import Quantity
 
 @dataclass(frozen=True)
 class Policy:
-    """What a layer `keeps` between forward and backward, and the pipeline schedules that cannot run it, with the reason.
+    """What a layer `keeps` between its forward and its backward pass, and the pipeline schedules that cannot run it, with the reason.
 
-    `lmworks.plan.memory.layer_activations` says how many bytes per token that is.
+    `lmworks.plan.memory.layer_activations` estimates the bytes per token.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Policy:
 NONE = Policy("none", "everything")
 SELECTIVE = Policy(
     "selective", "products",
-    (("zero-bubble", "schedule zero-bubble goes back through a layer twice, and torch's selective recomputation once"),),
+    (("zero-bubble", "schedule zero-bubble runs two backward passes through a layer, and selective checkpointing of torch allows one"),),
 )  # fmt: skip
 FULL = Policy("full", "input")
 POLICIES = {policy.name: policy for policy in (NONE, SELECTIVE, FULL)}
@@ -49,7 +49,7 @@ class ActivationCheckpointing(Quantity):
         except (ValueError, ZeroDivisionError):
             policy, share = None, Fraction(1)
         if policy is None or not 0 < share <= 1 or (policy is NONE and percent) or len(text) > 40:
-            raise ValueError(f"{text[:40]!r} is no way to recompute; write for example {cls.example}")
+            raise ValueError(f"{text[:40]!r} is no activation checkpointing policy; write for example {cls.example}")
         return cls(policy, share)
 
     def text(self) -> str:
@@ -59,11 +59,11 @@ class ActivationCheckpointing(Quantity):
         return percent if self.policy is FULL else f"{self.policy.name} {percent}"
 
     def of(self, layer: int) -> Policy:
-        """The policy of a layer (counted from 0; those of multi-token prediction go on counting)."""
+        """The policy of a layer (counted from 0; layers of multi-token prediction follow the others)."""
         return self.policy if int((layer + 1) * self.share) > int(layer * self.share) else NONE
 
     def problems(self, schedule: str) -> Iterator[str]:
-        """Why a pipeline's schedule cannot run it; nothing if it can."""
+        """The reasons why a pipeline schedule cannot run it; none if it can."""
         for name, why in self.policy.refused_by:
             if name == schedule:
                 yield f"{why}; set train.activation_checkpointing to full or none, or schedule=1f1b"

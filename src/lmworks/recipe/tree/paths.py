@@ -100,13 +100,13 @@ def leaves(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield keys, tree
 
 
-def flat(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any) -> dict[str, Any]:
     """Dotted path to value for every leaf."""
     return {display(tree, keys): value for keys, value in leaves(tree)}
 
 
-def over(upper: Any, lower: Any) -> Any:
+def merge(upper: Any, lower: Any) -> Any:
     """Maps merge key by key; anything else of the upper replaces the lower."""
     if isinstance(upper, dict) and isinstance(lower, dict):
-        return {**lower, **{key: over(value, lower[key]) if key in lower else value for key, value in upper.items()}}
+        return {**lower, **{key: merge(value, lower[key]) if key in lower else value for key, value in upper.items()}}
     return upper

@@ -1,4 +1,4 @@
-"""Steps, bubble, time, money and disk."""
+"""What a plan costs: steps, time, money and disk."""
 
 from __future__ import annotations
 
@@ -6,41 +6,9 @@ from dataclasses import dataclass
 
 from lmworks.plan.counts import Counts
 from lmworks.recipe.schema.cluster import Cluster
-from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.shards.order.timeline import PhaseSteps
-
-
-def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", per_rank: int = 1) -> float:
-    """Share of the step that a pipeline of p ranks stands idle, with `per_rank` (v) of its stages on each.
-
-    GPipe, 1F1B and, with v > 1, interleaved: (p - 1) / (v m + p - 1). Zero-bubble (ZB-1P, arXiv:2401.10241) fills all but a third with
-    gradients of weights, if forward and both halves of the backward take equal times: (p - 1) / (3 v m + p - 1).
-    """
-    work = micro_batches * per_rank * (3 if schedule == "zero-bubble" else 1)
-    return (stages - 1) / (work + stages - 1)
-
-
-def micro_batches_for(stages: int, share: float, schedule: str = "1f1b", per_rank: int = 1) -> int:
-    """Fewest micro-batches that keep the bubble at or under `share`: m >= (p - 1)(1 - b) / b under 1F1B."""
-    micro = 1
-    while bubble(stages, micro, schedule, per_rank) > share:
-        micro = max(micro + 1, int((stages - 1) * (1 - share) / share / per_rank / (3 if schedule == "zero-bubble" else 1)))
-    return micro
-
-
-def alive(layout: Layout, rank: int, micro_batches: int) -> float:
-    """How many micro-batches' activations a rank of `pp` keeps at most, each of all its layers: with v stages, one stage's is 1 / v."""
-    p, v, m = layout.pp, layout.pipeline_stages_per_rank, micro_batches
-    if p == 1:
-        return 1
-    if layout.pipeline_schedule == "gpipe" or (layout.pipeline_schedule == "1f1b" and m < p):
-        return m
-    if layout.pipeline_schedule == "1f1b":
-        return p - rank
-    warmup = (v - 1) * (m // max(1, m // p)) + (p if layout.pipeline_schedule == "zero-bubble" else 2 * (p - 1 - rank) + 1)
-    return min(warmup, v * m) / v
 
 
 def batch_tokens(data_ranks: int, micro_batch_size: int, sequence_length: int, accumulation: int) -> int:

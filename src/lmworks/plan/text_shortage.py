@@ -16,7 +16,7 @@ _BYTES_PER_TOKEN = 2  # of any language and tokenizer rather more; so what is ca
 _PLENTY = 1 << 60  # tokens of a source that cannot be looked at
 
 
-def too_little(recipe: Recipe, run_dir: Path) -> str | None:
+def text_shortage(recipe: Recipe, run_dir: Path) -> str | None:
     """What is short of text, by the token files of the run and, where there are none yet, by the sizes of the sources' files; None if
     nothing is known to be."""
     if recipe.time is not None or not recipe.train.phases:
