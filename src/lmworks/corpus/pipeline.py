@@ -15,12 +15,12 @@ from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.dedup.advice import advice
-from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
+from lmworks.corpus.engine.assembling import assemble, leave_out_empty, remove_partial, remove_stale, write_manifest, write_samples
 from lmworks.corpus.engine.dedup_preview import Duplicates, duplicates
 from lmworks.corpus.engine.job import Job, code_of
 from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
 from lmworks.corpus.engine.passes.reading import check_facts
-from lmworks.corpus.engine.passes.sequence import STAGES
+from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import writing
 from lmworks.corpus.readers import Part, parts
 from lmworks.corpus.readers.items import Unavailable
@@ -47,19 +47,19 @@ def prepare(
     out = Path(out)
     with explain_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        sweep(out)
+        remove_partial(out)
         job, missing = plan(recipe, out, questions, folder)
         check_facts(job)
         job.save()
         _write_lost_again(job)
         executor = import_module(f"lmworks.corpus.engine.executors.{recipe.corpus.executor.kind}")
-        executor.execute(job, STAGES)
+        executor.execute(job, PASSES)
         report = assemble(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
         write_samples(job)
         leave_out_empty(job, report)
         _require_clean(recipe, report)
-        tidy(job, report)
+        remove_stale(job, report, PASSES)
         write_json(out / "report.json", report.as_json())
         write_manifest(job, report)
         if not recipe.corpus.keep_staged:
@@ -69,7 +69,7 @@ def prepare(
 
 
 def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[RenderableType]:
-    """What `prepare` would do: the parts of each source, the tasks of each stage, and for Slurm its scripts. Writes nothing."""
+    """What `prepare` would do: the parts of each source, the tasks of each pass, and for Slurm its scripts. Writes nothing."""
     from rich.table import Table
 
     from lmworks.corpus.engine.executors import slurm
@@ -83,12 +83,12 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
         sources.add_row(source.name, f"{len(found[source.name]):,}", f"{sum(piece.bytes for piece in job.of(source)) / 1e6:,.1f}")
     for name, why in missing.items():
         sources.add_row(name, "missing", why)
-    stages = Table("stage", "tasks", box=None)
-    for stage in STAGES:
-        stages.add_row(stage.name, f"{len(stage.tasks(job)):,}")
-    yield from (sources, "", stages)
+    passes = Table("pass", "tasks", box=None)
+    for pass_ in PASSES:
+        passes.add_row(pass_.name, f"{len(pass_.tasks(job)):,}")
+    yield from (sources, "", passes)
     if recipe.corpus.executor.kind == "slurm":
-        yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{mask(slurm.script(job, stage))}" for stage in STAGES if stage.tasks(job))
+        yield from (f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm.script(job, pass_))}" for pass_ in PASSES if pass_.tasks(job))
 
 
 def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:

@@ -41,14 +41,14 @@ class SourceReport:
         return cls(source.name, source.domain, source.language, source.license, parts)
 
     def add_read(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the stage `read` for a part."""
+        """The counts of the pass `read` for a part."""
         self.came.merge(counts["came"])
         merge(self.quarantined, counts["quarantined"])
         self.not_drawn.merge(counts["not_drawn"])
         self._add_steps(counts["steps"], 0)
 
     def add_written(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the stage `write` for a part; those of `read` for all parts have come before."""
+        """The counts of the pass `write` for a part; those of `read` for all parts have come before."""
         own = [passage.step for passage in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
         self._add_steps(counts["steps"], own)
         for split, found in self.outputs.items():

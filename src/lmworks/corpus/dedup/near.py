@@ -42,7 +42,7 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
 
-def each_once(pairs: np.ndarray) -> np.ndarray:
+def unique_pairs(pairs: np.ndarray) -> np.ndarray:
     """The pairs in ascending order, each once."""
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     return pairs[np.concatenate((np.ones(min(len(pairs), 1), dtype=bool), (pairs[1:] != pairs[:-1]).any(axis=1)))]
@@ -69,7 +69,7 @@ class Stacked:
         return result
 
 
-def weigh(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
+def classify_pairs(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
     """(pairs that are surely alike, pairs in doubt) by their sketches.
 
     A pair is alike if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.engine.counts import Samples, Touched
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.decontamination import on
+from lmworks.corpus.engine.passes.decontamination import enabled
 from lmworks.corpus.engine.passes.writing import MOST_PASSAGES, decisions_path, outputs
+from lmworks.corpus.engine.task import Pass
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
@@ -30,13 +31,13 @@ _ADVICE = {
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
 
 
-def write_samples(job: Job, stages: tuple[str, ...] = ("read", "write")) -> None:
+def write_samples(job: Job, passes: tuple[str, ...] = ("read", "write")) -> None:
     """Write quarantine.jsonl and rejected.jsonl: the first few of each reason, in order."""
     for kind, name in _LINES.items():
         samples = Samples()
-        for stage in stages:
+        for pass_ in passes:
             for piece in job.pieces:
-                samples.merge(read_json(job.path(stage, piece, ".counts.json")).get(kind, ()))
+                samples.merge(read_json(job.path(pass_, piece, ".counts.json")).get(kind, ()))
         write_text(job.out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples.rows))
 
 
@@ -71,7 +72,7 @@ def _emptiness(job: Job) -> dict[str, str]:
 
 
 def _read(job: Job) -> Iterator[SourceReport]:
-    """What the stage `read` has counted, per source."""
+    """What the pass `read` has counted, per source."""
     for source in job.sources:
         report = SourceReport.of(source, len(job.parts[source.name]))
         for piece in job.of(source):
@@ -96,9 +97,9 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
                 touched.setdefault(name, Touched()).add(one["documents"], one["items"])
         report.sources.append(source_report)
     report.statistics = {name: {split: one.as_json() for split, one in kinds.items()} for name, kinds in sorted(measured.items())}
-    report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
-    if on(job):
-        found = read_json(job.path("common", "all", ".found.json"))
+    report.bytes_per_document = read_json(job.path("resolve_duplicates", "all", ".found.json"))["bytes_per_document"]
+    if enabled(job):
+        found = read_json(job.path("common_ngrams", "all", ".found.json"))
         report.widespread, report.shared = found["widespread"], found["shared"]
         for name in sorted({*found["protected"], *found["trivial"]}):
             one = touched.get(name, Touched())
@@ -138,15 +139,15 @@ def leave_out_empty(job: Job, report: Report) -> None:
         raise UserError("nothing is left to train on of any corpus source; see rejected.jsonl in the corpus directory")
 
 
-def tidy(job: Job, report: Report) -> None:
+def remove_stale(job: Job, report: Report, passes: Sequence[Pass]) -> None:
     """Remove what is not of this job: parts and sources that are gone, buckets that have another name, optional sources without text."""
     pieces = [piece for piece in job.pieces if piece.source.name not in report.missing]
     expected = {path for piece in pieces for path in (*outputs(job, piece), decisions_path(job, piece))}
     for folder in ("train", "validation", "decisions"):
         _remove_strangers(job.out / folder, expected)
     names = {str(piece) for piece in job.pieces}
-    for stage in ("size", "read", "fates", "anchors", "runs", "again", "cut", "scan", "write"):
-        for path in list((job.staging / stage).glob("*/*")):
+    for pass_ in passes:
+        for path in list((job.staging / pass_.name).glob("*/*")):  # SOURCE/PART.*: files of tasks that work on a part
             if f"{path.parent.name}/{path.name.partition('.')[0]}" not in names:
                 path.unlink()
 
@@ -160,7 +161,7 @@ def _remove_strangers(folder: Path, expected: set[Path]) -> None:
             shutil.rmtree(path)
 
 
-def sweep(out: Path) -> None:
+def remove_partial(out: Path) -> None:
     """Remove files that killed processes have left half written."""
     for path in list(out.rglob(".*.part")):
         path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from lmworks.corpus.document import Fact, split_id
 from lmworks.corpus.engine.tables import DECISIONS
 
 LEFT = ""
-"""The fate of a document that no step has dropped; later stages decide about it."""
+"""The fate of a document that no step has dropped; later passes decide about it."""
 
 
 class Decisions:

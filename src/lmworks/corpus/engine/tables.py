@@ -31,7 +31,7 @@ DECISIONS = pa.schema(
 )
 """One row per document that was read, in order, with its variants behind it; then a float64 column for each statistic of the steps.
 
-`bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or stage that dropped it.
+`bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped it.
 """
 
 

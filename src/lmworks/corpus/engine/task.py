@@ -1,4 +1,4 @@
-"""Stages and their tasks, and how one task is done once."""
+"""Passes and their tasks, and how one task is done once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Stage:
+class Pass:
     """One pass of the job. A map has a task for each of `tasks`, a reduction one that looks at what all have left.
 
     `inputs` is a JSON value that decides what the task writes. `work` writes it, each file whole.
@@ -53,12 +53,12 @@ class Stage:
 
 
 def reduction(job: Job) -> Sequence[str]:
-    """The tasks of a stage that has one."""
+    """The tasks of a pass that has one."""
     return ("all",)
 
 
 def pieces(job: Job) -> Sequence[Piece]:
-    """The tasks of a stage that has one for each part."""
+    """The tasks of a pass that has one for each part."""
     return job.pieces
 
 
@@ -67,9 +67,9 @@ def weight(task: object) -> int:
     return task.bytes if isinstance(task, Piece) else 0
 
 
-def named(stages: Sequence[Stage], name: str) -> Stage:
-    """The stage of this name."""
-    for stage in stages:
-        if stage.name == name:
-            return stage
-    raise UserError(f"there is no stage {name!r} of a corpus job; there are: {', '.join(stage.name for stage in stages)}")
+def pass_named(passes: Sequence[Pass], name: str) -> Pass:
+    """The pass of this name."""
+    for pass_ in passes:
+        if pass_.name == name:
+            return pass_
+    raise UserError(f"there is no pass {name!r} of a corpus job; there are: {', '.join(pass_.name for pass_ in passes)}")

@@ -1,4 +1,4 @@
-"""The executor of one machine: the tasks of a stage in this process where they are small, else in worker processes."""
+"""The executor of one machine: the tasks of a pass in this process where they are small, else in worker processes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 
 from lmworks import machine
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Advance, Stage, weight
+from lmworks.corpus.engine.task import Advance, Pass, weight
 from lmworks.errors import UserError
 from lmworks.progress import Bar, bar
 
 _WORTH_A_PROCESS = 8_000_000  # bytes; below this starting a process takes longer than the work
 
 
-def execute(job: Job, stages: Sequence[Stage]) -> None:
-    """Do all stages one after the other, and of each what is not done yet."""
+def execute(job: Job, passes: Sequence[Pass]) -> None:
+    """Do all passes one after the other, and of each what is not done yet."""
     pool = _Pool(job)
     try:
-        for stage in stages:
-            tasks = stage.tasks(job)
-            todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+        for pass_ in passes:
+            tasks = pass_.tasks(job)
+            todo = [number for number, task in enumerate(tasks) if not pass_.is_done(job, task)]
             total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
             workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _WORTH_A_PROCESS + 1)
-            with bar(stage.label, total or None, total - left) as progress:
+            with bar(pass_.label, total or None, total - left) as progress:
                 rate = Rate(progress)
                 if workers > 1:
-                    pool.do(stage, tasks, todo, workers, rate)
+                    pool.do(pass_, tasks, todo, workers, rate)
                 else:
                     for number in todo:
-                        stage.do(job, tasks[number], rate)
+                        pass_.do(job, tasks[number], rate)
     finally:
         pool.close()
 
@@ -66,11 +66,11 @@ class _Worker:
         self.task: Any = None
         self._rest = b""
 
-    def give(self, stage: Stage, number: int, task: Any) -> None:
+    def give(self, pass_: Pass, number: int, task: Any) -> None:
         self.task = task
         assert self.process.stdin
         try:
-            self.process.stdin.write(json.dumps([stage.name, number]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([pass_.name, number]).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:  # it has died; reading from it will say so
             pass
@@ -99,7 +99,7 @@ class _Pool:
         self._job = job
         self._workers: list[_Worker] = []
 
-    def do(self, stage: Stage, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
+    def do(self, pass_: Pass, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
         """Hand out the tasks, the heaviest first, and wait for them."""
         while len(self._workers) < workers:
             self._workers.append(_Worker(self._job))
@@ -107,27 +107,27 @@ class _Pool:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers[:workers]:
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-                self._next(worker, stage, tasks, waiting)
+                self._next(worker, pass_, tasks, waiting)
             while any(worker.task is not None for worker in self._workers):
                 for key, _ in selector.select():
-                    self._hear(key.data, stage, tasks, waiting, advance)
+                    self._hear(key.data, pass_, tasks, waiting, advance)
 
-    def _next(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int]) -> None:
+    def _next(self, worker: _Worker, pass_: Pass, tasks: Sequence[Any], waiting: deque[int]) -> None:
         worker.task = None
         if waiting:
             number = waiting.popleft()
-            worker.give(stage, number, tasks[number])
+            worker.give(pass_, number, tasks[number])
 
-    def _hear(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int], advance: Advance) -> None:
+    def _hear(self, worker: _Worker, pass_: Pass, tasks: Sequence[Any], waiting: deque[int], advance: Advance) -> None:
         answers = worker.answers()
         if answers is None:
-            raise UserError(_death(worker.process.wait(), stage.doing(worker.task)))
+            raise UserError(_death(worker.process.wait(), pass_.doing(worker.task)))
         for answer in answers:
             if "bytes" in answer:
                 advance(answer["bytes"], answer["documents"])
                 continue
             raise_for(answer)
-            self._next(worker, stage, tasks, waiting)
+            self._next(worker, pass_, tasks, waiting)
 
     def close(self) -> None:
         for worker in self._workers:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.sequence import STAGES
-from lmworks.corpus.engine.task import named
+from lmworks.corpus.engine.passes.sequence import PASSES
+from lmworks.corpus.engine.task import pass_named
 from lmworks.errors import UserError
 
 _TELL_SECONDS = 0.2
@@ -54,16 +54,16 @@ def single_threaded() -> None:
 
 def attempt(job: Job, name: str, number: int, advance: Any) -> dict[str, Any]:
     """Do one task; returns {} or what went wrong."""
-    stage = named(STAGES, name)
+    pass_ = pass_named(PASSES, name)
     try:
-        stage.do(job, stage.tasks(job)[number], advance)
+        pass_.do(job, pass_.tasks(job)[number], advance)
         if isinstance(advance, _Telling):
             advance.flush()
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"fault": f"{stage.doing(stage.tasks(job)[number])}: {what}", "traceback": traceback.format_exc()}
+        return {"fault": f"{pass_.doing(pass_.tasks(job)[number])}: {what}", "traceback": traceback.format_exc()}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""The first stages: what `max_bytes` draws, and each part read, put through the steps, and written aside with what later stages need.
+"""The first passes: what `max_bytes` draws, and each part read, put through the steps, and written aside with what later passes need.
 
 Of a part remain, in staging/read: the documents that are left (parquet), a row per document that was read (`decisions`), keys and sketches
 of those left (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).

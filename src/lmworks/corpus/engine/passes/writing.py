@@ -1,4 +1,4 @@
-"""The last stage over parts: documents to train/ and validation/, and every decision to decisions/."""
+"""The last pass over parts: documents to train/ and validation/, and every decision to decisions/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.contamination import Match
 from lmworks.corpus.document import Document
 from lmworks.corpus.engine.counts import Counts, Passage, Samples, Touched, count
-from lmworks.corpus.engine.dedup_decisions import Fates, staged
+from lmworks.corpus.engine.dedup_decisions import DedupDecisions, staged
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.decontamination import verdict_inputs, verdicts
 from lmworks.corpus.engine.passes.reading import read_inputs
@@ -37,7 +37,7 @@ def write_inputs(job: Job, piece: Piece) -> Any:
     buckets = [as_tree(bucket) for bucket in piece.source.buckets]
     gate = job.recipe.corpus.decontaminate
     kept = [buckets, piece.source.bucket_by, gate.action if gate else None]
-    return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
+    return [read_inputs(job, piece), DedupDecisions.digest(job, piece), verdict_inputs(job, piece), kept]
 
 
 def outputs(job: Job, piece: Piece) -> list[Path]:
@@ -58,7 +58,7 @@ def write_part(job: Job, piece: Piece, advance: Advance) -> None:
 class _Writing:
     def __init__(self, job: Job, piece: Piece) -> None:
         self._job, self._piece = job, piece
-        self._fates = Fates.load(job, piece)
+        self._fates = DedupDecisions.load(job, piece)
         self._verdicts = verdicts(job, piece)
         gate = job.recipe.corpus.decontaminate
         self._drops = gate is not None and gate.action != "report"
@@ -161,7 +161,7 @@ class _Writing:
             self._passages.append({"id": document.id, "against": longest.against, "passage": _passage(document, longest)})
 
     def _write_decisions(self) -> dict[str, Any]:
-        """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
+        """Fill in the decisions of the documents that the steps had left; returns the distributions of the statistics."""
         path, ends = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._ends)
         schema = pq.read_schema(path)
         measured = {name: {"read": Histogram(), "train": Histogram()} for name in schema.names[len(DECISIONS) :]}
