@@ -102,7 +102,7 @@ def read_times(out: Path) -> dict[Path, int]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are worth starting for little work."""
-    monkeypatch.setattr(local, "_WORTH_A_PROCESS", 50_000)
+    monkeypatch.setattr(local, "_MIN_BYTES_PER_PROCESS", 50_000)
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.engine.executors import local
 from lmworks.recipe.recipe import Recipe
-local._WORTH_A_PROCESS = 50_000
+local._MIN_BYTES_PER_PROCESS = 50_000
 print("begun", flush=True)
 out, texts = map(Path, sys.argv[2:])
 prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), out, [Question("riddles/1", "Where is the ninth zebra of them?")], texts)

@@ -75,6 +75,6 @@ def task(
     of: Annotated[int, typer.Option("--of", min=1, help="Do tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
 ) -> None:
     """Do some tasks of a corpus job; what its executor runs on other machines."""
-    from lmworks.corpus.engine.executors.batch_task import do
+    from lmworks.corpus.engine.executors.batch_task import run_tasks
 
-    do(corpus, name, number, of)
+    run_tasks(corpus, name, number, of)

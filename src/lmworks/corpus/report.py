@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmworks.corpus.engine.counts import Count, Counts, Passage, merge
+from lmworks.corpus.engine.counts import Count, Counts, StepCounts, merge
 from lmworks.recipe.corpus import Source
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SourceReport:
     came: Count = field(default_factory=Count)
     quarantined: Counts = field(default_factory=dict)
     not_drawn: Count = field(default_factory=Count)
-    steps: list[Passage] = field(default_factory=list)
+    steps: list[StepCounts] = field(default_factory=list)
     outputs: dict[str, dict[str, Count]] = field(default_factory=lambda: {"train": {}, "validation": {}})
 
     @classmethod
@@ -57,7 +57,7 @@ class SourceReport:
     def _add_steps(self, steps: Iterable[Mapping[str, Any]], first: int) -> None:
         for place, step in enumerate(steps, start=first):
             if place == len(self.steps):
-                self.steps.append(Passage(step["step"]))
+                self.steps.append(StepCounts(step["step"]))
             self.steps[place].merge(step)
 
     @property

@@ -36,7 +36,7 @@ DECISIONS = pa.schema(
 
 
 @contextmanager
-def writing(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.ParquetWriter]:
+def parquet_writer(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.ParquetWriter]:
     """Write a parquet file, whole or not at all."""
     dictionaries = [name for name in ("source", "domain", "language", "fate", "reason") if name in schema.names]
     with (

@@ -14,7 +14,7 @@ from lmworks.errors import UserError
 from lmworks.files import write_text
 
 
-def do(out: Path, name: str, first: int, step: int) -> None:
+def run_tasks(out: Path, name: str, first: int, step: int) -> None:
     """Tasks `first`, `first + step` and so on of the pass called `name`. What goes wrong is also written where the executor looks."""
     job = Job.load(Path(out))
     count = len(pass_named(PASSES, name).tasks(job))

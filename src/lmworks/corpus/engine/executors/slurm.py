@@ -17,7 +17,7 @@ from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.progress import Bar, bar
 
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 
 
 def execute(job: Job, passes: Sequence[Pass]) -> None:
@@ -86,31 +86,31 @@ def _wait(job: Job, pass_: Pass, submitted: Sequence[str]) -> None:
     tasks = list(pass_.tasks(job))
     with bar(pass_.label, sum(map(weight, tasks)) or None) as progress:
         while tasks:
-            alive = _alive(submitted)  # asked before looking, so that what ends in between is seen as done
-            tasks = _look(job, pass_, tasks, progress)
-            if tasks and (not alive or failures(job).exists()):
-                raise UserError(_why(job, pass_, len(tasks)))
+            jobs_left = _any_alive(submitted)  # asked before looking, so that what ends in between is seen as done
+            tasks = _unfinished(job, pass_, tasks, progress)
+            if tasks and (not jobs_left or failures(job).exists()):
+                raise UserError(_failure_message(job, pass_, len(tasks)))
             if tasks:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
 
-def _look(job: Job, pass_: Pass, tasks: list[object], progress: Bar) -> list[object]:
+def _unfinished(job: Job, pass_: Pass, tasks: list[object], progress: Bar) -> list[object]:
     left = [task for task in tasks if not pass_.is_done(job, task)]
     progress.advance(sum(map(weight, tasks)) - sum(map(weight, left)))
     progress.note(f"{len(left)} of {len(pass_.tasks(job))} tasks left")
     return left
 
 
-def _alive(submitted: Sequence[str]) -> bool:
+def _any_alive(submitted: Sequence[str]) -> bool:
     command = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(submitted)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     return bool(done.stdout.strip()) or (done.returncode != 0 and "Invalid job id" not in done.stderr)
 
 
-def _why(job: Job, pass_: Pass, left: int) -> str:
-    told = sorted(failures(job).glob("*.txt"))
-    if told:
-        return told[0].read_text(encoding="utf-8").strip()
+def _failure_message(job: Job, pass_: Pass, left: int) -> str:
+    messages = sorted(failures(job).glob("*.txt"))
+    if messages:
+        return messages[0].read_text(encoding="utf-8").strip()
     return (
         f"the Slurm jobs of the pass {pass_.name!r} ended with {left} tasks not done; see the logs in {job.staging / 'slurm'}, mend the "
         "cause (often memory or time: corpus.executor.memory, .time), and run the same command again"

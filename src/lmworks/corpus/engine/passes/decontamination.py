@@ -21,7 +21,7 @@ from lmworks.corpus.engine.dedup_decisions import DedupDecisions, texts_of
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import save_array, writing
+from lmworks.corpus.engine.tables import parquet_writer, save_array
 from lmworks.corpus.engine.task import Advance
 from lmworks.files import write_json
 
@@ -42,7 +42,7 @@ def collect_protected_inputs(job: Job, task: str) -> Any:
 
 def collect_protected(job: Job, task: str, advance: Advance) -> None:
     """Put the held-out documents of all parts and the evaluation texts into one file."""
-    with writing(_protected_path(job), PROTECTED) as out:
+    with parquet_writer(_protected_path(job), PROTECTED) as out:
         for piece in job.pieces:
             decisions = DedupDecisions.load(job, piece)
             if decisions.held.any():

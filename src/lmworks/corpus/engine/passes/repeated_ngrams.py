@@ -20,7 +20,7 @@ from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_pat
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import save_array, writing
+from lmworks.corpus.engine.tables import parquet_writer, save_array
 from lmworks.corpus.engine.task import Advance, reduction
 from lmworks.corpus.units import Units, units
 
@@ -134,5 +134,5 @@ def cut_passages(job: Job, piece: Piece, advance: Advance) -> None:
             text, left = cut(texts[number], starts, found[found[:, 0] == rows[number], 1], _length(job))
             for column, value in zip(columns, (int(rows[number]), text, left), strict=True):
                 column.append(value)
-    with writing(cuts_path(job, piece), CUTS) as out:
+    with parquet_writer(cuts_path(job, piece), CUTS) as out:
         out.write_table(pa.table(columns, schema=CUTS))

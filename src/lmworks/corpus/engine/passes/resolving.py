@@ -10,7 +10,7 @@ from lmworks.corpus.engine.assembling import require_documents
 from lmworks.corpus.engine.dedup_decisions import DEDUP_DECISIONS, StagedRows, dedup_decisions_path
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.passes.duplicates import HELD, REASONS, join_duplicates
-from lmworks.corpus.engine.tables import writing
+from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.engine.task import Advance
 from lmworks.files import write_json
 
@@ -32,7 +32,7 @@ def resolve_duplicates(job: Job, task: str, advance: Advance) -> None:
             pa.array([rows.id(first) if reason else None for reason, first in zip(reasons, originals, strict=True)], pa.string()),
             pa.array(held[span], pa.bool_()),
         ]
-        with writing(dedup_decisions_path(job, piece), DEDUP_DECISIONS) as out:
+        with parquet_writer(dedup_decisions_path(job, piece), DEDUP_DECISIONS) as out:
             out.write_table(pa.table(columns, schema=DEDUP_DECISIONS))
     write_json(job.path("resolve_duplicates", task, ".found.json"), {"bytes_per_document": round(duplicates.bytes_per_document, 1)})
 

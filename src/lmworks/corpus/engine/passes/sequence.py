@@ -12,7 +12,7 @@ from lmworks.corpus.engine.task import Pass, pieces, reduction
 
 
 def _reduction_if_limited(job: Job) -> Sequence[str]:
-    return reduction(job) if reading.limited(job) else ()
+    return reduction(job) if reading.limited_pieces(job) else ()
 
 
 def _reduction_if_decontaminating(job: Job) -> Sequence[str]:
@@ -25,8 +25,8 @@ def _pieces_if_decontaminating(job: Job) -> Sequence[Piece]:
 
 # fmt: off
 PASSES = (
-    Pass("size", "size sources", reading.limited, reading.size_inputs, reading.size),
-    Pass("draw", "draw", _reduction_if_limited, reading.draw_inputs, reading.draw),
+    Pass("size", "size sources", reading.limited_pieces, reading.size_inputs, reading.measure_sizes),
+    Pass("draw", "draw", _reduction_if_limited, reading.draw_inputs, reading.draw_documents),
     Pass("read", "read and filter", pieces, reading.read_inputs, reading.read_part),
     Pass("exact_duplicates", "exact duplicates", reduction, resolve_duplicates_inputs, duplicates.find_exact_duplicates),
     Pass(
@@ -39,12 +39,18 @@ PASSES = (
         "shared_anchors", "compare passages", reduction_if_cutting,
         repeated_ngrams.shared_anchors_inputs, repeated_ngrams.find_shared_anchors,
     ),
-    Pass("candidate_ngrams", "find repeated passages", pieces_if_cutting, repeated_ngrams.candidates_inputs, repeated_ngrams.find_candidates),
+    Pass(
+        "candidate_ngrams", "find repeated passages", pieces_if_cutting,
+        repeated_ngrams.candidates_inputs, repeated_ngrams.find_candidates,
+    ),
     Pass(
         "repeated_ngrams", "compare repeated passages", reduction_if_cutting,
         repeated_ngrams.repeated_ngrams_inputs, repeated_ngrams.find_repeated_ngrams,
     ),
-    Pass("cut_passages", "cut repeated passages", pieces_if_cutting, repeated_ngrams.cut_passages_inputs, repeated_ngrams.cut_passages),
+    Pass(
+        "cut_passages", "cut repeated passages", pieces_if_cutting,
+        repeated_ngrams.cut_passages_inputs, repeated_ngrams.cut_passages,
+    ),
     Pass(
         "collect_protected", "protect held-out text", _reduction_if_decontaminating,
         decontamination.collect_protected_inputs, decontamination.collect_protected,
