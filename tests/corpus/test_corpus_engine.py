@@ -231,7 +231,7 @@ def test_a_step_that_fails_is_named_with_its_document(texts: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("eager")
 def test_a_process_that_is_killed_is_named_with_what_it_was_at(texts: Path, tmp_path: Path) -> None:
-    wanted = r"a process was killed while it was at: read and filter lib part \d+; most likely memory ran out: lower corpus.processes"
+    wanted = r"a process was killed while working on: read and filter lib part \d+; most likely memory ran out: lower corpus.processes"
     with pytest.raises(UserError, match=wanted):
         prepare(recipe(source(texts), steps=[mine("dies")], processes=2), tmp_path / "out", folder=texts)
 

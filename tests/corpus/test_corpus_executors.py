@@ -117,24 +117,24 @@ def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tasks_of_a_stage_are_dealt_out_whole(texts: Path, tmp_path: Path) -> None:
+def test_the_tasks_of_a_pass_are_dealt_out_whole(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts), tmp_path / "out", texts)
     job.save()
     jobs = 3
     for first in range(jobs):
-        batch_task.do(job.out, "read", first, jobs)
+        batch_task.run_tasks(job.out, "read", first, jobs)
     assert all(pass_named(PASSES, "read").is_done(job, piece) for piece in job.pieces)
-    with pytest.raises(UserError, match=rf"the stage read has {len(job.pieces)} tasks, numbered from 0"):
-        batch_task.do(job.out, "read", 99, 100)
-    with pytest.raises(UserError, match="there is no stage 'reed' of a corpus job; there are: size, draw, read"):
-        batch_task.do(job.out, "reed", 0, 1)
+    with pytest.raises(UserError, match=rf"the pass read has {len(job.pieces)} tasks, numbered from 0"):
+        batch_task.run_tasks(job.out, "read", 99, 100)
+    with pytest.raises(UserError, match="there is no pass 'reed' of a corpus job; there are: size, draw, read"):
+        batch_task.run_tasks(job.out, "reed", 0, 1)
 
 
 def test_a_batch_job_leaves_its_reason_where_the_executor_looks(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts, ("fails",)), tmp_path / "out", texts)
     job.save()
     with pytest.raises(UserError, match="step fails"):
-        batch_task.do(job.out, "read", 0, 10)
+        batch_task.run_tasks(job.out, "read", 0, 10)
     (told,) = slurm.failures(job).glob("*.txt")
     assert "step fails" in told.read_text()
 

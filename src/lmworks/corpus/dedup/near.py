@@ -1,4 +1,4 @@
-"""Pairs of near-duplicates: who meets in a band, how alike they are by their sketches, and exactly where that leaves a doubt."""
+"""Pairs of near-duplicates: candidates from bands, estimated similarity from sketches, and exact similarity in doubt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHINGLES = 1 << 20
 
 
 def candidates(keys_N: np.ndarray) -> np.ndarray:
-    """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 meet nobody.
+    """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 have no pairs.
 
     In a bucket of more than 33 rows each is paired with the first and its 32 next, which joins the bucket's true duplicates all the same
     without the square of its size.

@@ -1,7 +1,7 @@
-"""What becomes of the documents that the steps have left: who is a copy of whom, and who is held out.
+"""Decisions about the documents that the steps kept: which are duplicates of which, and which are held out.
 
-Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are looked at, except for
-the few pairs whose sketches leave a doubt.
+Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are read, except for
+the few pairs whose sketches are inconclusive.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ class DedupDecisions:
 
     @staticmethod
     def digest(job: Job, piece: Piece, cut: bool = True) -> str:
-        """Hash of what was decided; empty as long as nothing was."""
+        """Hash of the decisions; empty before there are any."""
         paths = [dedup_decisions_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
         return "".join(sha256_file(path) if path.exists() else "" for path in paths)
 
 
 def cutting(job: Job) -> bool:
-    """Whether passages that stood earlier are cut."""
+    """Whether repeated passages are cut."""
     return job.recipe.corpus.dedup.substring is not None
 
 
 def cuts_path(job: Job, piece: Piece) -> Path:
-    """Where the documents of a part lie that have lost a passage."""
+    """The file with the documents of a part from which a passage was cut."""
     return job.path("cut_passages", piece, ".parquet")
 
 
 def dedup_decisions_path(job: Job, piece: Piece) -> Path:
-    """Where the decisions of the pass `resolve_duplicates` about a part lie."""
+    """The file with the decisions of the pass `resolve_duplicates` about a part."""
     return job.path("resolve_duplicates", piece, ".parquet")
 
 
 def staged(job: Job, piece: Piece) -> Path:
-    """The documents of a part that the steps have left."""
+    """The file with the documents of a part that the steps kept."""
     return job.path("read", piece, ".parquet")
 
 

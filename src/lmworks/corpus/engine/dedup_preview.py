@@ -1,4 +1,4 @@
-"""What deduplication would drop: the passes up to it, and what they have decided."""
+"""What deduplication would drop: runs the passes up to it and shows their decisions."""
 
 from __future__ import annotations
 

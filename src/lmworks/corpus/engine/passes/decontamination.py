@@ -1,7 +1,7 @@
-"""Decontamination in parts: what is protected, where each part touches it, which of that is boilerplate, and who must go.
+"""Decontamination in parts: collect protected text, scan each part for it, set boilerplate aside, and judge the suspects.
 
-The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; what the parts have found is added
-up, because a run that many documents share is no leak; then each part judges its own suspects as it is written.
+The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; the findings are added up,
+because an n-gram that many documents share is no leak; then the suspects of each part are judged as it is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def collect_protected_inputs(job: Job, task: str) -> Any:
 
 
 def collect_protected(job: Job, task: str, advance: Advance) -> None:
-    """Put the held-out documents of all parts and the evaluation texts into one file."""
+    """Write the held-out documents of all parts and the evaluation texts into one file."""
     with parquet_writer(_protected_path(job), PROTECTED) as out:
         for piece in job.pieces:
             decisions = DedupDecisions.load(job, piece)
@@ -86,7 +86,7 @@ def _ngram(job: Job) -> int | None:
 
 
 def scan_contamination(job: Job, piece: Piece, advance: Advance) -> None:
-    """Where the training documents of a part touch protected text."""
+    """Write where the training documents of a part contain n-grams of protected text."""
     decontaminator, decisions = _decontaminator(job), DedupDecisions.load(job, piece)
     total = max(int(decisions.in_training.sum()), 1)
     scanned: list[tuple[int, Findings]] = []
@@ -107,7 +107,7 @@ def common_ngrams_inputs(job: Job, task: str) -> Any:
 
 
 def count_common_ngrams(job: Job, task: str, advance: Advance) -> None:
-    """Add up what the parts have found: which runs are in many documents, with the most frequent of them to be looked at."""
+    """Add up the findings of all parts: which n-grams occur in many documents, with the most frequent of them for the report."""
     decontaminator = _decontaminator(job)
     seen = decontaminator.seen(Findings.load(_findings_path(job, piece)) for piece in job.pieces)
     save_array(_common_ngrams_path(job), seen)
@@ -125,14 +125,14 @@ def _common_ngrams_path(job: Job) -> Path:
 
 
 def verdict_inputs(job: Job, piece: Piece) -> Any:
-    """What decides who of a part must go."""
+    """The inputs of `verdicts`."""
     if not enabled(job):
         return None
     return [file_digest(path) for path in (_findings_path(job, piece), _common_ngrams_path(job), _protected_path(job))]
 
 
 def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
-    """The training documents of a part that must go, by their row in it, and the passages for which, longest first."""
+    """The contaminated training documents of a part: row to the matching passages, longest first."""
     if not enabled(job):
         return {}
     decontaminator, decisions, seen = _decontaminator(job), DedupDecisions.load(job, piece), np.load(_common_ngrams_path(job))

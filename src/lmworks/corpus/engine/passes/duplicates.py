@@ -1,4 +1,4 @@
-"""Who is a copy of whom, over all sources: tasks that take bands for near-duplicates, then one that joins what they have found."""
+"""Duplicates over all sources: exact ones by key, near-duplicates band by band, and the clusters that both form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def band_tasks(job: Job) -> Sequence[int]:
 
 
 def find_near_duplicates(job: Job, task: int, advance: Advance) -> None:
-    """Which documents agree in a band, and how alike they are: pairs of rows that are surely near-duplicates, and those in doubt."""
+    """Compare documents that agree in a band; write the pairs that are certainly near-duplicates and those in doubt."""
     assert job.sketching
     rows = StagedRows(job)
     sketches, limits_N = Stacked([one.sketches for one in rows.traces]), thresholds(job, rows)
@@ -62,7 +62,7 @@ def find_near_duplicates(job: Job, task: int, advance: Advance) -> None:
     found = []
     for band in range(task, job.sketching.bands, len(band_tasks(job))):
         keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
-        keys[gone] = 0  # a copy meets whom its original meets, and would crowd every band
+        keys[gone] = 0  # a copy has the pairs of its original, and would fill every band
         found.append(classify_pairs(_without_variant_pairs(job, rows, candidates(keys)), sketches, limits_N, job.sketching))
     sure, doubtful = (unique_pairs(np.concatenate(pairs)) for pairs in zip(*found, strict=True))
     with atomic_path(job.path("near_duplicates", task, ".npz")) as aside, open(aside, "wb") as handle:
@@ -70,7 +70,7 @@ def find_near_duplicates(job: Job, task: int, advance: Advance) -> None:
 
 
 def _without_variant_pairs(job: Job, rows: StagedRows, pairs: np.ndarray) -> np.ndarray:
-    """The pairs without those of one document's variants, unless they are to be compared, too."""
+    """The pairs without those between variants of one document, unless the recipe compares variants."""
     if job.recipe.corpus.dedup.variants:
         return pairs
     return pairs[rows.originals[pairs[:, 0]] != rows.originals[pairs[:, 1]]]
@@ -143,9 +143,9 @@ def _droppable(rows: StagedRows, name: str) -> np.ndarray:
 
 
 def _confirmed(job: Job, rows: StagedRows, pairs: np.ndarray, limits_N: np.ndarray) -> np.ndarray:
-    """The pairs of those in doubt that are near-duplicates by the exact similarity of their texts.
+    """The pairs of those in doubt that are near-duplicates by the exact Jaccard similarity of their texts.
 
-    Their shingles lie in a file while they are compared: memory does not grow with the text.
+    Their shingles are kept in a file during the comparison, so that memory does not grow with the text.
     """
     if not len(pairs):
         return pairs

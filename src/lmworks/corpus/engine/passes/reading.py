@@ -1,7 +1,7 @@
-"""The first passes: what `max_bytes` draws, and each part read, put through the steps, and written aside with what later passes need.
+"""The first passes: draw documents up to `max_bytes`, read each part, apply the steps, and write the result aside for later passes.
 
-Of a part remain, in staging/read: the documents that are left (parquet), a row per document that was read (`decisions`), keys and sketches
-of those left (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
+Of each part, staging/read has the documents that the steps kept (parquet), a row per document that was read (`decisions`), keys and
+sketches of those kept (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ def read_inputs(job: Job, piece: Piece) -> Any:
 
 
 def steps_of(job: Job, piece: Piece) -> Sequence[Any]:
-    """The steps, made for the documents of one part."""
+    """The steps for the documents of one part."""
     return [node.make(Context(piece.source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]
 
 
 def read_part(job: Job, piece: Piece, advance: Advance) -> None:
-    """Read a part, put its documents through the steps, and leave what is described above."""
+    """Read a part, apply the steps, and write the files described above."""
     _PartReader(job, piece).run(advance)
 
 

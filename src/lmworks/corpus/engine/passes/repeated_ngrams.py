@@ -1,8 +1,8 @@
-"""Passages that stood earlier, cut out of the training documents: each part gives its anchors, those found twice are looked at closely.
+"""Passages that occurred earlier are cut out of the training documents: exact runs are compared only near anchors that occur twice.
 
-Of the parts remain staging/anchors (hashes), staging/runs (document, unit and hash of every run near an anchor that occurs twice),
-staging/again (where a run begins that stood earlier) and staging/cut (the documents that were cut, as they are now). The two tasks that
-look at all parts go through the hashes a slice at a time, so that their memory does not grow with the text.
+The passes write staging/ngram_anchors (hashes), staging/candidate_ngrams (document, unit and hash of every run near an anchor that occurs
+twice), staging/repeated_ngrams (where a run begins that occurred earlier) and staging/cut_passages (the documents after cutting). The two
+tasks that read all parts go through the hashes a slice at a time, so that their memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _training_batches(job: Job, piece: Piece, advance: Advance) -> Iterator[tupl
 
 
 def find_anchors(job: Job, piece: Piece, advance: Advance) -> None:
-    """The anchors of a part's documents."""
+    """Write the anchors of a part's documents."""
     found = [anchors(batch, _length(job))[:, 2] for _, _, batch in _training_batches(job, piece, advance)]
     save_array(job.path("ngram_anchors", piece, ".npy"), np.concatenate([np.zeros(0, np.int64), *found]))
 
 
 def find_shared_anchors(job: Job, task: str, advance: Advance) -> None:
-    """The anchors found twice, in whatever documents."""
+    """Write the anchors that occur at least twice in all documents."""
     parts = [np.load(job.path("ngram_anchors", piece, ".npy"), mmap_mode="r") for piece in job.pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
     found = [repeated(np.concatenate([part[_in(part, number, slices)] for part in parts])) for number in range(slices)]
@@ -97,7 +97,7 @@ def _in(hashes: np.ndarray, number: int, slices: int) -> np.ndarray:
 
 
 def find_candidates(job: Job, piece: Piece, advance: Advance) -> None:
-    """All runs of a part's documents near such an anchor."""
+    """Write all runs of a part's documents near a shared anchor."""
     shared = np.load(_shared_anchors_path(job))
     found = [np.zeros((0, 3), np.int64)]
     for rows, _, batch in _training_batches(job, piece, advance):
@@ -108,7 +108,7 @@ def find_candidates(job: Job, piece: Piece, advance: Advance) -> None:
 
 
 def find_repeated_ngrams(job: Job, task: str, advance: Advance) -> None:
-    """Which of these stood earlier, in the order of priority."""
+    """Write which candidates occurred earlier, in the order of priority."""
     pieces = in_order(job)
     parts = [np.load(job.path("candidate_ngrams", piece, ".npy"), mmap_mode="r") for piece in pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
@@ -124,7 +124,7 @@ def find_repeated_ngrams(job: Job, task: str, advance: Advance) -> None:
 
 
 def cut_passages(job: Job, piece: Piece, advance: Advance) -> None:
-    """The documents of a part that lose a passage, as they are without it."""
+    """Write the documents of a part that lose a passage, without it."""
     found = np.load(job.path("repeated_ngrams", piece, ".npy"))
     rows_cut = np.unique(found[:, 0])
     columns: list[list[Any]] = [[], [], []]

@@ -1,4 +1,4 @@
-"""The one task that looks at all documents at once: copies, and what is held out."""
+"""The pass `resolve_duplicates`, one task over all documents: which duplicates are dropped, and which documents are held out."""
 
 from __future__ import annotations
 

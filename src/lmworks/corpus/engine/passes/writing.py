@@ -1,4 +1,4 @@
-"""The last pass over parts: documents to train/ and validation/, and every decision to decisions/."""
+"""The last pass: writes documents to train/ and validation/, and every decision to decisions/."""
 
 from __future__ import annotations
 
