@@ -24,7 +24,7 @@ import numpy as np
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.dedup.clusters import Clusters
 from lmworks.corpus.dedup.keys import copies
-from lmworks.corpus.dedup.near import Stacked, candidates, distinct, each_once, jaccard, weigh
+from lmworks.corpus.dedup.near import Stacked, candidates, classify_pairs, distinct, jaccard, unique_pairs
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, shingles, sketches
 from lmworks.corpus.readers import Part, parts, read
 from lmworks.corpus.readers.items import Unavailable
@@ -106,12 +106,12 @@ def ours(texts: list[str]) -> tuple[set[int], dict[str, float]]:
     limits, stacked = np.full(len(texts), THRESHOLD), Stacked([table])
     found, doubtful = set(), []
     for band in keys:
-        sure, open_ = weigh(candidates(band), stacked, limits, sketching)
+        sure, open_ = classify_pairs(candidates(band), stacked, limits, sketching)
         found.update(sure[:, 1].tolist())
         doubtful.append(open_)
     times["bands"] = time.process_time() - begin
     begin = time.process_time()
-    pairs = each_once(np.concatenate(doubtful))
+    pairs = unique_pairs(np.concatenate(doubtful))
     pairs = pairs[~np.isin(pairs[:, 1], list(found))]
     rows = np.unique(pairs)
     chosen = [sets_of([texts[row] for row in rows[first : first + 200]]) for first in range(0, len(rows), 200)]
@@ -215,14 +215,14 @@ def scale(millions: list[float]) -> None:
             text_keys = rng.integers(0, 2**63, (count, 2), dtype=np.uint64)
             band = np.ascontiguousarray(table[:, : sketching.rows]).view(np.uint64).ravel()
             limits, stacked = np.full(count, THRESHOLD, dtype=np.float32), Stacked([table])
-            pairs = weigh(candidates(band), stacked, limits, sketching)[0]
+            pairs = classify_pairs(candidates(band), stacked, limits, sketching)[0]
 
             def join(count: int = count, pairs: np.ndarray = pairs) -> None:
                 Clusters(count).join(pairs)
 
             stages = {
                 "equal texts": lambda keys=text_keys: copies(keys),
-                "a band": lambda band=band, stacked=stacked, limits=limits: weigh(candidates(band), stacked, limits, sketching),
+                "a band": lambda band=band, stacked=stacked, limits=limits: classify_pairs(candidates(band), stacked, limits, sketching),
                 "clusters": join,
             }
             told = []

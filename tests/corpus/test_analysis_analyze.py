@@ -94,7 +94,7 @@ def test_planted_copies_are_found(corpus: Prepared, found: dict[str, Any]) -> No
 
 
 def test_processes_change_nothing(corpus: Prepared, found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(analyzing, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(analyzing, "_MIN_BYTES_PER_PROCESS", 1)
     assert analyze(corpus.out, CHARACTERS, ALL, processes=2) == found
 
 

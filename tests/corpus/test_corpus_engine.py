@@ -102,7 +102,7 @@ def read_times(out: Path) -> dict[Path, int]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are worth starting for little work."""
-    monkeypatch.setattr(local, "_WORTH_A_PROCESS", 50_000)
+    monkeypatch.setattr(local, "_MIN_BYTES_PER_PROCESS", 50_000)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_step_that_fails_is_named_with_its_document(texts: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("eager")
 def test_a_process_that_is_killed_is_named_with_what_it_was_at(texts: Path, tmp_path: Path) -> None:
-    wanted = r"a process was killed while it was at: read and filter lib part \d+; most likely memory ran out: lower corpus.processes"
+    wanted = r"a process was killed while working on: read and filter lib part \d+; most likely memory ran out: lower corpus.processes"
     with pytest.raises(UserError, match=wanted):
         prepare(recipe(source(texts), steps=[mine("dies")], processes=2), tmp_path / "out", folder=texts)
 
@@ -260,7 +260,7 @@ from lmworks.corpus import prepare
 from lmworks.corpus.contamination import Question
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.corpus.engine.executors import local
-local._WORTH_A_PROCESS = 50_000
+local._MIN_BYTES_PER_PROCESS = 50_000
 print("begun", flush=True)
 out, texts = map(Path, sys.argv[2:])
 prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), out, [Question("riddles/1", "Where is the ninth zebra of them?")], texts)

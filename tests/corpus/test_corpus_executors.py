@@ -15,8 +15,8 @@ import pytest
 from lmworks.corpus import prepare
 from lmworks.corpus.engine.executors import batch_task, slurm
 from lmworks.corpus.engine.job import Job, code_of
-from lmworks.corpus.engine.passes.sequence import STAGES
-from lmworks.corpus.engine.task import named
+from lmworks.corpus.engine.passes.sequence import PASSES
+from lmworks.corpus.engine.task import pass_named
 from lmworks.corpus.pipeline import preview
 from lmworks.corpus.readers import parts
 from lmworks.errors import UserError
@@ -104,7 +104,7 @@ def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -
     asked = recipe(texts, kind="slurm", max_jobs=3, max_running=2, partition="cpu", memory="4G", reduce_memory="64G", time_limit="2:00:00",
                    options=("--constraint=nvme",), setup=("module load python",))  # fmt: skip
     job = job_of(asked, tmp_path / "out", texts)
-    read, decide = (slurm.script(job, named(STAGES, name)).splitlines() for name in ("read", "decide"))
+    read, decide = (slurm.script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))
     wanted = ["--array=0-2%2", "--partition=cpu", "--mem=4G", "--time=2:00:00", "--constraint=nvme", "--requeue"]
     assert [f"#SBATCH {option}" in read for option in wanted] == [True] * len(wanted)
     assert read.index("module load python") < len(read) - 1
@@ -117,24 +117,24 @@ def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_the_tasks_of_a_stage_are_dealt_out_whole(texts: Path, tmp_path: Path) -> None:
+def test_the_tasks_of_a_pass_are_dealt_out_whole(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts), tmp_path / "out", texts)
     job.save()
     jobs = 3
     for first in range(jobs):
-        batch_task.do(job.out, "read", first, jobs)
-    assert all(named(STAGES, "read").is_done(job, piece) for piece in job.pieces)
-    with pytest.raises(UserError, match=rf"the stage read has {len(job.pieces)} tasks, numbered from 0"):
-        batch_task.do(job.out, "read", 99, 100)
-    with pytest.raises(UserError, match="there is no stage 'reed' of a corpus job; there are: size, draw, read"):
-        batch_task.do(job.out, "reed", 0, 1)
+        batch_task.run_tasks(job.out, "read", first, jobs)
+    assert all(pass_named(PASSES, "read").is_done(job, piece) for piece in job.pieces)
+    with pytest.raises(UserError, match=rf"the pass read has {len(job.pieces)} tasks, numbered from 0"):
+        batch_task.run_tasks(job.out, "read", 99, 100)
+    with pytest.raises(UserError, match="there is no pass 'reed' of a corpus job; there are: size, draw, read"):
+        batch_task.run_tasks(job.out, "reed", 0, 1)
 
 
 def test_a_batch_job_leaves_its_reason_where_the_executor_looks(texts: Path, tmp_path: Path) -> None:
     job = job_of(recipe(texts, ("fails",)), tmp_path / "out", texts)
     job.save()
     with pytest.raises(UserError, match="step fails"):
-        batch_task.do(job.out, "read", 0, 10)
+        batch_task.run_tasks(job.out, "read", 0, 10)
     (told,) = slurm.failures(job).glob("*.txt")
     assert "step fails" in told.read_text()
 

@@ -14,7 +14,7 @@ from step_documents import documents
 from lmworks.corpus import prepare
 from lmworks.corpus.dedup.traces import TracesWriter, sketching_of
 from lmworks.corpus.document import Batch
-from lmworks.corpus.engine.decisions import Decisions
+from lmworks.corpus.engine.decisions import DecisionRows
 from lmworks.corpus.engine.passes import reading
 from lmworks.recipe.schema.corpus import Corpus, Source
 from lmworks.recipe.schema.dedup import Dedup
@@ -40,13 +40,13 @@ def test_traces_are_collected_in_files(tmp_path: Path) -> None:
 def test_decisions_are_written_as_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_DECIDED", 50)
     monkeypatch.setattr(reading, "BATCH_CHARACTERS", 1000)
-    waiting, write = [], Decisions.write
+    waiting, write = [], DecisionRows.write
 
-    def counted(self: Decisions, out: pq.ParquetWriter) -> None:
+    def counted(self: DecisionRows, out: pq.ParquetWriter) -> None:
         waiting.append(len(self))
         write(self, out)
 
-    monkeypatch.setattr(Decisions, "write", counted)
+    monkeypatch.setattr(DecisionRows, "write", counted)
     rows = [json.dumps({"text": f"document {number}: " + "word " * (number % 7)}) for number in range(1000)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join([*rows, "{"]).encode()))
     source = Source(name="web", kind="jsonl", path=str(tmp_path / "a.jsonl.gz"), license="none", domain="other")

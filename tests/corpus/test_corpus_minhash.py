@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.near import Stacked, candidates, distinct, jaccard, weigh
+from lmworks.corpus.dedup.near import Stacked, candidates, classify_pairs, distinct, jaccard
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, meeting, shingles, similarity, sketches
 from lmworks.corpus.units import ngrams, units
 
@@ -46,7 +46,7 @@ def near(texts: list[str], threshold: float) -> set[tuple[int, int]]:
     limits = np.full(len(texts), threshold)
     found: set[tuple[int, int]] = set()
     for keys in band_keys(table, sketching):
-        sure, doubtful = weigh(candidates(keys), Stacked([table]), limits, sketching)
+        sure, doubtful = classify_pairs(candidates(keys), Stacked([table]), limits, sketching)
         alike = jaccard(doubtful, np.arange(len(texts)), *sets_of(texts)) >= threshold
         found |= {tuple(pair) for pair in np.concatenate((sure, doubtful[alike])).tolist()}
     return found
@@ -135,7 +135,7 @@ def test_the_later_row_decides_how_alike_is_alike() -> None:
     assert 0.55 < likeness < 0.85
     pair = np.array([[0, 1]])
     for limits, expected in (([0.99, 0.3], 1), ([0.3, 0.99], 0), ([0.3, np.inf], 0), ([np.inf, 0.3], 1)):
-        sure, doubtful = weigh(pair, Stacked([table]), np.array(limits), SKETCHING)
+        sure, doubtful = classify_pairs(pair, Stacked([table]), np.array(limits), SKETCHING)
         assert (len(sure), len(doubtful)) == (expected, 0)
 
 

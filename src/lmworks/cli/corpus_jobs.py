@@ -70,11 +70,11 @@ def _duplicates(recipe: str, overrides: list[str], size: str | None, as_json: bo
 
 def task(
     corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="The corpus directory of a run in which a job is under way.")],
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the job, such as read.")],
+    name: Annotated[str, typer.Argument(metavar="PASS", help="A pass of the job, such as read.")],
     number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Of the task.")],
     of: Annotated[int, typer.Option("--of", min=1, help="Do tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
 ) -> None:
     """Do some tasks of a corpus job; what its executor runs on other machines."""
-    from lmworks.corpus.engine.executors.batch_task import do
+    from lmworks.corpus.engine.executors.batch_task import run_tasks
 
-    do(corpus, stage, number, of)
+    run_tasks(corpus, name, number, of)

@@ -15,13 +15,13 @@ from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.dedup.advice import advice
-from lmworks.corpus.engine.assembling import assemble, leave_out_empty, sweep, tidy, write_manifest, write_samples
+from lmworks.corpus.engine.assembling import assemble_report, leave_out_empty, remove_partial, remove_stale, write_manifest, write_samples
 from lmworks.corpus.engine.dedup_preview import Duplicates, duplicates
 from lmworks.corpus.engine.job import Job, code_of
 from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
 from lmworks.corpus.engine.passes.reading import check_facts
-from lmworks.corpus.engine.passes.sequence import STAGES
-from lmworks.corpus.engine.tables import writing
+from lmworks.corpus.engine.passes.sequence import PASSES
+from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.readers import Part, parts
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.corpus.report import Report
@@ -47,19 +47,19 @@ def prepare(
     out = Path(out)
     with explain_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        sweep(out)
+        remove_partial(out)
         job, missing = plan(recipe, out, questions, folder)
         check_facts(job)
         job.save()
-        _write_lost_again(job)
+        _mark_lost_outputs(job)
         executor = import_module(f"lmworks.corpus.engine.executors.{recipe.corpus.executor.kind}")
-        executor.execute(job, STAGES)
-        report = assemble(job, missing)
+        executor.execute(job, PASSES)
+        report = assemble_report(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
         write_samples(job)
         leave_out_empty(job, report)
         _require_clean(recipe, report)
-        tidy(job, report)
+        remove_stale(job, report, PASSES)
         write_json(out / "report.json", report.as_json())
         write_manifest(job, report)
         if not recipe.corpus.keep_staged:
@@ -69,13 +69,13 @@ def prepare(
 
 
 def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[RenderableType]:
-    """What `prepare` would do: the parts of each source, the tasks of each stage, and for Slurm its scripts. Writes nothing."""
+    """What `prepare` would do: the parts of each source, the tasks of each pass, and for Slurm its scripts. Writes nothing."""
     from rich.table import Table
 
     from lmworks.corpus.engine.executors import slurm
 
-    _check(recipe.corpus)
-    found, missing = _find(recipe.corpus)
+    _check_sources(recipe.corpus)
+    found, missing = _find_parts(recipe.corpus)
     job = Job(recipe, Path(folder), out.resolve(), found, code_of(recipe, Path(folder)), "")
     check_facts(job)
     sources = Table("source", "parts", "MB of input", box=None)
@@ -83,12 +83,12 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
         sources.add_row(source.name, f"{len(found[source.name]):,}", f"{sum(piece.bytes for piece in job.of(source)) / 1e6:,.1f}")
     for name, why in missing.items():
         sources.add_row(name, "missing", why)
-    stages = Table("stage", "tasks", box=None)
-    for stage in STAGES:
-        stages.add_row(stage.name, f"{len(stage.tasks(job)):,}")
-    yield from (sources, "", stages)
+    passes = Table("pass", "tasks", box=None)
+    for pass_ in PASSES:
+        passes.add_row(pass_.name, f"{len(pass_.tasks(job)):,}")
+    yield from (sources, "", passes)
     if recipe.corpus.executor.kind == "slurm":
-        yield from (f"\n# {job.staging}/slurm/{stage.name}.sh\n{mask(slurm.script(job, stage))}" for stage in STAGES if stage.tasks(job))
+        yield from (f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm.script(job, pass_))}" for pass_ in PASSES if pass_.tasks(job))
 
 
 def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:
@@ -102,11 +102,11 @@ def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:
 
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
     """The job, and the optional sources that cannot be had with the reason. Writes the evaluation texts into the staging folder."""
-    _check(recipe.corpus)
+    _check_sources(recipe.corpus)
     _print_warnings(recipe.corpus)
-    found, missing = _find(recipe.corpus)
+    found, missing = _find_parts(recipe.corpus)
     path = out / "staging" / EVALUATION
-    with writing(path, PROTECTED) as rows:
+    with parquet_writer(path, PROTECTED) as rows:
         left = iter(questions)
         while batch := list(islice(left, 1024)):
             columns = ([one.name for one in batch], [one.text for one in batch], [one.answer for one in batch], [True] * len(batch))
@@ -115,7 +115,7 @@ def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: 
     return job, missing
 
 
-def _check(corpus: Corpus) -> None:
+def _check_sources(corpus: Corpus) -> None:
     if not corpus.sources:
         raise UserError("the recipe has no corpus.sources: add one, for example {name: mine, kind: text, path: my-texts/, license: mine}")
     names = [source.name for source in corpus.sources]
@@ -131,7 +131,7 @@ def _print_warnings(corpus: Corpus) -> None:
             console.print(warning, style="yellow")
 
 
-def _find(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
+def _find_parts(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
     found: dict[str, list[Part]] = {}
     missing: dict[str, str] = {}
     with bar("find sources", len(corpus.sources)) as progress:
@@ -149,8 +149,8 @@ def _find(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
     return found, missing
 
 
-def _write_lost_again(job: Job) -> None:
-    """Forget that a part was written of which a file is gone."""
+def _mark_lost_outputs(job: Job) -> None:
+    """Remove the marker of a written part when one of its files is missing, so that it is written again."""
     for piece in job.pieces:
         marker, counts = (job.path("write", piece, ending) for ending in (".json", ".counts.json"))
         if marker.exists() and not (counts.exists() and all((job.out / name).exists() for name in read_json(counts)["files"])):
@@ -158,8 +158,8 @@ def _write_lost_again(job: Job) -> None:
 
 
 def _require_clean(recipe: Recipe, report: Report) -> None:
-    gate = recipe.corpus.decontaminate
-    if gate and gate.action == "fail" and report.contamination:
+    node = recipe.corpus.decontaminate
+    if node and node.action == "fail" and report.contamination:
         first = report.contamination[0]
         raise UserError(
             f"{len(report.contamination)} training documents hold protected text, the first {first['id']} that of {first['against']}; see "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmworks.corpus.engine.counts import Count, Counts, Passage, merge
+from lmworks.corpus.engine.counts import Count, Counts, StepCounts, merge
 from lmworks.recipe.schema.corpus import Source
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SourceReport:
     came: Count = field(default_factory=Count)
     quarantined: Counts = field(default_factory=dict)
     not_drawn: Count = field(default_factory=Count)
-    steps: list[Passage] = field(default_factory=list)
+    steps: list[StepCounts] = field(default_factory=list)
     outputs: dict[str, dict[str, Count]] = field(default_factory=lambda: {"train": {}, "validation": {}})
 
     @classmethod
@@ -41,14 +41,14 @@ class SourceReport:
         return cls(source.name, source.domain, source.language, source.license, parts)
 
     def add_read(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the stage `read` for a part."""
+        """The counts of the pass `read` for a part."""
         self.came.merge(counts["came"])
         merge(self.quarantined, counts["quarantined"])
         self.not_drawn.merge(counts["not_drawn"])
         self._add_steps(counts["steps"], 0)
 
     def add_written(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the stage `write` for a part; those of `read` for all parts have come before."""
+        """The counts of the pass `write` for a part; those of `read` for all parts have come before."""
         own = [passage.step for passage in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
         self._add_steps(counts["steps"], own)
         for split, found in self.outputs.items():
@@ -57,7 +57,7 @@ class SourceReport:
     def _add_steps(self, steps: Iterable[Mapping[str, Any]], first: int) -> None:
         for place, step in enumerate(steps, start=first):
             if place == len(self.steps):
-                self.steps.append(Passage(step["step"]))
+                self.steps.append(StepCounts(step["step"]))
             self.steps[place].merge(step)
 
     @property

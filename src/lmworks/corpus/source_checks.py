@@ -1,4 +1,4 @@
-"""What is known to be wrong with the sources of a recipe before anything is read: files that are not there, rules that nobody knows."""
+"""Checks of a recipe's sources before anything is read: missing files and unknown rules."""
 
 from __future__ import annotations
 

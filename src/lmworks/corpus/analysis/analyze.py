@@ -23,7 +23,7 @@ from lmworks.corpus.histogram import Histogram
 from lmworks.pool import map_unordered
 from lmworks.progress import bar
 
-_WORTH_A_PROCESS = 8_000_000  # bytes of input
+_MIN_BYTES_PER_PROCESS = 8_000_000  # bytes of input
 _MOST_COPIED = 20
 _EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and characters of each
 
@@ -39,7 +39,7 @@ def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int 
     chosen = {str(piece) for source in corpus.job.sources for piece in _spread(corpus, source.name, most_parts)}
     sizes = {str(piece): piece.bytes if str(piece) in chosen else 0 for piece in corpus.pieces}
     work = [(corpus.out, piece.source.name, piece.number, str(piece) in chosen, count_tokens) for piece in corpus.pieces]
-    workers = min(processes, sum(sizes.values()) // _WORTH_A_PROCESS + 1)
+    workers = min(processes, sum(sizes.values()) // _MIN_BYTES_PER_PROCESS + 1)
     tallies = {source.name: Tally() for source in corpus.job.sources}
     unread: dict[str, str] = {}
     with bar("analyze", sum(sizes.values()) or None) as progress:

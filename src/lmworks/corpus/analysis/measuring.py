@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lmworks.corpus.analysis.perplexity import Reference
-from lmworks.corpus.analysis.prepared import SPLITS, Prepared, changed
+from lmworks.corpus.analysis.prepared import SPLITS, Prepared, source_changed
 from lmworks.corpus.analysis.tally import Side, Tally, Texts
 from lmworks.corpus.document import split_id, variant_id
 from lmworks.corpus.engine.counts import Count
@@ -165,7 +165,7 @@ def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure)
 
     for item, decision in zip_longest(corpus.items(piece), _decided(corpus, piece)):
         if item is None or decision is None or item.origin != decision[0] or (item.reason is None) == (decision[1] == "quarantine"):
-            raise changed(piece.source)
+            raise source_changed(piece.source)
         if item.reason is not None:
             continue
         _, fate, reason = decision

@@ -1,4 +1,4 @@
-"""A corpus that has been made, opened for looking at: its parts, what was decided about each document, and the texts."""
+"""Access to a prepared corpus: its parts, the decision about each document, and the texts."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class Prepared:
         return self.piece(source, part)
 
 
-def changed(source: Source) -> UserError:
-    """What is said where a source does not give what it gave when the corpus was made."""
+def source_changed(source: Source) -> UserError:
+    """The error for a source whose documents are not those from which the corpus was made."""
     return UserError(f"source {source.name} has changed, or is gone, since the corpus was made: run lmworks corpus prepare again")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.prepared import SPLITS, Prepared, changed
+from lmworks.corpus.analysis.prepared import SPLITS, Prepared, source_changed
 from lmworks.corpus.document import split_id
 from lmworks.corpus.drawing import keys
 from lmworks.corpus.engine.job import Piece
@@ -135,10 +135,10 @@ def _from_source(
         if number in numbers:
             identity = numbers[number]
             if item.origin != decisions[identity]["origin"]:
-                raise changed(piece.source)
+                raise source_changed(piece.source)
             yield identity, item.text
             left -= 1
             if not left:
                 return
     if left:
-        raise changed(piece.source)
+        raise source_changed(piece.source)

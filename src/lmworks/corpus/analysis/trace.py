@@ -1,4 +1,4 @@
-"""`lmworks corpus trace`: one document from its row in the source through every decision, each step done again before your eyes."""
+"""`lmworks corpus trace`: follow one document from its row in the source through every decision, by applying each step again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from lmworks.corpus.analysis.differences import differences
 from lmworks.corpus.analysis.passages import passages
-from lmworks.corpus.analysis.prepared import SPLITS, Kept, Prepared, changed
+from lmworks.corpus.analysis.prepared import SPLITS, Kept, Prepared, source_changed
 from lmworks.corpus.analysis.sample import documents
 from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
 from lmworks.corpus.engine.dedup_decisions import REPEATED
@@ -35,10 +35,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The way of a document. `decision` is what was written down when the corpus was made, `text` its beginning as it stands last.
+    """The history of a document. `decision` is the row that was recorded when the corpus was made, `text` the beginning of its last text.
 
-    `agrees` is false where doing the steps again ends otherwise than the decision says: the source, a file that a step reads, or lmworks
-    itself has changed since.
+    `agrees` is false for a document whose decision is no longer reproducible: the source, a file that a step reads, or lmworks itself has
+    changed since.
     """
 
     id: str
@@ -63,7 +63,7 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     _, _, number, _ = split_id(identity)
     item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
     if item.origin != decision["origin"]:
-        raise changed(piece.source)
+        raise source_changed(piece.source)
     original = documents(corpus, [decision["variant_of"]])[0].decision if decision["variant_of"] else decision
     moments = [Moment("read", _read(original, item), item.facts)]
     kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
@@ -76,12 +76,12 @@ def trace(corpus: Prepared, identity: str) -> Trace:
     else:
         document = _document(piece, decision["variant_of"] or identity, item)
         steps = steps_of(corpus.job, piece)
-        way = _Way(decision, final)
-        if not way.go(steps, [[document]]):
-            way = _Way(decision, final)
-            way.go(steps_of(corpus.job, piece), _batches(corpus, piece, number))
-        agrees, text = way.agrees, way.text
-        moments += [*way.moments, *_later(corpus, piece, decision, kept, text)]
+        replay = _Replay(decision, final)
+        if not replay.run(steps, [[document]]):
+            replay = _Replay(decision, final)
+            replay.run(steps_of(corpus.job, piece), _batches(corpus, piece, number))
+        agrees, text = replay.agrees, replay.text
+        moments += [*replay.moments, *_moments_after_steps(corpus, piece, decision, kept, text)]
     place = f"{kept.path.relative_to(corpus.out)}:{kept.row}" if kept else None
     shown = kept.columns["text"] if kept else text
     return Trace(identity, item.origin, piece.source.name, piece.source.domain, decision, moments, shown[:EXCERPT], place, agrees)
@@ -125,7 +125,7 @@ def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Docum
                 return
 
 
-class _Way:
+class _Replay:
     """A document among others on its way through the steps."""
 
     def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
@@ -137,41 +137,41 @@ class _Way:
         self._dropped: tuple[str, str] | None = None
         self._measured: dict[str, Fact] = {}
 
-    def go(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
+    def run(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
         """Put batches through the steps; the last holds the document. Returns whether it ended as it was written down."""
         for batch in batches:
             self.moments = []
             for step in steps:
-                batch = self._one(step, batch) if batch else batch
+                batch = self._apply_step(step, batch) if batch else batch
             self.text = next((document.text for document in batch if document.id == self._identity), self.text)
         return self.agrees
 
-    def _one(self, step: Step, batch: list[Document]) -> list[Document]:
+    def _apply_step(self, step: Step, batch: list[Document]) -> list[Document]:
         left = []
         gone: dict[str, Drop] = {}
         for document, found in zip(batch, step(Batch(batch)), strict=True):
             made = found.made if isinstance(found, Variants) else ()
-            outcome = _sound(document, found.document if isinstance(found, Variants) else found)
+            outcome = _checked(document, found.document if isinstance(found, Variants) else found)
             original = str(document.facts.get("variant_of", ""))
             if isinstance(outcome, Document) and original in gone:
                 outcome = with_original(gone[original])
             if isinstance(outcome, Drop):
                 gone[document.id] = outcome
             if document.id == self._identity:
-                self._tell(step, document, outcome)
+                self._record(step, document, outcome)
             if not isinstance(outcome, Document):
                 continue
             left.append(outcome)
             for variant, one in variants(self._numbers, step, outcome, made):
-                one = _sound(outcome, one)
+                one = _checked(outcome, one)
                 if variant.id == self._decision["id"]:
                     self._identity = variant.id
                     self.moments.pop()  # that its original stayed as it was
-                    self._tell(step, outcome, one, f"variant {variant.id} made of it")
+                    self._record(step, outcome, one, f"variant {variant.id} made of it")
                 left += [one] if isinstance(one, Document) else []
         return sorted(left, key=lambda document: split_id(document.id))
 
-    def _tell(self, step: Step, before: Document, after: Document | Drop, made: str = "") -> None:
+    def _record(self, step: Step, before: Document, after: Document | Drop, made: str = "") -> None:
         self._measured |= {name: after.facts[name] for name in step.statistics if name in after.facts}
         new = {name: value for name, value in after.facts.items() if before.facts.get(name) != value}
         self.text = before.text
@@ -200,12 +200,12 @@ class _Way:
         return fate in (*SPLITS, "dedup", "decontaminate") and self._final in (None, self.text)
 
 
-def _sound(before: Document, outcome: Document | Drop) -> Document | Drop:
+def _checked(before: Document, outcome: Document | Drop) -> Document | Drop:
     empty = isinstance(outcome, Document) and outcome.text is not before.text and not outcome.text.strip()
     return Drop("empty_text") if empty else outcome
 
 
-def _later(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
+def _moments_after_steps(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
     """What came after the steps."""
     fate, reason = decision["fate"], decision["reason"]
     if fate not in (*SPLITS, "dedup", "decontaminate"):

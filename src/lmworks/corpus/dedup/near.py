@@ -1,4 +1,4 @@
-"""Pairs of near-duplicates: who meets in a band, how alike they are by their sketches, and exactly where that leaves a doubt."""
+"""Pairs of near-duplicates: candidates from bands, estimated similarity from sketches, and exact similarity in doubt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHINGLES = 1 << 20
 
 
 def candidates(keys_N: np.ndarray) -> np.ndarray:
-    """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 meet nobody.
+    """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 have no pairs.
 
     In a bucket of more than 33 rows each is paired with the first and its 32 next, which joins the bucket's true duplicates all the same
     without the square of its size.
@@ -42,7 +42,7 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
 
-def each_once(pairs: np.ndarray) -> np.ndarray:
+def unique_pairs(pairs: np.ndarray) -> np.ndarray:
     """The pairs in ascending order, each once."""
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     return pairs[np.concatenate((np.ones(min(len(pairs), 1), dtype=bool), (pairs[1:] != pairs[:-1]).any(axis=1)))]
@@ -69,7 +69,7 @@ class Stacked:
         return result
 
 
-def weigh(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
+def classify_pairs(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
     """(pairs that are surely alike, pairs in doubt) by their sketches.
 
     A pair is alike if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.

@@ -1,17 +1,18 @@
-"""What the parts have counted, added up; and the corpus directory left with what belongs to this job alone."""
+"""Adds up the counts of all parts into the report, and removes files that do not belong to the job."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.counts import Samples, Touched
+from lmworks.corpus.engine.counts import ContaminatedItems, Samples
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.decontamination import on
+from lmworks.corpus.engine.passes.decontamination import enabled
 from lmworks.corpus.engine.passes.writing import MOST_PASSAGES, decisions_path, outputs
+from lmworks.corpus.engine.task import Pass
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.report import Report, SourceReport
 from lmworks.errors import UserError
@@ -30,19 +31,19 @@ _ADVICE = {
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
 
 
-def write_samples(job: Job, stages: tuple[str, ...] = ("read", "write")) -> None:
+def write_samples(job: Job, passes: tuple[str, ...] = ("read", "write")) -> None:
     """Write quarantine.jsonl and rejected.jsonl: the first few of each reason, in order."""
     for kind, name in _LINES.items():
         samples = Samples()
-        for stage in stages:
+        for pass_ in passes:
             for piece in job.pieces:
-                samples.merge(read_json(job.path(stage, piece, ".counts.json")).get(kind, ()))
+                samples.merge(read_json(job.path(pass_, piece, ".counts.json")).get(kind, ()))
         write_text(job.out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples.rows))
 
 
 def require_documents(job: Job) -> None:
     """Raise UserError if nothing is left of a source that is not optional, or of all."""
-    empty = _emptiness(job)
+    empty = _empty_sources(job)
     needed = [source for source in job.sources if source.name in empty and not source.optional]
     if needed or len(empty) == len(job.sources):
         write_samples(job, ("read",))
@@ -52,12 +53,12 @@ def require_documents(job: Job) -> None:
         raise UserError("no corpus source has a usable document; see quarantine.jsonl and rejected.jsonl in the corpus directory")
 
 
-def _emptiness(job: Job) -> dict[str, str]:
-    """Why nothing is left of a source, by its name, for those where it is so."""
+def _empty_sources(job: Job) -> dict[str, str]:
+    """The sources without a usable document, each with the reason."""
     found = {}
-    for report in _read(job):
+    for report in _reports_after_reading(job):
         lost = {**report.quarantined, **report.dropped}
-        came = report.came.documents + sum(passage.added.documents for passage in report.steps)
+        came = report.came.documents + sum(step.added.documents for step in report.steps)
         if sum(one.documents for one in lost.values()) + report.not_drawn.documents < came:
             continue
         if not lost:
@@ -70,8 +71,8 @@ def _emptiness(job: Job) -> dict[str, str]:
     return found
 
 
-def _read(job: Job) -> Iterator[SourceReport]:
-    """What the stage `read` has counted, per source."""
+def _reports_after_reading(job: Job) -> Iterator[SourceReport]:
+    """What the pass `read` has counted, per source."""
     for source in job.sources:
         report = SourceReport.of(source, len(job.parts[source.name]))
         for piece in job.of(source):
@@ -79,12 +80,12 @@ def _read(job: Job) -> Iterator[SourceReport]:
         yield report
 
 
-def assemble(job: Job, missing: dict[str, str]) -> Report:
+def assemble_report(job: Job, missing: dict[str, str]) -> Report:
     """The report of a job that is done. `missing` are sources that could not be had, with the reason."""
-    report = Report(missing={**missing, **_emptiness(job)})
+    report = Report(missing={**missing, **_empty_sources(job)})
     measured: dict[str, dict[str, Histogram]] = {}
-    touched: dict[str, Touched] = {}
-    for source_report, source in zip(_read(job), job.sources, strict=True):
+    touched: dict[str, ContaminatedItems] = {}
+    for source_report, source in zip(_reports_after_reading(job), job.sources, strict=True):
         if source.name in report.missing:
             continue
         for piece in job.of(source):
@@ -93,15 +94,15 @@ def assemble(job: Job, missing: dict[str, str]) -> Report:
             report.contamination += counts["contamination"][: MOST_PASSAGES - len(report.contamination)]
             _measure(measured, source, counts["statistics"])
             for name, one in counts["touched"].items():
-                touched.setdefault(name, Touched()).add(one["documents"], one["items"])
+                touched.setdefault(name, ContaminatedItems()).add(one["documents"], one["items"])
         report.sources.append(source_report)
     report.statistics = {name: {split: one.as_json() for split, one in kinds.items()} for name, kinds in sorted(measured.items())}
-    report.bytes_per_document = read_json(job.path("decide", "all", ".found.json"))["bytes_per_document"]
-    if on(job):
-        found = read_json(job.path("common", "all", ".found.json"))
+    report.bytes_per_document = read_json(job.path("resolve_duplicates", "all", ".found.json"))["bytes_per_document"]
+    if enabled(job):
+        found = read_json(job.path("common_ngrams", "all", ".found.json"))
         report.widespread, report.shared = found["widespread"], found["shared"]
         for name in sorted({*found["protected"], *found["trivial"]}):
-            one = touched.get(name, Touched())
+            one = touched.get(name, ContaminatedItems())
             report.protected[name] = {
                 "items": found["protected"].get(name, 0),
                 "trivial": found["trivial"].get(name, 0),
@@ -138,20 +139,20 @@ def leave_out_empty(job: Job, report: Report) -> None:
         raise UserError("nothing is left to train on of any corpus source; see rejected.jsonl in the corpus directory")
 
 
-def tidy(job: Job, report: Report) -> None:
-    """Remove what is not of this job: parts and sources that are gone, buckets that have another name, optional sources without text."""
+def remove_stale(job: Job, report: Report, passes: Sequence[Pass]) -> None:
+    """Remove files of parts, sources and buckets that the job does not have, and of optional sources without text."""
     pieces = [piece for piece in job.pieces if piece.source.name not in report.missing]
     expected = {path for piece in pieces for path in (*outputs(job, piece), decisions_path(job, piece))}
     for folder in ("train", "validation", "decisions"):
-        _remove_strangers(job.out / folder, expected)
+        _remove_unexpected(job.out / folder, expected)
     names = {str(piece) for piece in job.pieces}
-    for stage in ("size", "read", "fates", "anchors", "runs", "again", "cut", "scan", "write"):
-        for path in list((job.staging / stage).glob("*/*")):
+    for pass_ in passes:
+        for path in list((job.staging / pass_.name).glob("*/*")):  # SOURCE/PART.*: files of tasks that work on a part
             if f"{path.parent.name}/{path.name.partition('.')[0]}" not in names:
                 path.unlink()
 
 
-def _remove_strangers(folder: Path, expected: set[Path]) -> None:
+def _remove_unexpected(folder: Path, expected: set[Path]) -> None:
     for path in list(folder.rglob("*")):
         if path.is_file() and path not in expected:
             path.unlink()
@@ -160,8 +161,8 @@ def _remove_strangers(folder: Path, expected: set[Path]) -> None:
             shutil.rmtree(path)
 
 
-def sweep(out: Path) -> None:
-    """Remove files that killed processes have left half written."""
+def remove_partial(out: Path) -> None:
+    """Remove files that were left half-written by killed processes."""
     for path in list(out.rglob(".*.part")):
         path.unlink(missing_ok=True)
 

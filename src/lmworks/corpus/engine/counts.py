@@ -1,4 +1,4 @@
-"""Documents and bytes, counted by reason; and the first few of each reason, to be looked at. Both are made part by part and added up."""
+"""Documents and bytes, counted by reason; and the first few of each reason, for inspection. Both are made part by part and added up."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def merge(counts: Counts, others: Mapping[str, Mapping[str, int]]) -> None:
 
 
 @dataclass
-class Passage:
-    """Documents through one step: what came, what was added as variants, what of both was dropped and why, by how many bytes the others
-    grew (negative: shrank).
+class StepCounts:
+    """Counts of one step: documents received, added as variants, and dropped by reason, and the change of the others in bytes (`edited`).
     """
 
     step: str
@@ -56,7 +55,7 @@ class Passage:
 
     @property
     def left(self) -> Count:
-        """What came out."""
+        """What the step passed on."""
         gone = [one.documents for one in self.dropped.values()], [one.bytes for one in self.dropped.values()]
         came = Count(self.came.documents + self.added.documents, self.came.bytes + self.added.bytes)
         return Count(came.documents - sum(gone[0]), came.bytes - sum(gone[1]) + self.edited)
@@ -69,8 +68,8 @@ class Passage:
 
 
 @dataclass
-class Touched:
-    """What is known of a protected set's appearance in the training text: in how many documents, and which items."""
+class ContaminatedItems:
+    """How much of a protected set was found in training text: in how many documents, and which items."""
 
     documents: int = 0
     items: set[str] = field(default_factory=set)

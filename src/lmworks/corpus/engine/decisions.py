@@ -1,4 +1,4 @@
-"""What became of each document of a part: one row each, filled in as it goes from step to step."""
+"""The decision about each document of a part: one row each, filled in as the document passes the steps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lmworks.corpus.document import Fact, split_id
 from lmworks.corpus.engine.tables import DECISIONS
 
 LEFT = ""
-"""The fate of a document that no step has dropped; later stages decide about it."""
+"""The fate of a document that no step has dropped; later passes decide about it."""
 
 
-class Decisions:
+class DecisionRows:
     """Rows of `tables.DECISIONS` with a column for each of `statistics`, the numbers that steps take of a document."""
 
     def __init__(self, statistics: Sequence[str]) -> None:

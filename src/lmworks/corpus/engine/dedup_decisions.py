@@ -1,7 +1,7 @@
-"""What becomes of the documents that the steps have left: who is a copy of whom, and who is held out.
+"""Decisions about the documents that the steps kept: which are duplicates of which, and which are held out.
 
-Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are looked at, except for
-the few pairs whose sketches leave a doubt.
+Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are read, except for
+the few pairs whose sketches are inconclusive.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lmworks.corpus.engine.tables import row_groups
 from lmworks.files import sha256_file
 from lmworks.recipe.tree.fingerprint import as_tree
 
-FATES = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
+DEDUP_DECISIONS = pa.schema([("reason", pa.string()), ("copy_of", pa.string()), ("held", pa.bool_())])
 CUTS = pa.schema([("row", pa.int64()), ("text", pa.string()), ("left", pa.float64())])
 REPEATED = "repeated_passages"
 
 
 @dataclass(frozen=True)
-class Fates:
+class DedupDecisions:
     """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out.
 
     `cuts` are the texts, by row, of training documents that have lost a passage.
@@ -40,13 +40,13 @@ class Fates:
     reasons: list[str | None]
     copies: list[str | None]
     held: np.ndarray
-    learnt: np.ndarray
+    in_training: np.ndarray
     cuts: Mapping[int, str]
 
     @classmethod
-    def load(cls, job: Job, piece: Piece, cut: bool = True) -> Fates:
-        """`cut` is False for the stages that come before passages are cut."""
-        rows = pq.read_table(fates_path(job, piece))
+    def load(cls, job: Job, piece: Piece, cut: bool = True) -> DedupDecisions:
+        """`cut` is False for the passes that come before passages are cut."""
+        rows = pq.read_table(dedup_decisions_path(job, piece))
         reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
         dropped = np.array([reason is not None for reason in reasons], dtype=bool)
         cuts: dict[int, str] = {}
@@ -61,28 +61,28 @@ class Fates:
 
     @staticmethod
     def digest(job: Job, piece: Piece, cut: bool = True) -> str:
-        """Hash of what was decided; empty as long as nothing was."""
-        paths = [fates_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
+        """Hash of the decisions; empty before there are any."""
+        paths = [dedup_decisions_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
         return "".join(sha256_file(path) if path.exists() else "" for path in paths)
 
 
 def cutting(job: Job) -> bool:
-    """Whether passages that stood earlier are cut."""
+    """Whether repeated passages are cut."""
     return job.recipe.corpus.dedup.substring is not None
 
 
 def cuts_path(job: Job, piece: Piece) -> Path:
-    """Where the documents of a part lie that have lost a passage."""
-    return job.path("cut", piece, ".parquet")
+    """The file with the documents of a part from which a passage was cut."""
+    return job.path("cut_passages", piece, ".parquet")
 
 
-def fates_path(job: Job, piece: Piece) -> Path:
-    """Where the decisions of the stage `decide` about a part lie."""
-    return job.path("fates", piece, ".parquet")
+def dedup_decisions_path(job: Job, piece: Piece) -> Path:
+    """The file with the decisions of the pass `resolve_duplicates` about a part."""
+    return job.path("resolve_duplicates", piece, ".parquet")
 
 
 def staged(job: Job, piece: Piece) -> Path:
-    """The documents of a part that the steps have left."""
+    """The file with the documents of a part that the steps kept."""
     return job.path("read", piece, ".parquet")
 
 
@@ -111,7 +111,7 @@ def in_order(job: Job) -> list[Piece]:
     return [piece for source in sources for piece in job.of(source)]
 
 
-class Rows:
+class StagedRows:
     """All staged documents of a job as rows in the order of priority."""
 
     def __init__(self, job: Job) -> None:
@@ -144,7 +144,7 @@ class Rows:
         return found
 
 
-def decide_inputs(job: Job, task: str) -> Any:
+def resolve_duplicates_inputs(job: Job, task: str) -> Any:
     corpus = job.recipe.corpus
     dedup = [as_tree(corpus.dedup), [[source.name, as_tree(source.dedup)] for source in job.sources]]
     hold = [job.recipe.seed, corpus.validation_fraction, int(corpus.validation_bytes)]

@@ -1,4 +1,4 @@
-"""What deduplication would drop: the stages up to it, and what they have decided."""
+"""What deduplication would drop: runs the passes up to it and shows their decisions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from lmworks.corpus.engine.counts import Count, Counts, count
-from lmworks.corpus.engine.dedup_decisions import REPEATED, Fates, staged, texts_of
+from lmworks.corpus.engine.dedup_decisions import REPEATED, DedupDecisions, staged, texts_of
 from lmworks.corpus.engine.executors import local
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.reading import check_facts
-from lmworks.corpus.engine.passes.sequence import STAGES
+from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.tables import row_groups
 from lmworks.corpus.readers.items import EXCERPT
 
@@ -49,7 +49,7 @@ def duplicates(job: Job) -> list[Duplicates]:
     """What deduplication would drop of each source. `job.out` is a directory of no other use; all work is done on this machine."""
     check_facts(job)
     job.save()
-    local.execute(job, STAGES[: [stage.name for stage in STAGES].index("cut") + 1])
+    local.execute(job, PASSES[: [pass_.name for pass_ in PASSES].index("cut_passages") + 1])
     found = [_of_source(job, job.of(source), source.name) for source in job.sources]
     wanted = {one.copy_of for source in found for some in source.examples.values() for one in some if one.copy_of}
     texts = dict(_texts(job, wanted))
@@ -64,20 +64,20 @@ def duplicates(job: Job) -> list[Duplicates]:
 def _of_source(job: Job, pieces: list[Piece], name: str) -> Duplicates:
     found = Duplicates(name)
     for piece in pieces:
-        fates, sizes = Fates.load(job, piece), np.load(job.path("read", piece, ".keys.npy"))["bytes"]
+        decisions, sizes = DedupDecisions.load(job, piece), np.load(job.path("read", piece, ".keys.npy"))["bytes"]
         found.came.add(int(sizes.sum()), len(sizes))
-        for reason, size in zip(fates.reasons, sizes.tolist(), strict=True):
+        for reason, size in zip(decisions.reasons, sizes.tolist(), strict=True):
             if reason:
                 count(found.dropped, reason, size)
-        for row, text in fates.cuts.items():
+        for row, text in decisions.cuts.items():
             count(found.dropped, CUT, int(sizes[row]) - len(text.encode()))
-        _add_examples(job, piece, fates, found)
+        _add_examples(job, piece, decisions, found)
     return found
 
 
-def _add_examples(job: Job, piece: Piece, fates: Fates, found: Duplicates) -> None:
-    methods = {row: reason for row, reason in enumerate(fates.reasons) if reason} | dict.fromkeys(fates.cuts, CUT)
-    chosen = np.zeros(len(fates.held), dtype=bool)
+def _add_examples(job: Job, piece: Piece, decisions: DedupDecisions, found: Duplicates) -> None:
+    methods = {row: reason for row, reason in enumerate(decisions.reasons) if reason} | dict.fromkeys(decisions.cuts, CUT)
+    chosen = np.zeros(len(decisions.held), dtype=bool)
     for method in dict.fromkeys(methods.values()):
         left = _EXAMPLES - len(found.examples.setdefault(method, []))
         chosen[[row for row, one in methods.items() if one == method][:left]] = True
@@ -85,7 +85,7 @@ def _add_examples(job: Job, piece: Piece, fates: Fates, found: Duplicates) -> No
         for place in np.flatnonzero(chosen[first : first + rows.num_rows]).tolist():
             one = rows.slice(place, 1).to_pylist()[0]
             row = first + place
-            copy_of = fates.copies[row] if methods[row] not in (CUT, REPEATED) else None
+            copy_of = decisions.copies[row] if methods[row] not in (CUT, REPEATED) else None
             found.examples[methods[row]].append(Duplicate(one["id"], one["origin"], one["text"][:EXCERPT], copy_of, ""))
 
 

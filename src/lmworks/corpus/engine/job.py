@@ -77,9 +77,9 @@ class Job:
         """How documents are sketched to find near-duplicates."""
         return sketching_of(self.recipe.corpus.dedup, self.recipe.corpus.sources)
 
-    def path(self, stage: str, task: object, ending: str) -> Path:
-        """A file of a task: staging/STAGE/TASK.ENDING."""
-        return self.staging / stage / f"{task}{ending}"
+    def path(self, pass_name: str, task: object, ending: str) -> Path:
+        """A file of a task: staging/PASS/TASK.ENDING."""
+        return self.staging / pass_name / f"{task}{ending}"
 
     @cached_property
     def _reading(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def finish(path: Path, inputs: str) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Hash of a file that a stage before has written; empty as long as it has not."""
+    """Hash of a file that a pass before has written; empty as long as it has not."""
     try:
         status = path.stat()
     except FileNotFoundError:

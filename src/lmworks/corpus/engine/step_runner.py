@@ -1,4 +1,4 @@
-"""Documents through the steps of a recipe, with everything counted."""
+"""Applies the steps of a recipe to documents and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -6,74 +6,74 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from lmworks.corpus.document import MOST_VARIANTS, Batch, Document, Drop, Outcome, Step, Variants, split_id, variant_id
-from lmworks.corpus.engine.counts import Passage, Samples, count
-from lmworks.corpus.engine.decisions import Decisions
+from lmworks.corpus.engine.counts import Samples, StepCounts, count
+from lmworks.corpus.engine.decisions import DecisionRows
 from lmworks.errors import UserError
 
 
-class Passing:
-    """The steps for one part, what came to each and what left it."""
+class StepRunner:
+    """Applies the steps to the documents of one part, and counts what each received and dropped."""
 
-    def __init__(self, steps: Sequence[Step], decisions: Decisions, rejected: Samples) -> None:
+    def __init__(self, steps: Sequence[Step], decisions: DecisionRows, rejected: Samples) -> None:
         self._steps, self._decisions, self._rejected = steps, decisions, rejected
-        self.passages = [Passage(step.name) for step in steps]
+        self.counts = [StepCounts(step.name) for step in steps]
         self._numbers: dict[str, int] = {}  # of variants made so far, by the id of the original
 
-    def through(self, batch: Batch) -> tuple[Batch, list[int]]:
+    def run(self, batch: Batch) -> tuple[Batch, list[int]]:
         """(what is left of the batch, the sizes in bytes of its texts)."""
         self._numbers = {}
         sizes = [_size(document.text) for document in batch.documents]
-        for step, passage in zip(self._steps, self.passages, strict=True):
+        for step, step_counts in zip(self._steps, self.counts, strict=True):
             if len(batch):
-                batch, sizes = self._one(step, passage, batch, sizes)
+                batch, sizes = self._apply_step(step, step_counts, batch, sizes)
         for document in batch.documents:
             self._decisions.keep(document.id, document.language)
         return batch, sizes
 
-    def _one(self, step: Step, passage: Passage, batch: Batch, before: list[int]) -> tuple[Batch, list[int]]:
+    def _apply_step(self, step: Step, step_counts: StepCounts, batch: Batch, before: list[int]) -> tuple[Batch, list[int]]:
         left: list[tuple[Document, int]] = []
         gone: dict[str, Drop] = {}
         for document, found, size in zip(batch.documents, _outcomes(step, batch), before, strict=True):
-            passage.came.add(size)
+            step_counts.came.add(size)
             made = found.made if isinstance(found, Variants) else ()
             outcome = found.document if isinstance(found, Variants) else found
             same = outcome is document or (isinstance(outcome, Document) and outcome.text is document.text)
             after = size if same else 0
             if not same and isinstance(outcome, Document):
-                outcome, after = _sound(outcome)
+                outcome, after = _checked(outcome)
             self._decisions.measure(document.id, outcome.facts, step.statistics)
             original = str(document.facts.get("variant_of", ""))
             if isinstance(outcome, Document) and original in gone:
                 outcome = with_original(gone[original])
             if isinstance(outcome, Drop):
                 gone[document.id] = outcome
-                self._drop(step, passage, document, outcome, size)
+                self._drop(step, step_counts, document, outcome, size)
                 continue
             left.append((outcome, after))
-            passage.edited += after - size
+            step_counts.edited += after - size
             for variant, one in variants(self._numbers, step, outcome, made):
-                left += self._add(step, passage, variant, one)
-        if passage.added.documents:
+                left += self._add(step, step_counts, variant, one)
+        if step_counts.added.documents:
             left.sort(key=lambda pair: split_id(pair[0].id))
         unchanged = len(left) == len(batch) and all(new is old for (new, _), old in zip(left, batch.documents, strict=True))
         return batch if unchanged else Batch([document for document, _ in left]), [size for _, size in left]
 
-    def _drop(self, step: Step, passage: Passage, document: Document, drop: Drop, size: int) -> None:
-        count(passage.dropped, drop.reason, size)
+    def _drop(self, step: Step, step_counts: StepCounts, document: Document, drop: Drop, size: int) -> None:
+        count(step_counts.dropped, drop.reason, size)
         self._decisions.drop(document.id, step.name, drop.reason, drop.detail)
         more = {"step": step.name, "detail": drop.detail}
         self._rejected.add(document.source, drop.reason, document.id, document.origin, document.text, **more)
 
-    def _add(self, step: Step, passage: Passage, variant: Document, outcome: Document | Drop) -> list[tuple[Document, int]]:
+    def _add(self, step: Step, step_counts: StepCounts, variant: Document, outcome: Document | Drop) -> list[tuple[Document, int]]:
         """A variant with its size, where it could be made."""
         sound, size = outcome, 0
         if isinstance(outcome, Document):
-            sound, size = _sound(outcome)
-        passage.added.add(size)
+            sound, size = _checked(outcome)
+        step_counts.added.add(size)
         self._decisions.add_variant(variant.id, str(variant.facts["variant_of"]), size)
         if isinstance(sound, Document):
             return [(sound, size)]
-        self._drop(step, passage, variant, sound, size)
+        self._drop(step, step_counts, variant, sound, size)
         return []
 
 
@@ -102,7 +102,7 @@ def _size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _sound(document: Document) -> tuple[Document | Drop, int]:
+def _checked(document: Document) -> tuple[Document | Drop, int]:
     """A document whose text a step has changed, and its size; or why it is none any more."""
     try:
         size = _size(document.text)
@@ -117,14 +117,14 @@ def _outcomes(step: Step, batch: Batch) -> Sequence[Outcome]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        _blame(step, batch, error)
+        _raise_for_document(step, batch, error)
     if len(outcomes) != len(batch):
         raise UserError(f"step {step.name} gave {len(outcomes)} outcomes for {len(batch)} documents; it must give one for each")
     return outcomes
 
 
-def _blame(step: Step, batch: Batch, error: Exception) -> NoReturn:
-    """Say which document a step has failed on."""
+def _raise_for_document(step: Step, batch: Batch, error: Exception) -> NoReturn:
+    """Raise `UserError` with the document that the step failed on."""
     name = f"documents {batch.documents[0].id} to {batch.documents[-1].id}"
     for document in batch.documents:
         try:

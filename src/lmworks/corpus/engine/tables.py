@@ -31,12 +31,12 @@ DECISIONS = pa.schema(
 )
 """One row per document that was read, in order, with its variants behind it; then a float64 column for each statistic of the steps.
 
-`bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or stage that dropped it.
+`bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped it.
 """
 
 
 @contextmanager
-def writing(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.ParquetWriter]:
+def parquet_writer(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.ParquetWriter]:
     """Write a parquet file, whole or not at all."""
     dictionaries = [name for name in ("source", "domain", "language", "fate", "reason") if name in schema.names]
     with (

@@ -1,4 +1,4 @@
-"""Stages and their tasks, and how one task is done once."""
+"""Passes and their tasks, and how one task is done once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lmworks.corpus.engine.marker import digest, finish, finished
 from lmworks.errors import UserError
 
 Advance = Callable[[int, int], None]
-"""Told of input bytes and documents as they are done."""
+"""Called with the input bytes and documents that were processed since the last call."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pass of the job. A map has a task for each of `tasks`, a reduction one that looks at what all have left.
+class Pass:
+    """One pass of the job. A map has a task for each of `tasks`, a reduction a single task that reads the results of all parts.
 
     `inputs` is a JSON value that decides what the task writes. `work` writes it, each file whole.
     """
@@ -32,33 +32,33 @@ class Stage:
         return job.path(self.name, task, ".json")
 
     def is_done(self, job: Job, task: object) -> bool:
-        """Whether the task has been done from what it would be done from now."""
+        """Whether the task has been done with the inputs that it would have now."""
         return finished(self.marker(job, task), self.inputs_digest(job, task))
 
     def inputs_digest(self, job: Job, task: object) -> str:
         return digest([self.name, self.inputs(job, task)])
 
-    def do(self, job: Job, task: object, advance: Advance) -> None:
+    def run(self, job: Job, task: object, advance: Advance) -> None:
         """Do the task, unless it is done."""
         inputs = self.inputs_digest(job, task)
         marker = self.marker(job, task)
         if not finished(marker, inputs):
-            marker.unlink(missing_ok=True)  # it would speak of files that are being replaced
+            marker.unlink(missing_ok=True)  # it describes files that are being replaced
             self.work(job, task, advance)
             finish(marker, inputs)
 
-    def doing(self, task: object) -> str:
-        """For messages."""
+    def describe(self, task: object) -> str:
+        """The pass and the task, for messages."""
         return f"{self.label} {task.source.name} part {task.number}" if isinstance(task, Piece) else f"{self.label} {task or ''}".rstrip()
 
 
 def reduction(job: Job) -> Sequence[str]:
-    """The tasks of a stage that has one."""
+    """The tasks of a pass with a single task."""
     return ("all",)
 
 
 def pieces(job: Job) -> Sequence[Piece]:
-    """The tasks of a stage that has one for each part."""
+    """The tasks of a pass with one task per part."""
     return job.pieces
 
 
@@ -67,9 +67,9 @@ def weight(task: object) -> int:
     return task.bytes if isinstance(task, Piece) else 0
 
 
-def named(stages: Sequence[Stage], name: str) -> Stage:
-    """The stage of this name."""
-    for stage in stages:
-        if stage.name == name:
-            return stage
-    raise UserError(f"there is no stage {name!r} of a corpus job; there are: {', '.join(stage.name for stage in stages)}")
+def pass_named(passes: Sequence[Pass], name: str) -> Pass:
+    """The pass of this name."""
+    for pass_ in passes:
+        if pass_.name == name:
+            return pass_
+    raise UserError(f"there is no pass {name!r} of a corpus job; there are: {', '.join(pass_.name for pass_ in passes)}")

@@ -60,10 +60,10 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
             elif source.document_format == "lines":
                 yield from guarded(_lines(file, part.span, limit), file.path)
             else:
-                yield from guarded(_one(convert, file, limit), file.path)
+                yield from guarded(_convert_file(convert, file, limit), file.path)
 
 
-def _one(convert: Convert, file: File, limit: int) -> Iterator[Item]:
+def _convert_file(convert: Convert, file: File, limit: int) -> Iterator[Item]:
     with open_binary(file.path) as (stream, _):
         yield from _named(convert(Member(file.path, file.size, stream), limit), file.path)
 

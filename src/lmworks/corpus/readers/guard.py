@@ -1,4 +1,4 @@
-"""What may go wrong while a file is read: damage costs the rest of the file, a lost connection stops the run."""
+"""Errors while a file is read: damage loses the rest of the file, a lost connection stops the run."""
 
 from __future__ import annotations
 

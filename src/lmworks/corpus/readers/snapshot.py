@@ -1,4 +1,4 @@
-"""What lies at the paths of sources and evaluation sets: names, sizes and times, so that an added or changed file is noticed.
+"""The files at the paths of sources and evaluation sets, with sizes and times, to notice an added or changed file.
 
 Sources that are pinned (wheels), come with Python, or live on a hub are not looked at.
 """
@@ -21,7 +21,7 @@ _WHOLE = 1 << 62
 
 
 def listing(recipe: Recipe, before: Listing) -> Listing:
-    """What is there now. A source that cannot be looked at now is taken to be as it was `before`: a finished corpus does not need it."""
+    """The present files. A source that cannot be listed now keeps its listing of `before`: a finished corpus does not need it."""
     sources = {f"corpus.sources.{source.name}": source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE}
     sources |= {f"evaluate.protect.{own.name}": own.source for own in recipe.evaluate.protect}
     found: Listing = {}

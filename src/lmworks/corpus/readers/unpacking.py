@@ -1,4 +1,4 @@
-"""What takes archives (zip, tar) apart, in a process with limits: `lmworks.corpus.readers.archives` asks it. It imports little."""
+"""Reads archives (zip, tar) for `lmworks.corpus.readers.archives`, in a process with limits; it therefore imports little."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from lmworks.corpus.steps.base import Context, StepOptions
 
 
 class Clean(StepOptions):
-    """Mend Unicode, line ends, odd spaces and invisible characters."""
+    """Normalize Unicode, line ends, unusual spaces and invisible characters."""
 
     step: Literal["clean"] = Field("clean", description="which step this is")
     mojibake: bool = Field(True, description="repair UTF-8 that was once decoded as something else, as in `schÃ¶n`")
-    exact_code: bool = Field(True, description="leave documents of the domain code as they are, byte for byte")
+    exact_code: bool = Field(True, description="leave documents of the domain code unchanged, byte for byte")
 
     def make(self, context: Context) -> Step:
         from lmworks.corpus.cleaning import clean

@@ -19,18 +19,18 @@ _PYTHON = ("py", "pyi")
 
 
 class Code(StepOptions):
-    """Drop code that does not parse, and on request Python that does not run."""
+    """Drop code that does not parse and, on request, Python that does not run."""
 
     renamed: ClassVar = {"errors": "max_error_fraction", "seconds": "timeout"}
 
     step: Literal["code"] = Field("code", description="which step this is")
     max_error_fraction: float = Field(
-        0.05, ge=0, le=1, description="largest share of bytes inside syntax errors, which macros make, too; in Python any is too much"
+        0.05, ge=0, le=1, description="largest fraction of bytes inside syntax errors, which macros also cause; Python may have none"
     )
-    unknown: Literal["keep", "drop"] = Field("keep", description="what becomes of documents in a language without a parser here")
-    run: bool = Field(False, description="run Python documents in the sandbox and drop what fails; slow")
-    timeout: Seconds = Field(Seconds.parse("5 s"), description="longest run")
-    memory: Bytes = Field(Bytes.parse("512MB"), description="most memory of a run")
+    unknown: Literal["keep", "drop"] = Field("keep", description="what to do with documents in a language without a parser")
+    run: bool = Field(False, description="run Python documents in the sandbox and drop those that fail; slow")
+    timeout: Seconds = Field(Seconds.parse("5 s"), description="time limit of a run")
+    memory: Bytes = Field(Bytes.parse("512MB"), description="memory limit of a run")
 
     def make(self, context: Context) -> Step:
         """A step that judges documents of the domain code. With `run`, raises `UserError` where the sandbox does not work."""

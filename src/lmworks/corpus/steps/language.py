@@ -24,14 +24,14 @@ Identify = Callable[[str], tuple[str, float]]
 
 
 class Language(StepOptions):
-    """Identify the language; drop what is another, or none that can be told. Code passes."""
+    """Identify the language; drop documents in another language, and those whose language is uncertain. Code passes."""
 
     renamed: ClassVar = {"minimum": "min_probability", "keep": "languages"}
 
     step: Literal["language"] = Field("language", description="which step this is")
-    min_probability: float = Field(0.65, ge=0, le=1, description="least probability of the language found")
-    languages: tuple[str, ...] = Field((), description="ISO 639-1 codes that may stay; the source's language when empty, any with `assign`")
-    assign: bool = Field(False, description="the document takes the language that was found")
+    min_probability: float = Field(0.65, ge=0, le=1, description="minimum probability of the language found")
+    languages: tuple[str, ...] = Field((), description="ISO 639-1 codes to keep; the source's language when empty, any with `assign`")
+    assign: bool = Field(False, description="set the document's language to the one found")
 
     def make(self, context: Context) -> Step:
         """A step that identifies the language, then keeps, reassigns or drops. Raises `UserError` without the extra `language`."""
@@ -53,7 +53,7 @@ class Language(StepOptions):
 
 
 def sample(text: str) -> str:
-    """What is looked at: the whole of a short text, else windows of 400 characters from its beginning, middle and end, at word borders."""
+    """The text to classify: all of a short text, else 400 characters each from beginning, middle and end, cut at word borders."""
     if len(text) <= _WINDOW * _WINDOWS:
         return " ".join(text.split())
     gap = (len(text) - _WINDOW) / (_WINDOWS - 1)

@@ -22,18 +22,18 @@ _CELLS = 1 << 23
 
 
 class Lines(StepOptions):
-    """Drop lines or paragraphs that were there before, in the document and on request in earlier ones. Code passes: it repeats itself."""
+    """Drop lines or paragraphs that occurred earlier in the document and, on request, in earlier documents. Code passes."""
 
     renamed: ClassVar = {"shortest": "min_length"}
 
     step: Literal["lines"] = Field("lines", description="which step this is")
-    unit: Literal["line", "paragraph"] = Field("line", description="what is compared, blanks and case aside")
+    unit: Literal["line", "paragraph"] = Field("line", description="unit of comparison; white space and case are ignored")
     within: bool = Field(True, description="drop a unit that occurred earlier in the document")
     across: int | None = Field(
-        None, ge=1, description="drop a unit that this many earlier documents of the same part of the source hold: boilerplate"
+        None, ge=1, description="drop a unit that occurs in this many earlier documents of the same part of the source: boilerplate"
     )
-    min_length: int = Field(20, ge=1, description="units of fewer characters are left alone")
-    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+    min_length: int = Field(20, ge=1, description="shorter units, in characters, are kept")
+    sources: tuple[str, ...] = Field((), description="sources to apply the step to; all when empty")
 
     def make(self, context: Context) -> Step:
         return _Lines(self, context.source)

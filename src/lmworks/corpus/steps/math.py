@@ -16,9 +16,9 @@ class Math(StepOptions):
     """Check the arithmetic in a text: `<<3*4=12>>`, chains such as `3 + 4 = 7`, and the boxed answer against the fact `answer`."""
 
     step: Literal["math"] = Field("math", description="which step this is")
-    wrong: Literal["drop", "count"] = Field("drop", description="what happens to a document with a wrong result")
+    wrong: Literal["drop", "count"] = Field("drop", description="what to do with a document with a wrong result")
     chains: bool = Field(True, description="also check plain equations in running text")
-    tolerance: float = Field(0.01, ge=0, description="a result may be rounded: the largest relative difference")
+    tolerance: float = Field(0.01, ge=0, description="largest relative difference of a rounded result")
 
     def make(self, context: Context) -> Step:
         """A step that checks results; documents without any pass."""

@@ -13,13 +13,13 @@ PiiKind = Literal["email", "ip", "phone", "card", "iban", "secret", "street"]
 
 
 class Pii(StepOptions):
-    """Mask personal data and keys. Documentation examples (example.com, 127.0.0.1, 555-0100) stay."""
+    """Mask personal data and keys. Documentation examples (example.com, 127.0.0.1, 555-0100) are kept."""
 
     step: Literal["pii"] = Field("pii", description="which step this is")
     kinds: tuple[PiiKind, ...] = Field(
-        ("email", "ip", "phone", "card", "iban", "secret"), description="what is masked; street addresses on request, in English only"
+        ("email", "ip", "phone", "card", "iban", "secret"), description="kinds to mask; street addresses on request, in English only"
     )
-    replace: Literal["tag", "made_up"] = Field("tag", description="tag: <EMAIL>; made_up: a value of the same form, the same for the same")
+    replace: Literal["tag", "made_up"] = Field("tag", description="tag: <EMAIL>; made_up: a value of the same form, equal for equal input")
 
     def make(self, context: Context) -> Step:
         """A step that masks what it finds; the facts are `pii` and `pii_KIND`."""

@@ -30,10 +30,10 @@ class Python(StepOptions):
     gives_quality: ClassVar = True
 
     step: Literal["python"] = Field("python", description="which step this is")
-    name: str | None = Field(None, description="what the report calls it; the function's name when left out")
+    name: str | None = Field(None, description="name in the report; the function's name when left out")
     file: str = Field(description="the Python file, relative to the recipe")
-    function: str = Field(description="takes a `Document`, returns one, or `Drop(reason)`")
-    options: dict[str, Any] = Field(default_factory=dict, description="handed to the function by name")
+    function: str = Field(description="takes a `Document` and returns one, or `Drop(reason)`")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
     def make(self, context: Context) -> Step:
         """Import the file and bind the options. Raises `UserError` for a missing file or function and for options it does not take."""

@@ -12,15 +12,15 @@ from lmworks.corpus.steps.base import Context, StepOptions
 
 
 class Quality(StepOptions):
-    """Score each document with a trained classifier (`lmworks corpus classifier`) and drop what scores too low."""
+    """Score each document with a trained classifier (`lmworks corpus classifier`) and drop documents below a threshold."""
 
     gives_quality: ClassVar = True
 
     step: Literal["quality"] = Field("quality", description="which step this is")
     model: str = Field(description="the classifier's file, relative to the recipe")
-    threshold: float = Field(0.0, ge=0, le=1, description="documents below it are dropped; a source's quality_threshold goes before it")
-    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="what the score is called, for buckets, reports and later steps")
-    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+    threshold: float = Field(0.0, ge=0, le=1, description="drop documents below it; a source's quality_threshold takes precedence")
+    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="name of the score, for buckets, reports and later steps")
+    sources: tuple[str, ...] = Field((), description="sources to apply the step to; all when empty")
 
     def make(self, context: Context) -> Step:
         """The classifier with the threshold of the source. Raises `UserError` for a file that is no classifier."""
@@ -44,7 +44,7 @@ class _Score:
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
         for document, found in zip(batch.documents, self._classifier.scores(batch.units).tolist(), strict=True):
-            score = round(found, 6)  # so that a score written down is the score that was judged
+            score = round(found, 6)  # so that the recorded score is the one compared with the threshold
             facts = {self.name: score}
             kept = score >= self._threshold
             outcomes.append(document.with_facts(**facts) if kept else Drop(self.name, f"{score:.3f} < {self._threshold:g}", facts))

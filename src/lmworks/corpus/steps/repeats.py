@@ -12,13 +12,13 @@ from lmworks.corpus.steps.base import Context, StepOptions
 
 
 class Repeats(StepOptions):
-    """Cut passages that stood earlier in the same document, such as a whole file; `dedup.substring` looks across documents."""
+    """Cut passages that occurred earlier in the same document, such as a whole file; `dedup.substring` compares across documents."""
 
     renamed: ClassVar = {"length": "min_length", "largest": "max_fraction"}
 
     step: Literal["repeats"] = Field("repeats", description="which step this is")
-    min_length: int = Field(50, ge=16, description="words in a row (characters where a language has no spaces) from which a passage is cut")
-    max_fraction: float = Field(1.0, gt=0, le=1, description="a document of which a larger share is repeated is dropped")
+    min_length: int = Field(50, ge=16, description="shortest passage to cut, in words (characters where a language has no spaces)")
+    max_fraction: float = Field(1.0, gt=0, le=1, description="drop a document of which a larger fraction is repeated")
 
     def make(self, context: Context) -> Step:
         return _Repeats(self)

@@ -1,7 +1,7 @@
-"""The step `rewrite`: each text as a language model puts it, asked through an OpenAI-compatible endpoint.
+"""The step `rewrite`: each text rewritten by a language model through an OpenAI-compatible endpoint.
 
-Every answer is kept on disk under a hash of all that was asked, before it is used: a run that is killed and started again pays for nothing
-twice, and gives the same documents again. Rewriting is therefore as repeatable as the folder of answers is safe.
+Every answer is written to disk under a hash of the whole request before it is used: a run that is killed and resumed pays for no request
+twice and gives the same documents. Rewriting is reproducible as long as the folder of answers is kept.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Rewrite(StepOptions):
-    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are kept on disk.
+    """Have a language model rewrite each text, through an OpenAI-compatible endpoint. Texts leave the machine; answers are cached on disk.
 
-    The rewriting replaces the text, or with `variants` the document stays and so many rewritings are added as documents of their own.
+    The rewriting replaces the text. With `variants` the document stays and the rewritings are added as documents.
     """
 
     renamed: ClassVar = {"key_from": "api_key_env"}
@@ -42,24 +42,24 @@ class Rewrite(StepOptions):
 
     step: Literal["rewrite"] = Field("rewrite", description="which step this is")
     endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
-    model: str = Field(description="which of the endpoint's models")
-    prompt: str = Field(description="what it is asked; {text} stands for the document")
-    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
-    variants: int = Field(0, ge=0, le=100, description="rewritings that are added to each document; 0: one replaces its text")
+    model: str = Field(description="name of the model at the endpoint")
+    prompt: str = Field(description="the prompt; {text} is replaced by the document")
+    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; others pass unchanged")
+    variants: int = Field(0, ge=0, le=100, description="rewritings to add to each document; 0: one rewriting replaces the text")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
-    temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
-    max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
-    concurrency: int = Field(16, gt=0, description="requests under way at one time, per process")
-    retries: int = Field(6, ge=0, description="of a request that fails for now (429, 5xx, no connection), each after a longer pause")
-    timeout: Seconds = Field(Seconds.parse("10 min"), description="for one request")
-    cache: str | None = Field(None, description="folder of the answers, relative to the recipe; $LMWORKS_CACHE/rewrites when left out")
+    temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature")
+    max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is longer is dropped")
+    concurrency: int = Field(16, gt=0, description="concurrent requests per process")
+    retries: int = Field(6, ge=0, description="retries of a request after a temporary failure (429, 5xx, no connection), with backoff")
+    timeout: Seconds = Field(Seconds.parse("10 min"), description="timeout of one request")
+    cache: str | None = Field(None, description="folder of cached answers, relative to the recipe; $LMWORKS_CACHE/rewrites when left out")
 
     @model_validator(mode="after")
     def _asks_about_the_text(self) -> Rewrite:
         if "{text}" not in self.prompt:
-            raise ValueError("the prompt of the step rewrite does not say where the document goes: write {text} in it")
+            raise ValueError("the prompt of the step rewrite has no place for the document: write {text} in it")
         if self.variants > 1 and not self.temperature:
-            raise ValueError("the step rewrite makes several variants, which are all the same at temperature 0: raise temperature")
+            raise ValueError("the step rewrite makes several variants, which are equal at temperature 0: raise temperature")
         return self
 
     def make(self, context: Context) -> Step:
@@ -74,7 +74,7 @@ class Rewrite(StepOptions):
 
 
 class _Refused(Exception):
-    """The endpoint will not answer this one question, such as one that is too long."""
+    """The endpoint refuses this one request, for example because it is too long."""
 
 
 class _Rewriter:
@@ -91,9 +91,9 @@ class _Rewriter:
             raise UserError(f"the step rewrite needs a key for {node.endpoint}: put it into the environment variable {node.api_key_env}")
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
-        asked = [document for document in batch.documents if "variant_of" not in document.facts]  # of variants there are none
+        asked = [document for document in batch.documents if "variant_of" not in document.facts]  # variants are not rewritten
         times = range(max(self._node.variants, 1))
-        questions = {self._path(document.text, time): document.text for document in asked for time in times}  # equal ones are asked once
+        questions = {self._path(document.text, time): document.text for document in asked for time in times}  # equal requests are sent once
         pool = ThreadPoolExecutor(self._node.concurrency)
         try:
             found = dict(zip(questions, pool.map(self._answer, questions, questions.values()), strict=True))
@@ -132,7 +132,7 @@ class _Rewriter:
             return kept
         try:
             answer = self._ask(text)
-        except _Refused as reason:  # not kept: another model or a mended endpoint may take it
+        except _Refused as reason:  # not cached: another model or a repaired endpoint may accept it
             return {"text": str(reason), "finish": "refused"}
         write_json(path, answer)
         return answer
@@ -152,8 +152,8 @@ class _Rewriter:
             raise _Refused(_line(error)) from None
         except openai.OpenAIError as error:
             raise UserError(
-                f"the step rewrite has no answer from {node.endpoint} ({_line(error)}); mend that and run the same command again: "
-                f"the answers so far are kept in {self._answers}"
+                f"the step rewrite has no answer from {node.endpoint} ({_line(error)}); fix this and run the same command again: "
+                f"the answers so far are cached in {self._answers}"
             ) from None
         if not reply.choices:
             return {"text": "", "finish": "nothing"}

@@ -19,13 +19,13 @@ RuleSet = Literal["gopher", "c4", "fineweb"]
 
 
 class Rules(StepOptions):
-    """Drop what the quality rules of its domain and language reject (`lmworks.corpus.rules`)."""
+    """Drop documents that the quality rules of their domain and language reject (`lmworks.corpus.rules`)."""
 
     step: Literal["rules"] = Field("rules", description="which step this is")
     sets: tuple[RuleSet, ...] = Field(
-        (), description="published rule sets to apply to the letter, in this order, instead of the rules of the domain; c4 also drops lines"
+        (), description="published rule sets to apply exactly, in this order, instead of the rules of the domain; c4 also drops lines"
     )
-    sources: tuple[str, ...] = Field((), description="sources that `sets` are for; all when empty. Others have their domain's rules")
+    sources: tuple[str, ...] = Field((), description="sources to apply `sets` to; all when empty. Others use the rules of their domain")
 
     def make(self, context: Context) -> Step:
         """The published sets where the options name some for this source, the rules of its domain otherwise."""

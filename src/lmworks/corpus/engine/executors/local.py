@@ -1,4 +1,4 @@
-"""The executor of one machine: the tasks of a stage in this process where they are small, else in worker processes."""
+"""The executor of one machine: the tasks of a pass in this process where they are small, else in worker processes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 
 from lmworks import machine
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Advance, Stage, weight
+from lmworks.corpus.engine.task import Advance, Pass, weight
 from lmworks.errors import UserError
 from lmworks.progress import Bar, bar
 
-_WORTH_A_PROCESS = 8_000_000  # bytes; below this starting a process takes longer than the work
+_MIN_BYTES_PER_PROCESS = 8_000_000  # bytes; below this starting a process takes longer than the work
 
 
-def execute(job: Job, stages: Sequence[Stage]) -> None:
-    """Do all stages one after the other, and of each what is not done yet."""
+def execute(job: Job, passes: Sequence[Pass]) -> None:
+    """Do all passes one after the other, and of each what is not done yet."""
     pool = _Pool(job)
     try:
-        for stage in stages:
-            tasks = stage.tasks(job)
-            todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+        for pass_ in passes:
+            tasks = pass_.tasks(job)
+            todo = [number for number, task in enumerate(tasks) if not pass_.is_done(job, task)]
             total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
-            workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _WORTH_A_PROCESS + 1)
-            with bar(stage.label, total or None, total - left) as progress:
+            workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _MIN_BYTES_PER_PROCESS + 1)
+            with bar(pass_.label, total or None, total - left) as progress:
                 rate = Rate(progress)
                 if workers > 1:
-                    pool.do(stage, tasks, todo, workers, rate)
+                    pool.run_tasks(pass_, tasks, todo, workers, rate)
                 else:
                     for number in todo:
-                        stage.do(job, tasks[number], rate)
+                        pass_.run(job, tasks[number], rate)
     finally:
         pool.close()
 
@@ -57,7 +57,7 @@ class Rate:
 
 
 class _Worker:
-    """A process of `engine.worker`, and the task that it is at."""
+    """A process of `engine.worker`, and the task it is working on."""
 
     def __init__(self, job: Job) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -66,17 +66,17 @@ class _Worker:
         self.task: Any = None
         self._rest = b""
 
-    def give(self, stage: Stage, number: int, task: Any) -> None:
+    def assign(self, pass_: Pass, number: int, task: Any) -> None:
         self.task = task
         assert self.process.stdin
         try:
-            self.process.stdin.write(json.dumps([stage.name, number]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([pass_.name, number]).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:  # it has died; reading from it will say so
             pass
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """What it has said since; None if it has died."""
+        """The answers since the last call; None if the process has ended."""
         assert self.process.stdout
         data = os.read(self.process.stdout.fileno(), 1 << 16)
         if not data:
@@ -99,7 +99,7 @@ class _Pool:
         self._job = job
         self._workers: list[_Worker] = []
 
-    def do(self, stage: Stage, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
+    def run_tasks(self, pass_: Pass, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
         """Hand out the tasks, the heaviest first, and wait for them."""
         while len(self._workers) < workers:
             self._workers.append(_Worker(self._job))
@@ -107,27 +107,27 @@ class _Pool:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers[:workers]:
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
-                self._next(worker, stage, tasks, waiting)
+                self._assign_next(worker, pass_, tasks, waiting)
             while any(worker.task is not None for worker in self._workers):
                 for key, _ in selector.select():
-                    self._hear(key.data, stage, tasks, waiting, advance)
+                    self._handle_answers(key.data, pass_, tasks, waiting, advance)
 
-    def _next(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int]) -> None:
+    def _assign_next(self, worker: _Worker, pass_: Pass, tasks: Sequence[Any], waiting: deque[int]) -> None:
         worker.task = None
         if waiting:
             number = waiting.popleft()
-            worker.give(stage, number, tasks[number])
+            worker.assign(pass_, number, tasks[number])
 
-    def _hear(self, worker: _Worker, stage: Stage, tasks: Sequence[Any], waiting: deque[int], advance: Advance) -> None:
+    def _handle_answers(self, worker: _Worker, pass_: Pass, tasks: Sequence[Any], waiting: deque[int], advance: Advance) -> None:
         answers = worker.answers()
         if answers is None:
-            raise UserError(_death(worker.process.wait(), stage.doing(worker.task)))
+            raise UserError(_exit_message(worker.process.wait(), pass_.describe(worker.task)))
         for answer in answers:
             if "bytes" in answer:
                 advance(answer["bytes"], answer["documents"])
                 continue
             raise_for(answer)
-            self._next(worker, stage, tasks, waiting)
+            self._assign_next(worker, pass_, tasks, waiting)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -144,13 +144,13 @@ def raise_for(answer: dict[str, Any]) -> None:
         raise error
 
 
-def _death(code: int, doing: str) -> str:
+def _exit_message(code: int, doing: str) -> str:
     if code == -signal.SIGKILL:
         return (
-            f"a process was killed while it was at: {doing}; most likely memory ran out: lower corpus.processes or corpus.part_bytes, "
+            f"a process was killed while working on: {doing}; most likely memory ran out: lower corpus.processes or corpus.part_bytes, "
             "and run the same command again"
         )
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"a process ended ({how}) while it was at: {doing}; run the same command again, it goes on where it was"
+    return f"a process ended ({how}) while working on: {doing}; run the same command again, it resumes where it stopped"
 
 

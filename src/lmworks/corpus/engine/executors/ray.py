@@ -10,7 +10,7 @@ from typing import Any
 from lmworks.corpus.engine.executors.local import Rate, raise_for
 from lmworks.corpus.engine.executors.worker import attempt, single_threaded
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Stage, weight
+from lmworks.corpus.engine.task import Pass, weight
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.progress import bar
@@ -18,23 +18,23 @@ from lmworks.progress import bar
 _WAITING_PER_CPU = 4  # tasks handed to Ray beyond those that run, so that it is never idle and never flooded
 
 
-def execute(job: Job, stages: Sequence[Stage]) -> None:
-    """Do all stages one after the other, and of each what is not done yet. Raises UserError without Ray or its cluster."""
+def execute(job: Job, passes: Sequence[Pass]) -> None:
+    """Do all passes one after the other, and of each what is not done yet. Raises UserError without Ray or its cluster."""
     ray: Any = None
     try:
-        for stage in stages:
-            tasks = stage.tasks(job)
-            todo = [number for number, task in enumerate(tasks) if not stage.is_done(job, task)]
+        for pass_ in passes:
+            tasks = pass_.tasks(job)
+            todo = [number for number, task in enumerate(tasks) if not pass_.is_done(job, task)]
             if todo:
-                ray = ray or _begun(job)
-                _stage(ray, job, stage, tasks, todo)
+                ray = ray or _connect(job)
+                _run_pass(ray, job, pass_, tasks, todo)
     finally:
         if ray:
             ray.shutdown()
 
 
-def _begun(job: Job) -> Any:
-    """The package, with a cluster behind it."""
+def _connect(job: Job) -> Any:
+    """Import ray and connect it to the cluster; returns the package."""
     try:
         import ray
     except ImportError:
@@ -48,28 +48,28 @@ def _begun(job: Job) -> Any:
     return ray
 
 
-def _stage(ray: Any, job: Job, stage: Stage, tasks: Sequence[Any], todo: list[int]) -> None:
+def _run_pass(ray: Any, job: Job, pass_: Pass, tasks: Sequence[Any], todo: list[int]) -> None:
     node = job.recipe.corpus.executor
     todo.sort(key=lambda number: -weight(tasks[number]))
     reduces = not any(map(weight, tasks))
     memory = gigabytes(node.reduce_memory or node.memory if reduces else node.memory)
-    remote = ray.remote(num_cpus=node.cpus, memory=memory, max_retries=3)(_do)
+    remote = ray.remote(num_cpus=node.cpus, memory=memory, max_retries=3)(_run_task)
     window = _WAITING_PER_CPU * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
     running: dict[Any, int] = {}
-    with bar(stage.label, total or None, total - left) as progress:
+    with bar(pass_.label, total or None, total - left) as progress:
         rate = Rate(progress)
         while todo or running:
             while todo and len(running) < window:
                 number = todo.pop(0)
-                running[remote.remote(str(job.out), stage.name, number)] = number
+                running[remote.remote(str(job.out), pass_.name, number)] = number
             done, _ = ray.wait(list(running), num_returns=1)
             number = running.pop(done[0])
             try:
                 answer = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 why = str(error).strip().splitlines()[0]
-                raise UserError(f"Ray lost a process three times while it was at: {stage.doing(tasks[number])} ({why})") from None
+                raise UserError(f"Ray lost a process three times while working on: {pass_.describe(tasks[number])} ({why})") from None
             raise_for(answer)
             rate(answer["bytes"], answer["documents"])
 
@@ -79,11 +79,11 @@ def gigabytes(text: str | None) -> int | None:
     return None if text is None else int(text[:-1]) * {"M": 1 << 20, "G": 1 << 30}[text[-1]]
 
 
-def _do(out: str, name: str, number: int) -> dict[str, Any]:
-    """What runs elsewhere."""
+def _run_task(out: str, name: str, number: int) -> dict[str, Any]:
+    """Do one task; the remote function."""
     path = Path(out) / "staging" / "job.json"
     single_threaded()
-    counted = _Counted()
+    counted = _ProgressCounter()
     answer = attempt(_job(out, path.stat().st_mtime_ns), name, number, counted)
     return {**answer, "bytes": counted.bytes, "documents": counted.documents}
 
@@ -93,7 +93,7 @@ def _job(out: str, changed: int) -> Job:
     return Job.load(Path(out))
 
 
-class _Counted:
+class _ProgressCounter:
     def __init__(self) -> None:
         self.bytes = self.documents = 0
 

@@ -1,4 +1,4 @@
-"""The executor of a Slurm cluster: a job array per stage, each after the one before; the tasks are dealt out among the jobs of an array."""
+"""The executor of a Slurm cluster: a job array per pass, each after the one before; the tasks are dealt out among the jobs of an array."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Stage, weight
+from lmworks.corpus.engine.task import Pass, weight
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.progress import Bar, bar
 
-_LOOK_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 
 
-def execute(job: Job, stages: Sequence[Stage]) -> None:
+def execute(job: Job, passes: Sequence[Pass]) -> None:
     """Submit what is not done and wait for it. Raises UserError without Slurm, and for a job that failed."""
     if shutil.which("sbatch") is None:
         raise UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
-    stages = [stage for stage in stages if stage.tasks(job)]
-    first = next((place for place, stage in enumerate(stages) if not _all_done(job, stage)), len(stages))
+    passes = [pass_ for pass_ in passes if pass_.tasks(job)]
+    first = next((place for place, pass_ in enumerate(passes) if not _all_done(job, pass_)), len(passes))
     shutil.rmtree(failures(job), ignore_errors=True)
     submitted: list[str] = []
     try:
-        for stage in stages[first:]:
-            submitted.append(_submit(job, stage, submitted[-1] if submitted else None))
-        for stage in stages[first:]:
-            _wait(job, stage, submitted)
+        for pass_ in passes[first:]:
+            submitted.append(_submit(job, pass_, submitted[-1] if submitted else None))
+        for pass_ in passes[first:]:
+            _wait(job, pass_, submitted)
     except BaseException:
         if submitted:
             subprocess.run(["scancel", *submitted], capture_output=True, check=False)
         raise
 
 
-def _all_done(job: Job, stage: Stage) -> bool:
-    return all(stage.is_done(job, task) for task in stage.tasks(job))
+def _all_done(job: Job, pass_: Pass) -> bool:
+    return all(pass_.is_done(job, task) for task in pass_.tasks(job))
 
 
 def failures(job: Job) -> Path:
@@ -48,15 +48,15 @@ def failures(job: Job) -> Path:
     return job.staging / "failures"
 
 
-def script(job: Job, stage: Stage) -> str:
-    """The batch script of a stage."""
+def script(job: Job, pass_: Pass) -> str:
+    """The batch script of a pass."""
     node = job.recipe.corpus.executor
-    jobs = min(len(stage.tasks(job)), node.max_jobs)
-    reduces = not any(map(weight, stage.tasks(job)))
+    jobs = min(len(pass_.tasks(job)), node.max_jobs)
+    reduces = not any(map(weight, pass_.tasks(job)))
     options = {
-        "job-name": f"lmworks-{stage.name}",
+        "job-name": f"lmworks-{pass_.name}",
         "array": f"0-{jobs - 1}" + (f"%{node.max_running}" if node.max_running else ""),
-        "output": f"{job.staging}/slurm/{stage.name}-%A-%a.log",
+        "output": f"{job.staging}/slurm/{pass_.name}-%A-%a.log",
         "cpus-per-task": str(node.cpus),
         "mem": node.reduce_memory or node.memory if reduces else node.memory,
         "time": node.time_limit,
@@ -65,14 +65,14 @@ def script(job: Job, stage: Stage) -> str:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in node.options)]
-    work = [sys.executable, "-P", "-m", "lmworks.cli.main", "corpus", "task", str(job.out), stage.name]
+    work = [sys.executable, "-P", "-m", "lmworks.cli.main", "corpus", "task", str(job.out), pass_.name]
     command = f'exec {shlex.join(work)} "$SLURM_ARRAY_TASK_ID" --of {jobs}'
     return "\n".join(["#!/bin/bash", *lines, "set -euo pipefail", "export OMP_NUM_THREADS=1", *reveal(node.setup), command, ""])
 
 
-def _submit(job: Job, stage: Stage, after: str | None) -> str:
-    path = job.staging / "slurm" / f"{stage.name}.sh"
-    write_text(path, script(job, stage), private=True)  # the setup may have credentials in it
+def _submit(job: Job, pass_: Pass, after: str | None) -> str:
+    path = job.staging / "slurm" / f"{pass_.name}.sh"
+    write_text(path, script(job, pass_), private=True)  # the setup may have credentials in it
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     command = ["sbatch", "--parsable", *waiting, str(path)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
@@ -81,37 +81,37 @@ def _submit(job: Job, stage: Stage, after: str | None) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def _wait(job: Job, stage: Stage, submitted: Sequence[str]) -> None:
-    """Until all tasks of a stage are done; raises if its jobs end before that."""
-    tasks = list(stage.tasks(job))
-    with bar(stage.label, sum(map(weight, tasks)) or None) as progress:
+def _wait(job: Job, pass_: Pass, submitted: Sequence[str]) -> None:
+    """Until all tasks of a pass are done; raises if its jobs end before that."""
+    tasks = list(pass_.tasks(job))
+    with bar(pass_.label, sum(map(weight, tasks)) or None) as progress:
         while tasks:
-            alive = _alive(submitted)  # asked before looking, so that what ends in between is seen as done
-            tasks = _look(job, stage, tasks, progress)
-            if tasks and (not alive or failures(job).exists()):
-                raise UserError(_why(job, stage, len(tasks)))
+            jobs_left = _any_alive(submitted)  # asked before looking, so that what ends in between is seen as done
+            tasks = _unfinished(job, pass_, tasks, progress)
+            if tasks and (not jobs_left or failures(job).exists()):
+                raise UserError(_failure_message(job, pass_, len(tasks)))
             if tasks:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
 
-def _look(job: Job, stage: Stage, tasks: list[object], progress: Bar) -> list[object]:
-    left = [task for task in tasks if not stage.is_done(job, task)]
+def _unfinished(job: Job, pass_: Pass, tasks: list[object], progress: Bar) -> list[object]:
+    left = [task for task in tasks if not pass_.is_done(job, task)]
     progress.advance(sum(map(weight, tasks)) - sum(map(weight, left)))
-    progress.note(f"{len(left)} of {len(stage.tasks(job))} tasks left")
+    progress.note(f"{len(left)} of {len(pass_.tasks(job))} tasks left")
     return left
 
 
-def _alive(submitted: Sequence[str]) -> bool:
+def _any_alive(submitted: Sequence[str]) -> bool:
     command = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(submitted)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     return bool(done.stdout.strip()) or (done.returncode != 0 and "Invalid job id" not in done.stderr)
 
 
-def _why(job: Job, stage: Stage, left: int) -> str:
-    told = sorted(failures(job).glob("*.txt"))
-    if told:
-        return told[0].read_text(encoding="utf-8").strip()
+def _failure_message(job: Job, pass_: Pass, left: int) -> str:
+    messages = sorted(failures(job).glob("*.txt"))
+    if messages:
+        return messages[0].read_text(encoding="utf-8").strip()
     return (
-        f"the Slurm jobs of the stage {stage.name!r} ended with {left} tasks not done; see the logs in {job.staging / 'slurm'}, mend the "
+        f"the Slurm jobs of the pass {pass_.name!r} ended with {left} tasks not done; see the logs in {job.staging / 'slurm'}, mend the "
         "cause (often memory or time: corpus.executor.memory, .time), and run the same command again"
     )

@@ -1,6 +1,6 @@
-"""A process that does tasks of a job for another: reads their names line by line, answers in lines of JSON.
+"""A worker process: reads the names of tasks line by line, does them, and answers in lines of JSON.
 
-It ends when what it reads ends, so no worker outlives the one it works for, however that came to its end.
+It exits at the end of its input, so no worker outlives its parent, however the parent ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.sequence import STAGES
-from lmworks.corpus.engine.task import named
+from lmworks.corpus.engine.passes.sequence import PASSES
+from lmworks.corpus.engine.task import pass_named
 from lmworks.errors import UserError
 
-_TELL_SECONDS = 0.2
+_REPORT_SECONDS = 0.2
 
 
 def main(out: Path) -> None:
@@ -29,18 +29,18 @@ def main(out: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a step prints is for people
-    asked: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    requests: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     single_threaded()
     job = Job.load(out)
     while True:
-        name, number = json.loads(asked.get())
-        _answer(answers, attempt(job, name, number, _Telling(answers)))
+        name, number = json.loads(requests.get())
+        _send(answers, attempt(job, name, number, _ProgressReporter(answers)))
 
 
-def _listen(asked: queue.Queue[str]) -> None:
+def _read_requests(requests: queue.Queue[str]) -> None:
     for line in sys.stdin:
-        asked.put(line)
+        requests.put(line)
     os._exit(0)
 
 
@@ -54,21 +54,21 @@ def single_threaded() -> None:
 
 def attempt(job: Job, name: str, number: int, advance: Any) -> dict[str, Any]:
     """Do one task; returns {} or what went wrong."""
-    stage = named(STAGES, name)
+    pass_ = pass_named(PASSES, name)
     try:
-        stage.do(job, stage.tasks(job)[number], advance)
-        if isinstance(advance, _Telling):
+        pass_.run(job, pass_.tasks(job)[number], advance)
+        if isinstance(advance, _ProgressReporter):
             advance.flush()
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"fault": f"{stage.doing(stage.tasks(job)[number])}: {what}", "traceback": traceback.format_exc()}
+        return {"fault": f"{pass_.describe(pass_.tasks(job)[number])}: {what}", "traceback": traceback.format_exc()}
     return {}
 
 
-class _Telling:
-    """Passes on how far a task is, some times a second."""
+class _ProgressReporter:
+    """Sends the progress of a task to the parent, a few times a second."""
 
     def __init__(self, answers: Any) -> None:
         self._answers, self._last, self._bytes, self._documents = answers, time.monotonic(), 0, 0
@@ -76,15 +76,15 @@ class _Telling:
     def __call__(self, size: int, documents: int) -> None:
         self._bytes += size
         self._documents += documents
-        if time.monotonic() - self._last > _TELL_SECONDS:
+        if time.monotonic() - self._last > _REPORT_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        _answer(self._answers, {"bytes": self._bytes, "documents": self._documents})
+        _send(self._answers, {"bytes": self._bytes, "documents": self._documents})
         self._last, self._bytes, self._documents = time.monotonic(), 0, 0
 
 
-def _answer(answers: Any, value: dict[str, Any]) -> None:
+def _send(answers: Any, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")
     answers.flush()
 

@@ -1,7 +1,7 @@
-"""Decontamination in parts: what is protected, where each part touches it, which of that is boilerplate, and who must go.
+"""Decontamination in parts: collect protected text, scan each part for it, set boilerplate aside, and judge the suspects.
 
-The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; what the parts have found is added
-up, because a run that many documents share is no leak; then each part judges its own suspects as it is written.
+The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; the findings are added up,
+because an n-gram that many documents share is no leak; then the suspects of each part are judged as it is written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Findings, Match
-from lmworks.corpus.engine.dedup_decisions import Fates, texts_of
+from lmworks.corpus.engine.dedup_decisions import DedupDecisions, texts_of
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import save_array, writing
+from lmworks.corpus.engine.tables import parquet_writer, save_array
 from lmworks.corpus.engine.task import Advance
 from lmworks.files import write_json
 
@@ -31,22 +31,22 @@ _BATCH = 1024
 _MOST_WIDESPREAD = 50
 
 
-def on(job: Job) -> bool:
-    """Whether there is a gate."""
+def enabled(job: Job) -> bool:
+    """Whether the recipe asks for decontamination."""
     return job.recipe.corpus.decontaminate is not None
 
 
-def protect_inputs(job: Job, task: str) -> Any:
-    return [job.evaluation, [[str(piece), Fates.digest(job, piece), read_inputs(job, piece)] for piece in job.pieces]]
+def collect_protected_inputs(job: Job, task: str) -> Any:
+    return [job.evaluation, [[str(piece), DedupDecisions.digest(job, piece), read_inputs(job, piece)] for piece in job.pieces]]
 
 
-def protect(job: Job, task: str, advance: Advance) -> None:
-    """Put the held-out documents of all parts and the evaluation texts into one file."""
-    with writing(_protected(job), PROTECTED) as out:
+def collect_protected(job: Job, task: str, advance: Advance) -> None:
+    """Write the held-out documents of all parts and the evaluation texts into one file."""
+    with parquet_writer(_protected_path(job), PROTECTED) as out:
         for piece in job.pieces:
-            fates = Fates.load(job, piece)
-            if fates.held.any():
-                for batch in texts_of(job, piece, fates.held):
+            decisions = DedupDecisions.load(job, piece)
+            if decisions.held.any():
+                for batch in texts_of(job, piece, decisions.held):
                     count = len(batch.ids)
                     out.write_table(pa.table([batch.ids, batch.texts, [""] * count, [False] * count], schema=PROTECTED))
         with pq.ParquetFile(job.staging / EVALUATION) as file:
@@ -54,89 +54,91 @@ def protect(job: Job, task: str, advance: Advance) -> None:
                 out.write_batch(rows)
 
 
-def _protected(job: Job) -> Path:
-    return job.path("protect", "all", ".parquet")
+def _protected_path(job: Job) -> Path:
+    return job.path("collect_protected", "all", ".parquet")
 
 
-def _gate(job: Job) -> Decontaminator:
-    assert job.recipe.corpus.decontaminate, "asked for where there is a gate"
-    path = _protected(job)
+def _decontaminator(job: Job) -> Decontaminator:
+    assert job.recipe.corpus.decontaminate, "called only where the recipe asks for decontamination"
+    path = _protected_path(job)
     status = path.stat()
-    return _made(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram)
+    return _built(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram)
 
 
 @lru_cache(maxsize=1)
-def _made(path: Path, size: int, changed: int, ngram: int) -> Decontaminator:
-    gate = Decontaminator(ngram)
+def _built(path: Path, size: int, changed: int, ngram: int) -> Decontaminator:
+    decontaminator = Decontaminator(ngram)
     with pq.ParquetFile(path) as file:
         for rows in file.iter_batches(_BATCH):
             for evaluation in (False, True):
                 of_kind = rows.filter(pa.compute.equal(rows["evaluation"], evaluation))
                 names, texts, answers = (of_kind[name].to_pylist() for name in ("name", "text", "answer"))
-                gate.protect(names, [clean(text) for text in texts], [clean(answer) for answer in answers], evaluation=evaluation)
-    return gate
+                decontaminator.protect(names, [clean(text) for text in texts], [clean(answer) for answer in answers], evaluation=evaluation)
+    return decontaminator
 
 
-def scan_inputs(job: Job, piece: Piece) -> Any:
-    return [read_inputs(job, piece), Fates.digest(job, piece), file_digest(_protected(job)), _ngram(job)]
+def scan_contamination_inputs(job: Job, piece: Piece) -> Any:
+    return [read_inputs(job, piece), DedupDecisions.digest(job, piece), file_digest(_protected_path(job)), _ngram(job)]
 
 
 def _ngram(job: Job) -> int | None:
     return job.recipe.corpus.decontaminate.ngram if job.recipe.corpus.decontaminate else None
 
 
-def scan(job: Job, piece: Piece, advance: Advance) -> None:
-    """Where the training documents of a part touch protected text."""
-    gate, fates = _gate(job), Fates.load(job, piece)
-    total = max(int(fates.learnt.sum()), 1)
+def scan_contamination(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write where the training documents of a part contain n-grams of protected text."""
+    decontaminator, decisions = _decontaminator(job), DedupDecisions.load(job, piece)
+    total = max(int(decisions.in_training.sum()), 1)
     scanned: list[tuple[int, Findings]] = []
     count = 0
-    for batch in texts_of(job, piece, fates.learnt, fates.cuts):
-        scanned.append((count, gate.scan(batch.texts)))
+    for batch in texts_of(job, piece, decisions.in_training, decisions.cuts):
+        scanned.append((count, decontaminator.scan(batch.texts)))
         count += len(batch.texts)
         advance(piece.bytes * len(batch.texts) // total, len(batch.texts))
-    Findings.joined(scanned).save(_scanned(job, piece))
+    Findings.joined(scanned).save(_findings_path(job, piece))
 
 
-def _scanned(job: Job, piece: Piece) -> Path:
-    return job.path("scan", piece, ".npy")
+def _findings_path(job: Job, piece: Piece) -> Path:
+    return job.path("scan_contamination", piece, ".npy")
 
 
-def common_inputs(job: Job, task: str) -> Any:
-    return [[str(piece), scan_inputs(job, piece)] for piece in job.pieces]
+def common_ngrams_inputs(job: Job, task: str) -> Any:
+    return [[str(piece), scan_contamination_inputs(job, piece)] for piece in job.pieces]
 
 
-def common(job: Job, task: str, advance: Advance) -> None:
-    """Add up what the parts have found: which runs are in many documents, with the most frequent of them to be looked at."""
-    gate = _gate(job)
-    seen = gate.seen(Findings.load(_scanned(job, piece)) for piece in job.pieces)
-    save_array(_common(job), seen)
-    told = {
-        "protected": gate.protected,
-        "trivial": gate.trivial,
-        "widespread": [asdict(one) for one in gate.widespread(seen, _MOST_WIDESPREAD)],
-        "shared": [asdict(one) for one in gate.shared()],
+def count_common_ngrams(job: Job, task: str, advance: Advance) -> None:
+    """Add up the findings of all parts: which n-grams occur in many documents, with the most frequent of them for the report."""
+    decontaminator = _decontaminator(job)
+    seen = decontaminator.seen(Findings.load(_findings_path(job, piece)) for piece in job.pieces)
+    save_array(_common_ngrams_path(job), seen)
+    summary = {
+        "protected": decontaminator.protected,
+        "trivial": decontaminator.trivial,
+        "widespread": [asdict(one) for one in decontaminator.widespread(seen, _MOST_WIDESPREAD)],
+        "shared": [asdict(one) for one in decontaminator.shared()],
     }
-    write_json(job.path("common", "all", ".found.json"), told)
+    write_json(job.path("common_ngrams", "all", ".found.json"), summary)
 
 
-def _common(job: Job) -> Path:
-    return job.path("common", "all", ".npy")
+def _common_ngrams_path(job: Job) -> Path:
+    return job.path("common_ngrams", "all", ".npy")
 
 
 def verdict_inputs(job: Job, piece: Piece) -> Any:
-    """What decides who of a part must go."""
-    return [file_digest(_scanned(job, piece)), file_digest(_common(job)), file_digest(_protected(job))] if on(job) else None
+    """The inputs of `verdicts`."""
+    if not enabled(job):
+        return None
+    return [file_digest(path) for path in (_findings_path(job, piece), _common_ngrams_path(job), _protected_path(job))]
 
 
 def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
-    """The training documents of a part that must go, by their row in it, and the passages for which, longest first."""
-    if not on(job):
+    """The contaminated training documents of a part: row to the matching passages, longest first."""
+    if not enabled(job):
         return {}
-    gate, fates, seen = _gate(job), Fates.load(job, piece), np.load(_common(job))
-    rows = np.flatnonzero(fates.learnt)[gate.suspects(Findings.load(_scanned(job, piece)), seen)]
-    chosen = np.zeros(len(fates.held), dtype=bool)
+    decontaminator, decisions, seen = _decontaminator(job), DedupDecisions.load(job, piece), np.load(_common_ngrams_path(job))
+    rows = np.flatnonzero(decisions.in_training)[decontaminator.suspects(Findings.load(_findings_path(job, piece)), seen)]
+    chosen = np.zeros(len(decisions.held), dtype=bool)
     chosen[rows] = True
-    texts = (text for batch in texts_of(job, piece, chosen, fates.cuts) for text in batch.texts)
-    judged = {row: gate.judge(text, seen) for row, text in zip(rows.tolist(), texts, strict=True)}
+    texts = (text for batch in texts_of(job, piece, chosen, decisions.cuts) for text in batch.texts)
+    judged = {row: decontaminator.judge(text, seen) for row, text in zip(rows.tolist(), texts, strict=True)}
     return {row: matches for row, matches in judged.items() if matches}

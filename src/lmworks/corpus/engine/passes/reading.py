@@ -1,7 +1,7 @@
-"""The first stages: what `max_bytes` draws, and each part read, put through the steps, and written aside with what later stages need.
+"""The first passes: draw documents up to `max_bytes`, read each part, apply the steps, and write the result aside for later passes.
 
-Of a part remain, in staging/read: the documents that are left (parquet), a row per document that was read (`decisions`), keys and sketches
-of those left (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
+Of each part, staging/read has the documents that the steps kept (parquet), a row per document that was read (`decisions`), keys and
+sketches of those kept (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lmworks.corpus.dedup.traces import TracesWriter
 from lmworks.corpus.document import Batch, Document, split_id
 from lmworks.corpus.drawing import keys, threshold
 from lmworks.corpus.engine.counts import Count, Counts, Samples, count
-from lmworks.corpus.engine.decisions import Decisions
+from lmworks.corpus.engine.decisions import DecisionRows
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.step_runner import Passing
-from lmworks.corpus.engine.tables import rows_of, save_array, writing
+from lmworks.corpus.engine.step_runner import StepRunner
+from lmworks.corpus.engine.tables import parquet_writer, rows_of, save_array
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.readers import read
 from lmworks.corpus.readers.items import Item
@@ -29,14 +29,14 @@ from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 
 BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
-_TELL = 256
+_REPORT_EVERY = 256
 _DECIDED = 8192  # documents whose decisions are written together
 DRAWN = np.dtype([("bytes", "<i8"), ("key", "<u8")])
 KEPT = np.dtype([("number", "<i8"), ("variant", "<i4"), ("bytes", "<i8"), ("key", "<u8")])
 """Of a document that is left: its number in the part and of its variant, its size, and the key that decides who is held out."""
 
 
-def limited(job: Job) -> list[Piece]:
+def limited_pieces(job: Job) -> list[Piece]:
     """The parts of sources of which `max_bytes` are drawn."""
     return [piece for piece in job.pieces if piece.source.max_bytes is not None]
 
@@ -45,12 +45,12 @@ def size_inputs(job: Job, piece: Piece) -> Any:
     return job.reading_of(piece)
 
 
-def size(job: Job, piece: Piece, advance: Advance) -> None:
+def measure_sizes(job: Job, piece: Piece, advance: Advance) -> None:
     """Size and key of each sound document of a part, so that a budget can be drawn exactly."""
     ids: list[str] = []
     sizes: list[int] = []
     found = []
-    for identity, item in _told(job, piece, advance):
+    for identity, item in _items_with_progress(job, piece, advance):
         if item.reason is None:
             ids.append(identity)
             sizes.append(len(item.text.encode()))
@@ -71,10 +71,10 @@ def _rows(ids: list[str], sizes: list[int], dtype: np.dtype[Any], seed: int, pur
 
 
 def draw_inputs(job: Job, task: str) -> Any:
-    return [[str(piece), job.reading_of(piece), int(piece.source.max_bytes or 0)] for piece in limited(job)]
+    return [[str(piece), job.reading_of(piece), int(piece.source.max_bytes or 0)] for piece in limited_pieces(job)]
 
 
-def draw(job: Job, task: str, advance: Advance) -> None:
+def draw_documents(job: Job, task: str, advance: Advance) -> None:
     """Per source the key below which a document is drawn."""
     found = {}
     for source in job.sources:
@@ -99,45 +99,45 @@ def read_inputs(job: Job, piece: Piece) -> Any:
 
 
 def steps_of(job: Job, piece: Piece) -> Sequence[Any]:
-    """The steps, made for the documents of one part."""
+    """The steps for the documents of one part."""
     return [node.make(Context(piece.source, job.recipe.seed, job.folder)) for node in job.recipe.corpus.steps]
 
 
 def read_part(job: Job, piece: Piece, advance: Advance) -> None:
-    """Read a part, put its documents through the steps, and leave what is described above."""
-    _Reading(job, piece).run(advance)
+    """Read a part, apply the steps, and write the files described above."""
+    _PartReader(job, piece).run(advance)
 
 
-def _told(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[str, Item]]:
-    """(id, item) of a part, telling how far it is."""
+def _items_with_progress(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[str, Item]]:
+    """(id, item) of a part, reporting progress."""
     left, done, documents = piece.bytes, 0, 0
     for number, item in enumerate(read(piece.source, piece.part, int(job.recipe.corpus.max_document_bytes))):
         step = min(item.consumed, left)
         left, done, documents = left - step, done + step, documents + 1
-        if documents == _TELL or done > 1 << 20:
+        if documents == _REPORT_EVERY or done > 1 << 20:
             advance(done, documents)
             done = documents = 0
         yield f"{piece.source.name}/{piece.number}/{number}", item
     advance(done + left, documents)
 
 
-class _Reading:
+class _PartReader:
     def __init__(self, job: Job, piece: Piece) -> None:
         self._job, self._piece = job, piece
         self._came, self._not_drawn = Count(), Count()
         self._quarantined: Counts = {}
         self._quarantine, self._rejected = Samples(), Samples()
         steps = steps_of(job, piece)
-        self._decisions = Decisions(tuple(dict.fromkeys(name for step in steps for name in step.statistics)))
+        self._decisions = DecisionRows(tuple(dict.fromkeys(name for step in steps for name in step.statistics)))
         semantic = job.recipe.corpus.dedup.semantic
         self._traces = TracesWriter(job.staging, job.sketching, embedding(semantic, job.folder) if semantic else None)
-        self._passing = Passing(steps, self._decisions, self._rejected)
+        self._runner = StepRunner(steps, self._decisions, self._rejected)
         self._left: list[np.ndarray] = [np.zeros(0, dtype=KEPT)]
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
         decisions = job.path("read", piece, ".decisions.parquet")
-        with writing(job.path("read", piece, ".parquet")) as out, writing(decisions, self._decisions.schema) as decided:
+        with parquet_writer(job.path("read", piece, ".parquet")) as out, parquet_writer(decisions, self._decisions.schema) as decided:
             batch: list[Document] = []
             characters = 0
             for document in self._documents(advance):
@@ -158,7 +158,7 @@ class _Reading:
                 "came": asdict(self._came),
                 "quarantined": {reason: asdict(one) for reason, one in self._quarantined.items()},
                 "not_drawn": asdict(self._not_drawn),
-                "steps": [asdict(passage) for passage in self._passing.passages],
+                "steps": [asdict(counts) for counts in self._runner.counts],
                 "quarantine": self._quarantine.rows,
                 "rejected": self._rejected.rows,
             },
@@ -166,7 +166,7 @@ class _Reading:
 
     def _documents(self, advance: Advance) -> Iterator[Document]:
         source, below = self._piece.source, _drawn_below(self._job, self._piece)
-        for identity, item in _told(self._job, self._piece, advance):
+        for identity, item in _items_with_progress(self._job, self._piece, advance):
             language = item.language or source.language
             if item.reason is not None:
                 size = max(item.consumed, len(item.text.encode()))
@@ -185,7 +185,7 @@ class _Reading:
             yield Document(identity, item.text, item.origin, source.name, source.domain, language, item.facts)
 
     def _process(self, documents: list[Document], out: Any) -> None:
-        batch, sizes = self._passing.through(Batch(documents))
+        batch, sizes = self._runner.run(Batch(documents))
         if not len(batch):
             return
         self._traces.add(batch)

@@ -1,8 +1,8 @@
-"""Passages that stood earlier, cut out of the training documents: each part gives its anchors, those found twice are looked at closely.
+"""Passages that occurred earlier are cut out of the training documents: exact runs are compared only near anchors that occur twice.
 
-Of the parts remain staging/anchors (hashes), staging/runs (document, unit and hash of every run near an anchor that occurs twice),
-staging/again (where a run begins that stood earlier) and staging/cut (the documents that were cut, as they are now). The two tasks that
-look at all parts go through the hashes a slice at a time, so that their memory does not grow with the text.
+The passes write staging/ngram_anchors (hashes), staging/candidate_ngrams (document, unit and hash of every run near an anchor that occurs
+twice), staging/repeated_ngrams (where a run begins that occurred earlier) and staging/cut_passages (the documents after cutting). The two
+tasks that read all parts go through the hashes a slice at a time, so that their memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import pyarrow as pa
 
 from lmworks.corpus.dedup.keys import in_slice
 from lmworks.corpus.dedup.substring import anchors, cut, later, repeated, runs
-from lmworks.corpus.engine.dedup_decisions import CUTS, Fates, cuts_path, cutting, in_order, texts_of
+from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, cutting, in_order, texts_of
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import save_array, writing
+from lmworks.corpus.engine.tables import parquet_writer, save_array
 from lmworks.corpus.engine.task import Advance, reduction
 from lmworks.corpus.units import Units, units
 
 _SLICE = 1 << 25  # hashes
 
 
-def cut_pieces(job: Job) -> Sequence[Piece]:
+def pieces_if_cutting(job: Job) -> Sequence[Piece]:
     return job.pieces if cutting(job) else ()
 
 
-def once(job: Job) -> Sequence[str]:
+def reduction_if_cutting(job: Job) -> Sequence[str]:
     return reduction(job) if cutting(job) else ()
 
 
@@ -40,30 +40,30 @@ def _length(job: Job) -> int:
     return job.recipe.corpus.dedup.substring.min_length
 
 
-def anchor_inputs(job: Job, piece: Piece) -> Any:
-    return [_length(job), job.recipe.corpus.dedup.variants, Fates.digest(job, piece, cut=False), read_inputs(job, piece)]
+def anchors_inputs(job: Job, piece: Piece) -> Any:
+    return [_length(job), job.recipe.corpus.dedup.variants, DedupDecisions.digest(job, piece, cut=False), read_inputs(job, piece)]
 
 
-def common_inputs(job: Job, task: str) -> Any:
-    return [[str(piece), anchor_inputs(job, piece)] for piece in job.pieces]
+def shared_anchors_inputs(job: Job, task: str) -> Any:
+    return [[str(piece), anchors_inputs(job, piece)] for piece in job.pieces]
 
 
-def run_inputs(job: Job, piece: Piece) -> Any:
-    return [anchor_inputs(job, piece), file_digest(_common(job))]
+def candidates_inputs(job: Job, piece: Piece) -> Any:
+    return [anchors_inputs(job, piece), file_digest(_shared_anchors_path(job))]
 
 
-def again_inputs(job: Job, task: str) -> Any:
-    return [[str(piece), run_inputs(job, piece), piece.source.dedup.substring] for piece in in_order(job)]
+def repeated_ngrams_inputs(job: Job, task: str) -> Any:
+    return [[str(piece), candidates_inputs(job, piece), piece.source.dedup.substring] for piece in in_order(job)]
 
 
-def cut_inputs(job: Job, piece: Piece) -> Any:
-    return [anchor_inputs(job, piece), file_digest(job.path("again", piece, ".npy"))]
+def cut_passages_inputs(job: Job, piece: Piece) -> Any:
+    return [anchors_inputs(job, piece), file_digest(job.path("repeated_ngrams", piece, ".npy"))]
 
 
-def _learnt(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarray, list[str], Units]]:
+def _training_batches(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarray, list[str], Units]]:
     """(rows, texts, units) of the training documents of a part, some at a time."""
-    fates = Fates.load(job, piece, cut=False)
-    chosen = fates.learnt
+    decisions = DedupDecisions.load(job, piece, cut=False)
+    chosen = decisions.in_training
     if not job.recipe.corpus.dedup.variants:  # which repeat their originals
         chosen = chosen & (np.load(job.path("read", piece, ".keys.npy"))["variant"] == 0)
     rows, first = np.flatnonzero(chosen), 0
@@ -74,43 +74,43 @@ def _learnt(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarr
         first += count
 
 
-def anchor(job: Job, piece: Piece, advance: Advance) -> None:
-    """The anchors of a part's documents."""
-    found = [anchors(batch, _length(job))[:, 2] for _, _, batch in _learnt(job, piece, advance)]
-    save_array(job.path("anchors", piece, ".npy"), np.concatenate([np.zeros(0, np.int64), *found]))
+def find_anchors(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write the anchors of a part's documents."""
+    found = [anchors(batch, _length(job))[:, 2] for _, _, batch in _training_batches(job, piece, advance)]
+    save_array(job.path("ngram_anchors", piece, ".npy"), np.concatenate([np.zeros(0, np.int64), *found]))
 
 
-def common(job: Job, task: str, advance: Advance) -> None:
-    """The anchors found twice, in whatever documents."""
-    parts = [np.load(job.path("anchors", piece, ".npy"), mmap_mode="r") for piece in job.pieces]
+def find_shared_anchors(job: Job, task: str, advance: Advance) -> None:
+    """Write the anchors that occur at least twice in all documents."""
+    parts = [np.load(job.path("ngram_anchors", piece, ".npy"), mmap_mode="r") for piece in job.pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
     found = [repeated(np.concatenate([part[_in(part, number, slices)] for part in parts])) for number in range(slices)]
-    save_array(_common(job), np.sort(np.concatenate(found)))
+    save_array(_shared_anchors_path(job), np.sort(np.concatenate(found)))
 
 
-def _common(job: Job) -> Path:
-    return job.path("twice", "all", ".npy")
+def _shared_anchors_path(job: Job) -> Path:
+    return job.path("shared_anchors", "all", ".npy")
 
 
 def _in(hashes: np.ndarray, number: int, slices: int) -> np.ndarray:
     return in_slice(np.asarray(hashes).view(np.uint64), number, slices)
 
 
-def run(job: Job, piece: Piece, advance: Advance) -> None:
-    """All runs of a part's documents near such an anchor."""
-    common = np.load(_common(job))
+def find_candidates(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write all runs of a part's documents near a shared anchor."""
+    shared = np.load(_shared_anchors_path(job))
     found = [np.zeros((0, 3), np.int64)]
-    for rows, _, batch in _learnt(job, piece, advance):
-        near = runs(batch, _length(job), common)
+    for rows, _, batch in _training_batches(job, piece, advance):
+        near = runs(batch, _length(job), shared)
         near[:, 0] = rows[near[:, 0]]
         found.append(near)
-    save_array(job.path("runs", piece, ".npy"), np.concatenate(found))
+    save_array(job.path("candidate_ngrams", piece, ".npy"), np.concatenate(found))
 
 
-def again(job: Job, task: str, advance: Advance) -> None:
-    """Which of these stood earlier, in the order of priority."""
+def find_repeated_ngrams(job: Job, task: str, advance: Advance) -> None:
+    """Write which candidates occurred earlier, in the order of priority."""
     pieces = in_order(job)
-    parts = [np.load(job.path("runs", piece, ".npy"), mmap_mode="r") for piece in pieces]
+    parts = [np.load(job.path("candidate_ngrams", piece, ".npy"), mmap_mode="r") for piece in pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
     gone = [np.zeros(len(part), dtype=bool) for part in parts]
     for number in range(slices):
@@ -120,19 +120,19 @@ def again(job: Job, task: str, advance: Advance) -> None:
             flags[places] = own
     for piece, part, flags in zip(pieces, parts, gone, strict=True):
         allowed = flags & piece.source.dedup.substring
-        save_array(job.path("again", piece, ".npy"), np.asarray(part[allowed, :2]))
+        save_array(job.path("repeated_ngrams", piece, ".npy"), np.asarray(part[allowed, :2]))
 
 
-def cut_part(job: Job, piece: Piece, advance: Advance) -> None:
-    """The documents of a part that lose a passage, as they are without it."""
-    found = np.load(job.path("again", piece, ".npy"))
+def cut_passages(job: Job, piece: Piece, advance: Advance) -> None:
+    """Write the documents of a part that lose a passage, without it."""
+    found = np.load(job.path("repeated_ngrams", piece, ".npy"))
     rows_cut = np.unique(found[:, 0])
     columns: list[list[Any]] = [[], [], []]
-    for rows, texts, batch in _learnt(job, piece, advance):
+    for rows, texts, batch in _training_batches(job, piece, advance):
         for number in np.flatnonzero(np.isin(rows, rows_cut)).tolist():
             starts = batch.starts[batch.bounds[number] : batch.bounds[number + 1]]
             text, left = cut(texts[number], starts, found[found[:, 0] == rows[number], 1], _length(job))
             for column, value in zip(columns, (int(rows[number]), text, left), strict=True):
                 column.append(value)
-    with writing(cuts_path(job, piece), CUTS) as out:
+    with parquet_writer(cuts_path(job, piece), CUTS) as out:
         out.write_table(pa.table(columns, schema=CUTS))

@@ -1,4 +1,4 @@
-"""The one task that looks at all documents at once: copies, and what is held out."""
+"""The pass `resolve_duplicates`, one task over all documents: which duplicates are dropped, and which documents are held out."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import pyarrow as pa
 
 from lmworks.corpus.drawing import held_out
 from lmworks.corpus.engine.assembling import require_documents
-from lmworks.corpus.engine.dedup_decisions import FATES, Rows, fates_path
+from lmworks.corpus.engine.dedup_decisions import DEDUP_DECISIONS, StagedRows, dedup_decisions_path
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.passes.duplicates import HELD, REASONS, find
-from lmworks.corpus.engine.tables import writing
+from lmworks.corpus.engine.passes.duplicates import HELD, REASONS, join_duplicates
+from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.engine.task import Advance
 from lmworks.files import write_json
 
 
-def decide(job: Job, task: str, advance: Advance) -> None:
-    """Write the fates of the documents of each part. Raises UserError for a source of which nothing is usable."""
+def resolve_duplicates(job: Job, task: str, advance: Advance) -> None:
+    """Write the decision about each of the documents of each part. Raises UserError for a source of which nothing is usable."""
     require_documents(job)
-    rows = Rows(job)
-    copies = find(job, rows)
-    held = _held(job, rows, copies.reasons > 0)
-    told = (copies.reasons == 0) & held[rows.originals] & ~held  # variants of what is held out
-    copies.reasons[told], copies.originals[told] = HELD, rows.originals[told]
+    rows = StagedRows(job)
+    duplicates = join_duplicates(job, rows)
+    held = _held(job, rows, duplicates.reasons > 0)
+    of_held_out = (duplicates.reasons == 0) & held[rows.originals] & ~held  # variants of what is held out
+    duplicates.reasons[of_held_out], duplicates.originals[of_held_out] = HELD, rows.originals[of_held_out]
     for number, piece in enumerate(rows.pieces):
         span = rows.span(number)
-        reasons = copies.reasons[span].tolist()
-        originals = copies.originals[span].tolist()
+        reasons = duplicates.reasons[span].tolist()
+        originals = duplicates.originals[span].tolist()
         columns = [
             pa.array([REASONS[reason] or None for reason in reasons], pa.string()),
             pa.array([rows.id(first) if reason else None for reason, first in zip(reasons, originals, strict=True)], pa.string()),
             pa.array(held[span], pa.bool_()),
         ]
-        with writing(fates_path(job, piece), FATES) as out:
-            out.write_table(pa.table(columns, schema=FATES))
-    write_json(job.path("decide", task, ".found.json"), {"bytes_per_document": round(copies.bytes_per_document, 1)})
+        with parquet_writer(dedup_decisions_path(job, piece), DEDUP_DECISIONS) as out:
+            out.write_table(pa.table(columns, schema=DEDUP_DECISIONS))
+    write_json(job.path("resolve_duplicates", task, ".found.json"), {"bytes_per_document": round(duplicates.bytes_per_document, 1)})
 
 
-def _held(job: Job, rows: Rows, copy: np.ndarray) -> np.ndarray:
+def _held(job: Job, rows: StagedRows, copy: np.ndarray) -> np.ndarray:
     """(N,) the rows held out, some of each source, none of them a copy or a variant."""
     corpus = job.recipe.corpus
     held = np.zeros(len(rows), dtype=bool)

@@ -1,4 +1,4 @@
-"""The last stage over parts: documents to train/ and validation/, and every decision to decisions/."""
+"""The last pass: writes documents to train/ and validation/, and every decision to decisions/."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.contamination import Match
 from lmworks.corpus.document import Document
-from lmworks.corpus.engine.counts import Counts, Passage, Samples, Touched, count
-from lmworks.corpus.engine.dedup_decisions import Fates, staged
+from lmworks.corpus.engine.counts import ContaminatedItems, Counts, Samples, StepCounts, count
+from lmworks.corpus.engine.dedup_decisions import DedupDecisions, staged
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.decontamination import verdict_inputs, verdicts
 from lmworks.corpus.engine.passes.reading import read_inputs
-from lmworks.corpus.engine.tables import DECISIONS, DOCUMENTS, row_groups, writing
+from lmworks.corpus.engine.tables import DECISIONS, DOCUMENTS, parquet_writer, row_groups
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.histogram import Histogram
 from lmworks.corpus.readers.items import EXCERPT
@@ -35,9 +35,9 @@ MOST_PASSAGES = 1000
 
 def write_inputs(job: Job, piece: Piece) -> Any:
     buckets = [as_tree(bucket) for bucket in piece.source.buckets]
-    gate = job.recipe.corpus.decontaminate
-    kept = [buckets, piece.source.bucket_by, gate.action if gate else None]
-    return [read_inputs(job, piece), Fates.digest(job, piece), verdict_inputs(job, piece), kept]
+    decontaminate = job.recipe.corpus.decontaminate
+    kept = [buckets, piece.source.bucket_by, decontaminate.action if decontaminate else None]
+    return [read_inputs(job, piece), DedupDecisions.digest(job, piece), verdict_inputs(job, piece), kept]
 
 
 def outputs(job: Job, piece: Piece) -> list[Path]:
@@ -51,25 +51,25 @@ def decisions_path(job: Job, piece: Piece) -> Path:
 
 
 def write_part(job: Job, piece: Piece, advance: Advance) -> None:
-    """Write what is left of a part, and what became of all of it."""
-    _Writing(job, piece).run(advance)
+    """Write the kept documents of a part, and the decision about every document."""
+    _PartWriter(job, piece).run(advance)
 
 
-class _Writing:
+class _PartWriter:
     def __init__(self, job: Job, piece: Piece) -> None:
         self._job, self._piece = job, piece
-        self._fates = Fates.load(job, piece)
+        self._fates = DedupDecisions.load(job, piece)
         self._verdicts = verdicts(job, piece)
-        gate = job.recipe.corpus.decontaminate
-        self._drops = gate is not None and gate.action != "report"
-        self._dedup, self._decontaminate = Passage("dedup"), Passage("decontaminate")
+        decontaminate = job.recipe.corpus.decontaminate
+        self._drops = decontaminate is not None and decontaminate.action != "report"
+        self._dedup, self._decontaminate = StepCounts("dedup"), StepCounts("decontaminate")
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()
-        self._leaky: dict[str, str] = {}  # documents that were dropped for the text of which item, whose variants go with them
+        self._leaky: dict[str, str] = {}  # dropped document to the item that it contains; its variants are dropped with it
         self._passages: list[dict[str, str]] = []
-        self._touched: dict[str, Touched] = {}
-        self._ends: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
-        self._same_ends: dict[tuple[str, ...], tuple[str, ...]] = {}  # most are alike, and need no room of their own
+        self._touched: dict[str, ContaminatedItems] = {}
+        self._outcomes: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
+        self._distinct_outcomes: dict[tuple[str, ...], tuple[str, ...]] = {}  # most are alike, and need no room of their own
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
@@ -87,7 +87,7 @@ class _Writing:
                 for (split, output), chosen in places.items():
                     path = part_path(job.out, split, output, piece.number)
                     if path not in open_:
-                        open_[path] = stack.enter_context(writing(path))
+                        open_[path] = stack.enter_context(parquet_writer(path))
                     open_[path].write_table(rows.take(chosen).cast(DOCUMENTS))
                 advance(piece.bytes * rows.num_rows // total, rows.num_rows)
         statistics = self._write_decisions()
@@ -124,7 +124,7 @@ class _Writing:
             self._reject(document, "decontaminate", "contaminated", detail=f"as its original: {leaked}")
             return None
         if matches := self._verdicts.get(row):
-            self._tell(document, matches)
+            self._record_contamination(document, matches)
             if self._drops:
                 longest = matches[0]
                 self._leaky[document.id] = longest.against
@@ -135,7 +135,7 @@ class _Writing:
         bucket = bucket_of(document, source)
         output = f"{source.name}.{bucket}" if bucket else source.name
         count(self._kept[split], output, size)
-        self._end(split, "", "", "")
+        self._record_outcome(split, "", "", "")
         return split, output
 
     def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:
@@ -145,38 +145,38 @@ class _Writing:
         return rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
 
     def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
-        self._end(step, reason, detail, copy_of or "")
+        self._record_outcome(step, reason, detail, copy_of or "")
         more = {"copy_of": copy_of, "against": detail, "passage": passage}
         self._rejected.add(document.source, reason, document.id, document.origin, document.text, **more)
 
-    def _end(self, *end: str) -> None:
-        self._ends.append(self._same_ends.setdefault(end, end))
+    def _record_outcome(self, *end: str) -> None:
+        self._outcomes.append(self._distinct_outcomes.setdefault(end, end))
 
-    def _tell(self, document: Document, matches: Sequence[Match]) -> None:
+    def _record_contamination(self, document: Document, matches: Sequence[Match]) -> None:
         for name in {match.set for match in matches}:
             items = {match.against for match in matches if match.set == name}
-            self._touched.setdefault(name, Touched()).add(1, items)
+            self._touched.setdefault(name, ContaminatedItems()).add(1, items)
         if len(self._passages) < MOST_PASSAGES:
             longest = matches[0]
             self._passages.append({"id": document.id, "against": longest.against, "passage": _passage(document, longest)})
 
     def _write_decisions(self) -> dict[str, Any]:
-        """Fill in the fates of the documents that the steps had left; returns the distributions of the statistics."""
-        path, ends = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._ends)
+        """Complete the rows of documents that no step has dropped; returns the distributions of the statistics."""
+        path, outcomes = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._outcomes)
         schema = pq.read_schema(path)
         measured = {name: {"read": Histogram(), "train": Histogram()} for name in schema.names[len(DECISIONS) :]}
-        with writing(decisions_path(self._job, self._piece), schema) as out:
+        with parquet_writer(decisions_path(self._job, self._piece), schema) as out:
             for _, table in row_groups(path):
-                open_ = pc.equal(table["fate"], "").combine_chunks()
-                here = list(islice(ends, pc.sum(open_).as_py() or 0))
-                for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*here, strict=True), strict=False):
-                    filled = pc.replace_with_mask(table[name].combine_chunks(), open_, pa.array(values, pa.string()))
+                undecided = pc.equal(table["fate"], "").combine_chunks()
+                filled_in = list(islice(outcomes, pc.sum(undecided).as_py() or 0))
+                for name, values in zip(("fate", "reason", "detail", "copy_of"), zip(*filled_in, strict=True), strict=False):
+                    filled = pc.replace_with_mask(table[name].combine_chunks(), undecided, pa.array(values, pa.string()))
                     table = table.set_column(table.schema.get_field_index(name), name, filled)
                 out.write_table(table)
-                learnt = pc.equal(table["fate"], "train")
+                in_training = pc.equal(table["fate"], "train")
                 for name, of in measured.items():
                     of["read"].add(table[name].drop_null().to_pylist())
-                    of["train"].add(table[name].filter(learnt).drop_null().to_pylist())
+                    of["train"].add(table[name].filter(in_training).drop_null().to_pylist())
         return {name: {kind: one.as_json() for kind, one in of.items()} for name, of in measured.items()}
 
 
