@@ -57,7 +57,9 @@ def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
     return lambda: void(
-        train_step(ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, rate=1.0, clip=1.0, bias_update_rate=0.001)
+        train_step(
+            ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.001
+        )
     )
 
 

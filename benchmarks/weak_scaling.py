@@ -74,9 +74,8 @@ def ours(what: Recipe, ranks: Ranks) -> Step:
 
     def step(batch: Batch, rows: int, count: int) -> float:
         result = train_step(
-            model, optimizer, batch, rows=rows * count * ranks.world, valid=batch.valid_tokens * ranks.world, micro_batch_size=rows,
-            rate=1.0,
-            clip=CLIP, bias_update_rate=0.0,
+            model, optimizer, batch, sequences=rows * count * ranks.world, valid_tokens=batch.valid_tokens * ranks.world,
+            micro_batch_size=rows, lr_factor=1.0, max_grad_norm=CLIP, bias_update_rate=0.0,
         )  # fmt: skip
         return float(result.loss)
 

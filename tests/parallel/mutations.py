@@ -122,12 +122,12 @@ def _all_ranks_read_the_first_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_are_of_this_rank(patch: pytest.MonkeyPatch) -> None:
-    total = ParallelModel.total
+    total = ParallelModel.sum_over_ranks
     patch.setattr(ParallelModel, "total", lambda self, sums: replace(total(self, sums), counts_LE=sums.counts_LE))
 
 
 def _counts_are_doubled(patch: pytest.MonkeyPatch) -> None:
-    total = ParallelModel.total
+    total = ParallelModel.sum_over_ranks
 
     def doubled(self: ParallelModel, sums: Any) -> Any:
         found = total(self, sums)

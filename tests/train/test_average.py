@@ -19,9 +19,9 @@ from lmworks.recipe.after import Layout
 from lmworks.shards.batch import Batches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.load import load_model
+from lmworks.train.observe.sampling import _TOKENS
+from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import held_out, pretrain
-from lmworks.train.sampling import _TOKENS
-from lmworks.train.validation import validate
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.train.copies import compare
+from lmworks.train.faults.replicas import compare
 from lmworks.watch.checksum import Deviation, checksum, checksums, vote
 from lmworks.watch.recheck import twice
 

@@ -15,7 +15,7 @@ from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.model import Model
 from lmworks.shards.batch import Batches
-from lmworks.train.detail import largest_score, passing, watching
+from lmworks.train.observe.layer_statistics import largest_score, passing, watching
 from lmworks.train.pretrain import build_model
 from tiny_run import Tiny
 

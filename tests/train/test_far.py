@@ -14,9 +14,10 @@ from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.far import Far, positions, stretches
-from lmworks.train.needle import DEPTHS, FACTS, Needle, ask, needles
-from lmworks.train.pretrain import build_model, stages
+from lmworks.train.curriculum import phase_settings
+from lmworks.train.observe.long_context import Far, positions, stretches
+from lmworks.train.observe.needle import DEPTHS, FACTS, Needle, ask, needles
+from lmworks.train.pretrain import build_model
 from tiny_run import Tiny, curve
 
 LENGTH = 512
@@ -98,20 +99,20 @@ def test_stretches_of_positions() -> None:
 
 def test_losses_by_position_add_up_to_the_loss_of_the_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tolerance 1e-6: sums in another order."""
-    monkeypatch.setattr("lmworks.train.far._FIRST", 16)
+    monkeypatch.setattr("lmworks.train.observe.long_context._FIRST", 16)
     recipe = tiny.resolve().recipe
     batches = Batches(recipe, tiny.run_dir / "shards")
     model = build_model(recipe)
     far = Far(batches, recipe, load(tiny.run_dir / "tokenizer"))
-    stage = stages(recipe, batches)[1]
-    found = far.measure(model, stage)
+    phase = phase_settings(recipe, batches)[1]
+    found = far.measure(model, phase)
     assert set(found) == {"validation/position/0", "validation/position/16"}
     rows = far._rows[64]
     place = np.concatenate([positions(row) for row in rows])
     valid = np.concatenate([row.labels for row in rows]) != IGNORE
     near, total = int((valid & (place < 16)).sum()), int(valid.sum())
     model.eval()
-    expected = sum(map(model.nats, rows))
+    expected = sum(map(model.summed_cross_entropy, rows))
     summed = found["validation/position/0"] * near + found["validation/position/16"] * (total - near)
     assert summed == pytest.approx(expected, rel=1e-6)
     assert abs(found["validation/position/0"] - math.log(512)) < 0.5, "an untrained model guesses"

@@ -18,7 +18,7 @@ from lmworks.recipe.after import Layout
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.order import Change
 from lmworks.train import trainer
-from lmworks.train.mixture import ask, check, now, read_changes
+from lmworks.train.data.mixture import ask, check, now, read_changes
 from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits

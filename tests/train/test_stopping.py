@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from lmworks.export.card import write_card
 from lmworks.interrupt import Interrupted
 from lmworks.model import Transformer
 from lmworks.recipe.training import EarlyStopping as Options
+from lmworks.train.early_stopping import EarlyStopping
 from lmworks.train.load import load_model
-from lmworks.train.stopping import EarlyStopping
-from lmworks.train.trainer import Trainer
+from lmworks.train.validator import Validator
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -101,15 +102,15 @@ def test_a_resumed_run_stops_at_the_same_step(tiny_copy: Tiny, monkeypatch: pyte
 def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of the lowest validation, which save_every alone would not have saved, and which is not among the last."""
     losses = {2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4}
-    honest = Trainer._validation
+    honest = Validator.run
 
-    def validation(self: Trainer) -> dict[str, float]:
-        monkeypatch.setattr(self, "validate", lambda: {"validation/bits_per_byte": losses.get(self.step, 4.0)})
-        return honest(self)
+    def validation(self: Validator, step: int, ema: Any) -> dict[str, float]:
+        monkeypatch.setattr(self, "_validate", lambda: {"validation/bits_per_byte": losses.get(step, 4.0)})
+        return honest(self, step, ema)
 
     early = ("train.early_stopping.patience=2", "train.validate_every=1 steps", "train.save_every=2 steps", "tune.tokens=256 tokens")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_validation", validation)
+        patch.setattr(Validator, "run", validation)
         tiny_copy.walk(*early, last="pretrain")
     place = tiny_copy.run_dir / "checkpoints"
     assert [listing.step_of(path) for path in listing.directories(place)] == [3, 4, 5]

@@ -81,9 +81,9 @@ def test_a_spike_is_left_out_and_too_many_lead_back(tmp_path):
 def test_the_rate_is_lowered_and_comes_back_linearly(tmp_path):
     told = Told(tmp_path, spike={"action": "reduce_lr", "reduced_lr_factor": 0.2, "reduced_lr_steps": 4})
     told.calm(0, 50)
-    assert told.policy.rate(50) == 1
+    assert told.policy.lr_factor(50) == 1
     assert told.step(50, 9.0) is None
-    assert [round(told.policy.rate(step), 6) for step in range(50, 57)] == [1, 0.2, 0.4, 0.6, 0.8, 1, 1]
+    assert [round(told.policy.lr_factor(step), 6) for step in range(50, 57)] == [1, 0.2, 0.4, 0.6, 0.8, 1, 1]
 
 
 def test_a_rollback_comes_at_once_where_the_recipe_says_so(tmp_path):
@@ -121,7 +121,7 @@ def test_a_resumed_policy_decides_as_an_undisturbed_one(tmp_path):
                 lines, told = told.lines, Told(tmp_path, max_bad_steps=3, spike=spike)
                 told.lines.extend(lines)
                 told.policy.load(state)
-            decided.append((told.policy.rate(step), told.step(step, loss)))
+            decided.append((told.policy.lr_factor(step), told.step(step, loss)))
         return [decided, str(told.lines), told.policy.state()]
 
     undisturbed = run(None)

@@ -90,7 +90,7 @@ def mixture(
 ) -> None:
     """Change the mixture of a run that has begun, up to the end of the phase or its next planned change."""
     from lmworks.shards.order import Change
-    from lmworks.train.mixture import ask, check, now
+    from lmworks.train.data.mixture import ask, check, now
 
     step = now(Path(run)) if at is None else at
     change = Change(step, check(Path(run), step, weights))
@@ -160,7 +160,7 @@ def batches_of(run: str, *more: Change) -> Batches:
     """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
     from lmworks.run.walk import require_run
     from lmworks.shards.batch import Batches
-    from lmworks.train.mixture import read_changes
+    from lmworks.train.data.mixture import read_changes
 
     return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
 

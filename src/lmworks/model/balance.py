@@ -21,19 +21,19 @@ def load_error(counts_LE: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_biases(layers: Sequence[MoE], counts_LE: Tensor, rate: float, balance: Balance, finite: Tensor | None = None) -> None:
+def update_biases(layers: Sequence[MoE], counts_LE: Tensor, bias_update_rate: float, balance: Balance, apply: Tensor | None = None) -> None:
     """Move the selection bias of each sparse layer towards an even load; a step that is not `finite` moves nothing.
 
     `counts_LE` are the tokens per expert of the whole optimizer step: all ranks and micro-batches, each token counted once.
     """
-    if balance.method != "bias" or rate == 0:
+    if balance.method != "bias" or bias_update_rate == 0:
         return
     error = load_error(counts_LE.float())
-    step = rate * (error.sign() if balance.bias_update == "sign" else error.clamp(-1, 1))
+    step = bias_update_rate * (error.sign() if balance.bias_update == "sign" else error.clamp(-1, 1))
     for layer, ffn in enumerate(layers):
         bias = ffn.router.bias
         moved = (bias + step[layer]).clamp(-balance.bias_clamp, balance.bias_clamp)
-        bias.copy_(moved if finite is None else torch.where(finite, moved, bias))
+        bias.copy_(moved if apply is None else torch.where(apply, moved, bias))
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def set_loads(layers: Sequence[MoE], counts_LE: Tensor, top_k: int) -> None:
         ffn.router.load = loads_LE[layer].clone()
 
 
-def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
+def load_statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
     """Per layer (L,): coefficient of variation, largest and smallest load relative to the mean, dead experts, and the share
     of assignments beyond capacity_factor times the mean (tokens are never dropped; this says how many a capacity would drop)."""
     counts = counts_LE.float()

@@ -63,7 +63,7 @@ class _Curve:
         return top * self._shape(x)
 
     @property
-    def warm(self) -> int:
+    def warmup_end(self) -> int:
         """The first step behind the warm-up."""
         return bisect_left(range(self.steps), self.warmup, key=self.tokens_before)
 
@@ -108,17 +108,17 @@ class Schedules:
                 curve.start = self._curves[-1].value(self._curves[-1].steps - 1)
             self._curves.append(curve)
 
-    def factor(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The learning rate of a step as a share of the peak, `optimizer.learning_rate`; past the end, that of the last step."""
         step = min(step, self._ends[-1] - 1)
         index = bisect_right(self._ends, step)
         curve = self._curves[index]
         return curve.value(step - self._ends[index] + curve.steps)
 
-    def warm(self, step: int) -> int:
+    def warmup_end(self, step: int) -> int:
         """The first step behind the warm-up of the phase that `step` lies in; it may lie ahead."""
         index = bisect_right(self._ends, min(step, self._ends[-1] - 1))
-        return self._ends[index] - self._curves[index].steps + self._curves[index].warm
+        return self._ends[index] - self._curves[index].steps + self._curves[index].warmup_end
 
 
 def _since(first: int, tokens_before: Callable[[int], int]) -> Callable[[int], int]:

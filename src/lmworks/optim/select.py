@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 @contextmanager
-def selected(tensors: Sequence[Tensor], finite: Tensor | None) -> Iterator[None]:
-    """Update `tensors` in place in the body; what `finite` (0-d bool) denies is put back bit for bit.
+def selected(tensors: Sequence[Tensor], apply: Tensor | None) -> Iterator[None]:
+    """Update `tensors` in place in the body; what `apply` (0-d bool) denies is put back bit for bit.
 
     The choice is made on the device, so nothing waits for it. It costs one copy of `tensors` for as long as the body runs;
-    with `finite` None the caller already knows that the step is good, and nothing is copied.
+    with `apply` None the caller already knows that the step is good, and nothing is copied.
     """
-    if finite is None:
+    if apply is None:
         yield
         return
     old = [tensor.clone() for tensor in tensors]
     yield
     for tensor, before in zip(tensors, old, strict=True):
-        torch.where(finite, tensor, before, out=tensor)
+        torch.where(apply, tensor, before, out=tensor)

@@ -39,7 +39,7 @@ def share(model: Transformer, ranks: Ranks) -> None:
     if moe and moe.balance.method == "sinkhorn":
         raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
     mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
-    for ffn in model.routers():
+    for ffn in model.moe_layers():
         derive(ffn.router, {"mean_load": mean_load})
 
 

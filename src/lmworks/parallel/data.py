@@ -95,7 +95,7 @@ def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | N
     assert hidden
     dims: dict[int, Shard] = {}
     if moe and hidden % shards == 0:
-        for ffn in model.routers():
+        for ffn in model.moe_layers():
             for name, parameter in ffn.experts._parameters.items():
                 assert parameter is not None
                 if local(parameter).shape[0] % shards:

@@ -40,7 +40,7 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
     mesh = ranks.mesh(*axes)
     dims = {"gate": {"ep": 0, "tp": 1}, "up": {"ep": 0, "tp": 1}, "down": {"ep": 0, "tp": 2}}
     forward = _exchanged(ranks.group("ep"), ep) if ep > 1 else Experts.forward
-    for ffn in model.routers():
+    for ffn in model.moe_layers():
         for name, parameter in list(ffn.experts._parameters.items()):
             assert parameter is not None
             ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])

@@ -28,7 +28,7 @@ from lmworks.shards.packing import IGNORE
 
 
 @dataclass(frozen=True)
-class Sums:
+class StepSums:
     """What a rank's share of a step adds up to: over its valid tokens, and for each of its sparse layers the tokens per expert."""
 
     cross_entropy: Tensor
@@ -41,14 +41,14 @@ class Sums:
 class ParallelModel:
     """This rank's parts of a model, and how micro-batches go through them.
 
-    Every rank calls every method, in the same order. `sparse` are the numbers, among all sparse layers, of those that lie here.
+    Every rank calls every method, in the same order. `moe_layer_indices` are the numbers, among all sparse layers, of those that lie here.
     """
 
     def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
         self.parts, self.ranks = parts, ranks or alone()
         self.config, self.compute_dtype = parts[0].config, parts[0].compute_dtype
         self.device = next(parts[0].parameters()).device
-        self.sparse = [number for part in parts for number in _sparse_layers(part)]
+        self.moe_layer_indices = [number for part in parts for number in _moe_layer_indices(part)]
         self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
 
     @property
@@ -57,13 +57,13 @@ class ParallelModel:
         return self.parts[0] if self.ranks.size("pp") == 1 else None
 
     @property
-    def copies(self) -> list[Tensor]:
+    def duplicates(self) -> list[Tensor]:
         """Parameters of this rank that another pipeline stage has too, and counts."""
-        return self.pipeline.copies if self.pipeline else []
+        return self.pipeline.duplicates if self.pipeline else []
 
-    def written(self, state: dict[str, Any]) -> dict[str, Any]:
+    def without_duplicates(self, state: dict[str, Any]) -> dict[str, Any]:
         """A training state, tensors by kind and name, without the copies that another pipeline stage writes into a checkpoint."""
-        held = {id(copy) for copy in self.copies}
+        held = {id(duplicate) for duplicate in self.duplicates}
         names = tuple(name for name, parameter in self.named_parameters() if id(parameter) in held)
         return {kind: {name: value for name, value in found.items() if not name.endswith(names)} for kind, found in state.items()}
 
@@ -77,15 +77,15 @@ class ParallelModel:
     def state_dict(self, values: bool = True) -> dict[str, Any]:
         """Live tensors by their names in one process; with pipeline stages, those of this rank.
 
-        Where they are not live (`loaded`), `values` says whether they are needed, or only the places to load them into.
+        Where they are not live (`state_loaded`), `values` says whether they are needed, or only the places to load them into.
         """
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
-    def loaded(self, state: dict[str, Any]) -> None:
+    def state_loaded(self, state: dict[str, Any]) -> None:
         """Take over a training state that was loaded into the tensors of `state_dict`; nothing to do where those are live."""
 
-    def routers(self) -> list[MoE]:
-        return [ffn for part in self.parts for ffn in part.routers()]
+    def moe_layers(self) -> list[MoE]:
+        return [ffn for part in self.parts for ffn in part.moe_layers()]
 
     def set_rope(self, rope: Rope) -> None:
         for part in self.parts:
@@ -107,7 +107,7 @@ class ParallelModel:
             part.train(mode)
 
     @contextmanager
-    def averaged(self, ema: Ema | None) -> Iterator[None]:
+    def ema_weights(self, ema: Ema | None) -> Iterator[None]:
         """Inside the body the model is what will leave the run: with the average of its weights, where one is kept."""
         if ema is None:
             yield
@@ -123,17 +123,17 @@ class ParallelModel:
         for part in self.parts:
             data.release(part)
 
-    def rows(self, count: int) -> tuple[int, int]:
+    def rank_sequences(self, count: int) -> tuple[int, int]:
         """Which of a batch's rows this rank's place on the data axis has: [start, stop). Shares differ by one row at most."""
         size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
         return rank * count // size, (rank + 1) * count // size
 
-    def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> Sums:
+    def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
         """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` of them at a
         time.
 
         `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
-        are of this rank alone until `total` adds them up.
+        are of this rank alone until `sum_over_ranks` adds them up.
         """
         if self.pipeline:
             return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
@@ -142,7 +142,7 @@ class ParallelModel:
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
         if self.config.moe is not None and self.config.moe.balance.method == "aux":
-            self._count(model, pieces, self.config.moe.num_experts_per_tok)
+            self._set_step_loads(model, pieces, self.config.moe.num_experts_per_tok)
         for index, (piece, real) in enumerate(pieces):
             loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
             if real:
@@ -153,10 +153,10 @@ class ParallelModel:
                 counts.append(loss.experts.counts * float(real))
         scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
         cross_entropy, z, auxiliary, mtp = scalars
-        return Sums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
+        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
 
     @torch.no_grad()
-    def _count(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
+    def _set_step_loads(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
         """Count the step's choices of all ranks and micro-batches, which the auxiliary loss of each of them needs, by a forward of their
         own. Dropout draws other numbers there than in the step."""
         nothing, found = torch.zeros((), device=self.device), None
@@ -164,9 +164,9 @@ class ParallelModel:
             counts = model.loss(*self._inputs(piece)).experts.counts
             assert counts is not None
             found = counts * float(real) if found is None else found + counts * float(real)
-        counts_LE = self.total(Sums(nothing, nothing, nothing, nothing, found)).counts_LE
+        counts_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, found)).counts_LE
         assert counts_LE is not None
-        set_loads(self.routers(), counts_LE[self.sparse], top_k)
+        set_loads(self.moe_layers(), counts_LE[self.moe_layer_indices], top_k)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         """Add the gradients of `scale` times the loss of a micro-batch, `last` of its step."""
@@ -175,19 +175,19 @@ class ParallelModel:
         (loss.total * scale).backward()
         return loss
 
-    def clip(self, limit: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them); the norm before."""
-        return clip_gradients(self.parameters(), limit, self.ranks.everyone, self.ranks.size("weights"), self.copies)
+    def clip_gradients(self, max_grad_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
+        return clip_gradients(self.parameters(), max_grad_norm, self.ranks.everyone, self.ranks.size("weights"), self.duplicates)
 
     def norm(self, values: Mapping[str, Tensor]) -> float:
         """The Euclidean norm of a tensor for each parameter, of which every rank gives what it holds of the parameter, by name."""
-        held, square = {id(copy) for copy in self.copies}, torch.zeros((), dtype=torch.float64, device=self.device)
+        held, square = {id(duplicate) for duplicate in self.duplicates}, torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.named_parameters():
             if id(parameter) not in held:  # each rank with the same part counts for some of it
                 square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
         return float(self.ranks.sum(self.ranks.sum(square, "weights"), "pp").sqrt())
 
-    def rehearse(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
+    def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """The work of `forward_backward` once more, for those who watch it; its gradients are dropped, and those that were there."""
         for parameter in self.parameters():
             parameter.grad = None
@@ -195,7 +195,7 @@ class ParallelModel:
         for parameter in self.parameters():
             parameter.grad = None
 
-    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> Sums:
+    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
         """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the
         batch, they are single rows, and blank ones at the end."""
         own, rest = divmod(rows, self.ranks.size("dp"))
@@ -204,33 +204,33 @@ class ParallelModel:
         pieces = list(micro_batches(batch, count, micro_batch_size, blank=micro_batch_size))
         found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)
         cross_entropy, z, auxiliary, mtp = found
-        return Sums(cross_entropy, z, auxiliary, mtp, counts_LE)
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
     @torch.no_grad()
-    def total(self, sums: Sums) -> Sums:
+    def sum_over_ranks(self, sums: StepSums) -> StepSums:
         """The sums over all ranks, and the counts of all sparse layers."""
         if not self.ranks.distributed:
             return sums
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
         scalars = self.ranks.sum(self.ranks.sum(scalars, "loss"), "pp")
         counts_LE = None
-        if (moe := self.config.moe) is not None and (layers := self.all_sparse):
+        if (moe := self.config.moe) is not None and (layers := self.num_moe_layers):
             counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
             if sums.counts_LE is not None:
-                counts_LE[self.sparse] = sums.counts_LE.float()
+                counts_LE[self.moe_layer_indices] = sums.counts_LE.float()
             counts_LE = self.ranks.sum(self.ranks.sum(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp = scalars
-        return Sums(cross_entropy, z, auxiliary, mtp, counts_LE)
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
-    def balance(self, counts_LE: Tensor, rate: float, finite: Tensor | None = None) -> None:
+    def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
         """Move the selection biases of this rank's layers by the counts of all."""
         if self.config.moe is not None:
-            update_biases(self.routers(), counts_LE[self.sparse], rate, self.config.moe.balance, finite)
+            update_biases(self.moe_layers(), counts_LE[self.moe_layer_indices], bias_update_rate, self.config.moe.balance, apply)
 
     @torch.no_grad()
-    def nats(self, batch: Batch) -> float:
+    def summed_cross_entropy(self, batch: Batch) -> float:
         """Summed cross-entropy of a whole batch under the model as it is in evaluation."""
-        own = batch.rows(*self.rows(len(batch.tokens)))
+        own = batch.rows(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
             at_once = -(-largest // self.pipeline.stages)
@@ -250,13 +250,13 @@ class ParallelModel:
     @torch.no_grad()
     def largest_biases(self) -> Tensor:
         """The largest selection bias, by size, of each sparse layer; on all ranks."""
-        found = torch.zeros(self.all_sparse, device=self.device)
-        for number, ffn in zip(self.sparse, self.routers(), strict=True):
+        found = torch.zeros(self.num_moe_layers, device=self.device)
+        for number, ffn in zip(self.moe_layer_indices, self.moe_layers(), strict=True):
             found[number] = ffn.router.bias.abs().max()
         return self.ranks.sum(found, "pp")
 
     @property
-    def all_sparse(self) -> int:
+    def num_moe_layers(self) -> int:
         """Sparse layers of the whole model."""
         moe = self.config.moe
         assert self.config.num_hidden_layers
@@ -281,8 +281,8 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
             yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step), False
 
 
-def _sparse_layers(part: Transformer) -> list[int]:
-    """The numbers, among the sparse layers of the whole model, of those in this part; in the order of `routers()`."""
+def _moe_layer_indices(part: Transformer) -> list[int]:
+    """The numbers, among the sparse layers of the whole model, of those in this part; in the order of `moe_layers()`."""
     moe, layers = part.config.moe, part.config.num_hidden_layers
     assert layers
     names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]

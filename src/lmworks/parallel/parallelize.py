@@ -42,7 +42,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         part.logit_chunk_size = int(recipe.train.logit_chunk_size)
         if ranks.size("tp") > 1:
             tensor.shard_tensors(part, ranks)
-        if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.routers()):
+        if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.moe_layers()):
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.share(part, ranks)

@@ -43,7 +43,7 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import MtpLayer
 from lmworks.model.router import Router, Routing
-from lmworks.model.transformer import Experts
+from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.view import derive, see_parts
@@ -222,7 +222,7 @@ def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
         found_BTD = Transformer.embed(self, local_BT.masked_fill(elsewhere_BT, 0))
         return stream.leave(found_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
-    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, Experts]:
+    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, ExpertStats]:
         hidden_BTD, experts = Transformer.hidden(self, *args, **kwargs)
         return stream.whole(hidden_BTD), experts
 

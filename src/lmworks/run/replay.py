@@ -20,11 +20,10 @@ from lmworks.run.walk import require_run
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.shards.timeline import Timeline
-from lmworks.train.anomaly import FirstNonFinite
+from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.load import final_mtp_weight, final_rope
 from lmworks.train.pretrain import build_model, identity
-from lmworks.train.seeds import seed_of
-from lmworks.train.step import micro_batch_of
+from lmworks.train.step import dropout_seed, micro_batch_of
 from lmworks.watch.finite import load_bad_batch
 
 _SHOWN = 5
@@ -60,7 +59,10 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
     _as_in_step(model, recipe, which, step)
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
-    rows = [(row, model.nats(one) / max(one.valid_tokens, 1)) for row in range(len(batch.tokens)) for one in [batch.rows(row, row + 1)]]
+    rows = []
+    for row in range(len(batch.tokens)):
+        one = batch.rows(row, row + 1)
+        rows.append((row, model.summed_cross_entropy(one) / max(one.valid_tokens, 1)))
     worst = sorted(rows, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)[:_SHOWN]
     return {
         "step": step, "checkpoint": path.name, "loss": loss, "grad_norm": norm, "first": first,
@@ -101,9 +103,9 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -
     model.set_rope(final_rope(then))
     if (weight := final_mtp_weight(then)) is not None:
         model.set_mtp_loss_weight(weight)
-    set_temperature(model.routers(), model.config.moe, step)
+    set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
-    torch.manual_seed(seed_of(recipe.seed, step, 0))
+    torch.manual_seed(dropout_seed(recipe.seed, step, 0))
 
 
 def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
@@ -111,7 +113,7 @@ def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, flo
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:
         sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid)
-    norm = float(model.clip(0.0))
+    norm = float(model.clip_gradients(0.0))
     norms = {name: float(torch.linalg.vector_norm(p.grad.float())) for name, p in model.named_parameters() if p.grad is not None}
     largest = sorted(norms, key=lambda name: -norms[name] if math.isfinite(norms[name]) else -math.inf)[:_SHOWN]
     return float(sums.cross_entropy) / valid, norm, watched.found, [{"parameter": name, "grad_norm": norms[name]} for name in largest]

@@ -28,7 +28,7 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.run import budget
 from lmworks.run.stages import STAGES, STAMP, Context, Stage, clear, stages_for
 from lmworks.run.stale import Why, inputs, phases, remember, remembered, require_own, require_own_directory, values_of, why
-from lmworks.train.tokenizer import require_same, weights_of
+from lmworks.train.data.frozen_tokenizer import require_same, weights_of
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 

@@ -104,7 +104,7 @@ class _Model:
         """Of training steps on one batch, the first two, which compile, left out."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
-        own = batch.rows(*model.rows(rows))
+        own = batch.rows(*model.rank_sequences(rows))
         if model.device.type == "cpu":
             keep_freed_memory()  # as the trainer does
         model.train()
@@ -112,8 +112,9 @@ class _Model:
         def step() -> float:
             began = time.monotonic()
             result = train_step(
-                model, self._optimizer, own, rows=rows, valid=batch.valid_tokens,
-                micro_batch_size=micro_batch_size, rate=1.0, clip=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
+                model, self._optimizer, own, sequences=rows, valid_tokens=batch.valid_tokens,
+                micro_batch_size=micro_batch_size, lr_factor=1.0,
+                max_grad_norm=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
             )  # fmt: skip
             float(result.loss)  # waits for the device
             return model.ranks.slowest(time.monotonic() - began)
@@ -129,9 +130,9 @@ class _Model:
     def forward_seconds(self, batch: Batch) -> float:
         """Of scoring a batch, as validation does."""
         self._model.eval()
-        self._model.nats(batch)
+        self._model.summed_cross_entropy(batch)
         began = time.monotonic()
-        self._model.nats(batch)
+        self._model.summed_cross_entropy(batch)
         return self._model.ranks.slowest(time.monotonic() - began)
 
     def decode_seconds(self, batch: Batch) -> float:

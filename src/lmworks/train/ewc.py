@@ -22,7 +22,7 @@ from lmworks.recipe.training import Ewc
 from lmworks.shards.batch import Batch
 
 
-class Consolidation:
+class EwcPenalty:
     """The penalty of one phase: `fisher` (F) and `anchor` (w0), fp32, by parameter name."""
 
     def __init__(self, model: ParallelModel, options: Ewc) -> None:
@@ -43,8 +43,8 @@ class Consolidation:
             for batch in earlier:
                 valid = batch.valid_tokens
                 self._drop_gradients()
-                model.forward_backward(batch.rows(*model.rows(1)), 1, 1, loss_scale / max(valid, 1))
-                if not torch.isfinite(model.clip(0.0)):  # fp16, of which this sequence asks too much
+                model.forward_backward(batch.rows(*model.rank_sequences(1)), 1, 1, loss_scale / max(valid, 1))
+                if not torch.isfinite(model.clip_gradients(0.0)):  # fp16, of which this sequence asks too much
                     continue
                 self._add_squares(valid, loss_scale)
                 tokens += valid
@@ -85,7 +85,7 @@ class Consolidation:
     def save(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
         """Keep F and w0 in `directory`, as a checkpoint of `step`."""
         with _kept(directory, identity) as kept:
-            kept.save(step, self._model.written(self._state()), {"tokens": 0}, wait=True)
+            kept.save(step, self._model.without_duplicates(self._state()), {"tokens": 0}, wait=True)
 
     def load(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
         """Take up again what was kept when the phase began with `step`. Raises `UserError` where it is lost or damaged."""

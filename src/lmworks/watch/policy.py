@@ -41,7 +41,7 @@ class Policy:
         """What the step must stay below; see `Spikes.limits`."""
         return self.spikes.limits(step, since)
 
-    def rate(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The factor on the learning rate after a spike whose action is `lower`; 1 otherwise."""
         spike = self.options.spike
         if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.reduced_lr_steps:

@@ -41,7 +41,7 @@ def _install(folder: str) -> None:
         result = step_of(model, optimizer, batch, **options)
         if log < 0:
             log = jsonl.open_append(path / f"rank-{model.ranks.number}.jsonl")
-        start, _ = model.rows(options["rows"])
+        start, _ = model.rank_sequences(options["sequences"])
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         jsonl.append(log, {
             "life": life, "step": batch.step, "start": start, "ranks": model.ranks.world, "time": time.time(),

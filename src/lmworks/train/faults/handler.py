@@ -20,7 +20,7 @@ from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.recipe.stability import Stability
 from lmworks.shards.batch import Batch
-from lmworks.train import corruption
+from lmworks.train.faults.corruption import find_corruption
 from lmworks.watch import skips
 from lmworks.watch.finite import BadSteps
 from lmworks.watch.ledger import Ledger
@@ -31,7 +31,7 @@ from lmworks.watch.slow import SlowRanks, probe
 from lmworks.watch.starvation import Starvation, advice
 
 
-class Guard:
+class FaultHandler:
     """The policies of one stage of a run, with the rollbacks that its ledger knows."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Guard:
         """What a resumed run needs to decide as this one would."""
         return {"stability": self.policy.state(), "rollbacks": [asdict(one) for one in self.history]}
 
-    def undone(self, step: int, meta: dict[str, Any]) -> bool:
+    def is_undone(self, step: int, meta: dict[str, Any]) -> bool:
         """Whether a rollback took back this checkpoint."""
         return skips.undone(step, len(meta.get("rollbacks", [])), self.history)
 
@@ -96,9 +96,9 @@ class Guard:
         self._warn(f"step {step:,}: {back.reason}; going back to step {found:,}{without}")
         return True
 
-    def blame(self, step: int, culprit: str | None) -> None:
-        """Write down where a step that was not finite went wrong; `culprit` is what this rank has found."""
-        told = [(rank, found) for rank, found in enumerate(self._team.all(culprit)) if found is not None]
+    def report_not_finite(self, step: int, first_operator: str | None) -> None:
+        """Write down where a step that was not finite went wrong; `first_operator` is the first one of this rank, if it has found one."""
+        told = [(rank, found) for rank, found in enumerate(self._team.all(first_operator)) if found is not None]
         first = "no operator: when the step was run again, forward and backward were finite"
         if told:
             rank, first = told[0]
@@ -106,9 +106,9 @@ class Guard:
         self._report("not_finite", step=step, first=first)
         self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
 
-    def look(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int) -> GoBack | None:
+    def check_corruption(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int) -> GoBack | None:
         """Look for silent corruption; names the rank and says what follows."""
-        found = corruption.look(model, optimizer, batch, micro_batch_size, self._team)
+        found = find_corruption(model, optimizer, batch, micro_batch_size, self._team)
         if found is None:
             return None
         self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)
@@ -119,9 +119,9 @@ class Guard:
 
     def _target(self, at_most: int) -> int | None:
         """The newest good checkpoint of a step at most this; or, if the last rollback led there and did not help, the one before it."""
-        found = self.checkpoints.latest_good(at_most, self.undone)
+        found = self.checkpoints.latest_good(at_most, self.is_undone)
         if found is not None and self.history and self.history[-1].to_step == listing.step_of(found):
-            found = self.checkpoints.latest_good(listing.step_of(found) - 1, self.undone) or found
+            found = self.checkpoints.latest_good(listing.step_of(found) - 1, self.is_undone) or found
         return None if found is None else listing.step_of(found)
 
     # Saves, data, ranks.
@@ -135,7 +135,7 @@ class Guard:
         self.saves.failed(step, error)
         self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.again:,}")
 
-    def waited(self, step: int, waited: float, seconds: float) -> None:
+    def observe_data_wait(self, step: int, waited: float, seconds: float) -> None:
         """Seconds that a step waited for its batch, of all that it took."""
         share = self.starvation.observe(waited, seconds)
         if share is not None:

@@ -18,10 +18,10 @@ from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
-_SIGNALS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
+_STATISTICS = ("activation_rms", "attention_logit_max", "grad_norm", "update_ratio")
 
 
-class LayerSignals:
+class LayerStatistics:
     """One step under the magnifying glass: made before its update, asked after it. Holds a copy of the weights meanwhile.
 
     All ranks take part; activations and scores are those of the first rank's rows, gradients and updates those of all.
@@ -43,7 +43,7 @@ class LayerSignals:
         model, layers = self._model, self._model.config.num_hidden_layers
         assert layers
         seen = passing(model, batch)
-        found = torch.zeros(layers, len(_SIGNALS) + 1, dtype=torch.float64)  # the last column: squares of the weights
+        found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64)  # the last column: squares of the weights
         activations, logits = seen.activations(), seen.logits()
         for layer, block in self._blocks.items():
             if model.ranks.rank("weights") == 0:
@@ -59,7 +59,7 @@ class LayerSignals:
                 found[layer, 4] += share * before.double().square().sum().cpu()
         found = model.ranks.sum(model.ranks.sum(found.to(model.device), "weights"), "pp").cpu()
         columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
-        named = list(zip(_SIGNALS, columns, strict=True))
+        named = list(zip(_STATISTICS, columns, strict=True))
         weights = {name: local(weight).detach() for name, weight in model.named_parameters()}
         update = model.norm({name: weight - self._before[name] for name, weight in weights.items()})
         whole = {"optim/weight_norm": model.norm(weights), "optim/update_ratio": update / max(model.norm(self._before), 1e-15)}
@@ -75,7 +75,7 @@ def passing(model: ParallelModel, batch: Batch, rows: int = 4) -> Seen:
     model.eval()
     try:
         with watching(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
-            model.nats(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
+            model.summed_cross_entropy(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
     return seen

@@ -128,7 +128,7 @@ def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch_
     watched = FirstNonFinite(model.parts)
     try:
         with watched:
-            model.rehearse(batch, rows, micro_batch_size, scale)
+            model.rerun_forward_backward(batch, rows, micro_batch_size, scale)
     except Exception as error:  # most likely too little memory beside what training holds
         reason = (str(error).splitlines() or [""])[0]
         return watched.found or f"an operator that could not be found ({type(error).__name__}: {reason})"

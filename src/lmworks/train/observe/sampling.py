@@ -29,7 +29,7 @@ class Sampler:
     def _encoded(self, prompt: str) -> list[int]:
         return self.tokenizer.encode(prompt)
 
-    def begin(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Cut the samples of `step` and later, left by a run that got further than its last checkpoint."""
         if self.path is None:
             return

@@ -94,13 +94,13 @@ def ask(run_dir: Path, change: Change) -> bool:
     return False
 
 
-class Follower:
+class MixtureUpdates:
     """Takes up what is asked for while a run is at work, at one step on all ranks: the first reads the ledger and tells the others."""
 
     def __init__(self, ledger: Ledger, batches: Batches, ranks: Ranks) -> None:
         self._ledger, self._batches, self._ranks, self._seen = ledger, batches, ranks, -1
 
-    def asked(self) -> bool:
+    def has_pending(self) -> bool:
         """On the first rank, whether something waits to be taken up. While the ledger does not grow this is one call to the system."""
         if not self._ranks.is_first:
             return False
@@ -110,7 +110,7 @@ class Follower:
             self._seen = size
         return waiting
 
-    def take_up(self, first: int) -> None:
+    def apply_pending(self, first: int) -> None:
         """What was asked for holds from its step on, or from `first`, if that comes later. All ranks call this in the same step."""
         if self._ranks.is_first:
             taken = self._answer(first)

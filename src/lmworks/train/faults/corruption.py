@@ -11,7 +11,7 @@ from lmworks.checkpoint.team import Team
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.model import ParallelModel
 from lmworks.shards.batch import Batch
-from lmworks.train.copies import compare
+from lmworks.train.faults.replicas import compare
 from lmworks.watch.recheck import twice
 
 
@@ -29,7 +29,7 @@ class Corruption:
         return f"{said}: {self.what}"
 
 
-def look(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
+def find_corruption(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, team: Team) -> Corruption | None:
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(
         model, optimizer, batch.rows(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, team

@@ -15,8 +15,8 @@ from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.course import Stage
-from lmworks.train.needle import FACTS, Needle, ask, needles
+from lmworks.train.curriculum import PhaseSettings
+from lmworks.train.observe.needle import FACTS, Needle, ask, needles
 
 _FIRST, _TIMES = 64, 4  # stretches of positions: up to 64, and then each up to four times further
 _ROWS = 4  # of the text that reaches furthest
@@ -31,16 +31,16 @@ class Far:
         self._rows: dict[int, list[Batch]] = {}
         self._needles: dict[int, list[Needle]] = {}
 
-    def measure(self, model: ParallelModel, stage: Stage) -> dict[str, float]:
+    def measure(self, model: ParallelModel, phase: PhaseSettings) -> dict[str, float]:
         """Metrics `validation/position/...` and `needle/...`; the model comes back in the mode it was in."""
-        length = stage.sequence_length
+        length = phase.sequence_length
         if length not in self._rows:
             self._rows[length] = self._furthest(length)
         was_training = model.training
         model.eval()
         try:
             values = loss_by_position(model, self._rows[length])
-            if self._recipe.train.phases[stage.index].needle:
+            if self._recipe.train.phases[phase.index].needle:
                 values |= ask(model, self._asked(length))
                 if model.ranks.is_first:
                     found = values["needle/accuracy"]
@@ -74,7 +74,7 @@ def loss_by_position(model: ParallelModel, rows: Sequence[Batch]) -> dict[str, f
         parts = [_only(row, start, stop) for row in rows]
         parts = [part for part in parts if part.valid_tokens]
         if parts:
-            values[f"validation/position/{start}"] = sum(map(model.nats, parts)) / sum(part.valid_tokens for part in parts)
+            values[f"validation/position/{start}"] = sum(map(model.summed_cross_entropy, parts)) / sum(part.valid_tokens for part in parts)
     return values
 
 

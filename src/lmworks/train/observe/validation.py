@@ -19,7 +19,7 @@ def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> d
     try:
         for domain, batches in held_out.items():
             for batch in batches:
-                measured = (model.nats(batch), batch.valid_tokens, batch.text_bytes)
+                measured = (model.summed_cross_entropy(batch), batch.valid_tokens, batch.text_bytes)
                 for key in (domain, ""):
                     totals[key] = [sum(pair) for pair in zip(totals[key], measured, strict=True)]
     finally:
@@ -38,7 +38,7 @@ def validate_conversations(model: ParallelModel, held_out: TuningBatches) -> dic
     model.eval()
     try:
         batches = [held_out.batch(step) for step in range(held_out.steps)]
-        total, tokens = sum(model.nats(batch) for batch in batches), sum(batch.valid_tokens for batch in batches)
+        total, tokens = sum(model.summed_cross_entropy(batch) for batch in batches), sum(batch.valid_tokens for batch in batches)
     finally:
         model.train(was_training)
     return {"validation/loss": total / max(tokens, 1)}

@@ -55,7 +55,7 @@ def ask(model: ParallelModel, asked: Sequence[Needle]) -> dict[str, float]:
     """Metrics `needle/...`: the share found, over all and by length and depth, and what chance would find."""
     hits: dict[str, list[bool]] = {}
     for needle in asked:
-        nats = [model.nats(end) for end in needle.ends]
+        nats = [model.summed_cross_entropy(end) for end in needle.ends]
         for name in ("needle/accuracy", f"needle/{needle.length}/{needle.depth}"):
             hits.setdefault(name, []).append(int(np.argmin(nats)) == needle.right)
     return {name: sum(found) / len(found) for name, found in hits.items()} | ({"needle/chance": 1 / FACTS} if asked else {})
