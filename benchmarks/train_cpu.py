@@ -25,7 +25,7 @@ from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.flops import per_token
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.huggingface import class_for, to_config

@@ -40,7 +40,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel, micro_batches
+from lmworks.parallel.parallel_model import ParallelModel, micro_batches
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe
@@ -69,7 +69,7 @@ def recipe(dense: bool, compiled: bool, kind: str) -> Recipe:
 def ours(what: Recipe, ranks: Ranks) -> Step:
     """A step as the trainer makes it."""
     model = ParallelModel(build(what, ranks, torch.device("cpu")), ranks)
-    optimizer = build_optimizer(model, what.optimizer, what.model.num_hidden_layers, ranks.groups())
+    optimizer = build_optimizer(model, what.optimizer, what.model.num_hidden_layers, ranks.process_groups())
     model.train()
 
     def step(batch: Batch, rows: int, count: int) -> float:

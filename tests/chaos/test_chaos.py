@@ -14,7 +14,7 @@ from judge import Records, bits, lost_at_most, lost_steps, order, repeated
 from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
 from strikes import spoil
 
-from lmworks.parallel.start import layout_for
+from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.after import world_size
 from lmworks.recipe.stages import stage_problems
 from tiny_run import Tiny

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from lmworks.model.layers import Linear
 from lmworks.optim import clip
 from lmworks.parallel import collectives, experts, parallelize, pipeline, tensor
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from parallel.parity import Trained, train, train_bf16
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -89,7 +89,7 @@ def _partition_function_is_of_the_own_vocabulary(patch: pytest.MonkeyPatch) -> N
 
 
 def _slices_are_filled_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
-    here = parallelize.here
+    here = parallelize.local_shard
     patch.setattr(parallelize, "here", lambda parameter: (here(parameter)[0], (0,) * parameter.ndim))
 
 
@@ -147,7 +147,7 @@ def _rows_come_without_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def _experts_are_on_the_next_rank(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 computes with the experts of rank 1: as if the offset of the own experts were wrong."""
-    here = parallelize.here
+    here = parallelize.local_shard
 
     def shifted(parameter: torch.Tensor) -> Any:
         part, begins = here(parameter)

@@ -15,7 +15,7 @@ from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
 from lmworks.doctor.preflight.small import LONGER
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe

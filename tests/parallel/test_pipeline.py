@@ -18,7 +18,7 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.storage import missing, read_table
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.plan.schedule import alive, bubble
 from lmworks.recipe.after import Layout

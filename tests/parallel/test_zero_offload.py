@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 
 from lmworks.checkpoint import Checkpoints
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.zero_offload import _shape
 from lmworks.plan.memory import memory

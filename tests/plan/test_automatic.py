@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.parallel.start import layout_for
+from lmworks.parallel.process_group import layout_for
 from lmworks.plan.automatic import decide, devices_of, kept
 from lmworks.plan.layout import MARGIN, Placed, automatic, fits, legal, place, problems
 from lmworks.plan.plan import make_plan

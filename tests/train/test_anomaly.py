@@ -115,7 +115,7 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
 
 
 def test_watching_changes_nothing_and_leaves_nothing_behind() -> None:
-    one, other = model(dropout=0.1), model(dropout=0.1)
+    one, other = model(residual_dropout=0.1), model(residual_dropout=0.1)
     torch.manual_seed(1)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (2, 12)))
     other.loss(tokens, tokens.roll(-1, 1), torch.tensor([0, 5, 12, 20, 24], dtype=torch.int32)).total.backward()

@@ -14,7 +14,7 @@ from lmworks.checkpoint import listing
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.after import Layout
 from lmworks.shards.batch import Batches
 from lmworks.tokenizer import load as load_tokenizer

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmworks.metrics.log import read
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.model import Rope
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE

@@ -13,7 +13,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.scaler import LossScaler
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch, Batches
 from lmworks.shards.packing import IGNORE
 from lmworks.train.pretrain import build_model

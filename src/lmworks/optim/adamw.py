@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lmworks.optim.conditional import conditional_update
 from lmworks.optim.groups import Group
 from lmworks.optim.placement import local, local_grad
-from lmworks.optim.select import selected
 
 _FUSED = ("cpu", "cuda", "xpu", "mps")
 
@@ -68,7 +68,7 @@ class AdamW:
             grad = local_grad(group.parameters[name])
             assert grad is not None
             grad = grad.float()
-            with selected([weight, first, second], apply):
+            with conditional_update([weight, first, second], apply):
                 weight.mul_(1 - learning_rate * group.weight_decay)
                 first.lerp_(grad, 1 - beta1)
                 second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

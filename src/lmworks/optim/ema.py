@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lmworks.optim.conditional import conditional_update
 from lmworks.optim.placement import local
-from lmworks.optim.select import selected
 
 
 class Ema:
@@ -27,7 +27,7 @@ class Ema:
         """Update the average with the weights; `apply` (0-d bool) False leaves it unchanged."""
         for name, parameter in self.parameters.items():
             average = local(self.average[name])
-            with selected([average], apply):
+            with conditional_update([average], apply):
                 average.lerp_(local(parameter).float(), 1 - self.decay)
 
     @contextmanager

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lmworks.optim.conditional import conditional_update
 from lmworks.optim.groups import Group
+from lmworks.optim.matrix_exchange import Arrival, Bucket, plan_exchange
 from lmworks.optim.placement import local, local_grad
-from lmworks.optim.select import selected
-from lmworks.optim.whole import Arrival, Bucket, plan
 
 QUINTIC = (3.4445, -4.775, 2.0315)
 _EPS = 1e-7
@@ -86,7 +86,7 @@ class Muon:
         devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
         self.dtype = dtype
-        buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
+        buckets = plan_exchange(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
         self._shared, self._alone = ([bucket for bucket in buckets if bucket.shared is shared] for shared in (True, False))
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class Muon:
         grads = {i: part.of(g).float() for i, part in enumerate(bucket.parts) if (g := local_grad(part.run.parameter)) is not None}
         momenta = {i: bucket.parts[i].of(local(self.momentum[bucket.parts[i].run.name])) for i in grads}
         sent = [i for i in bucket.sends if i in grads]
-        with selected(list(momenta.values()), apply):
+        with conditional_update(list(momenta.values()), apply):
             if grads:
                 torch._foreach_lerp_(list(momenta.values()), list(grads.values()), 1 - self.beta)
             directions = {i: momenta[i] for i in sent}
@@ -138,7 +138,7 @@ class Muon:
         arrived = [(part, update) for part, update in zip(bucket.parts, updates(), strict=True) if part.run.parameter.grad is not None]
         weights = [part.of(local(part.run.parameter)) for part, _ in arrived]
         groups = [self._group_of[part.run.name] for part, _ in arrived]
-        with selected(weights, apply):
+        with conditional_update(weights, apply):
             if weights:
                 torch._foreach_mul_(weights, [1 - lr_factor * group.learning_rate * group.weight_decay for group in groups])
             for (part, update), weight, group in zip(arrived, weights, groups, strict=True):

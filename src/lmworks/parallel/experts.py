@@ -22,8 +22,8 @@ from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_so
 from lmworks.model.router import Routing
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.module_overrides import override_members, use_local_parameters
 from lmworks.parallel.tensor import place
-from lmworks.parallel.view import derive, see_parts
 
 
 def shard_experts(model: Transformer, ranks: Ranks) -> None:
@@ -44,8 +44,8 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
         for name, parameter in list(ffn.experts._parameters.items()):
             assert parameter is not None
             ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])
-        see_parts(ffn.experts)
-        derive(ffn.experts, {"forward": forward})
+        use_local_parameters(ffn.experts)
+        override_members(ffn.experts, {"forward": forward})
 
 
 def _exchanged(group: Any, ranks: int) -> Any:

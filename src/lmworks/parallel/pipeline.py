@@ -23,7 +23,7 @@ from lmworks.model import Transformer
 from lmworks.model.transformer import ExpertStats
 from lmworks.optim.placement import local_grad
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.view import derive
+from lmworks.parallel.module_overrides import override_members
 from lmworks.recipe.after import Layout
 from lmworks.recipe.stages import stage_layers
 
@@ -84,7 +84,7 @@ class Pipeline:
         self._step = _NOTHING
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         for part, number in zip(parts, self.numbers, strict=True):
-            derive(part, {"forward": self._forward_of(number)})
+            override_members(part, {"forward": self._forward_of(number)})
 
     @property
     def duplicates(self) -> list[Tensor]:

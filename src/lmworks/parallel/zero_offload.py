@@ -25,8 +25,8 @@ from lmworks.model.transformer import ExpertStats, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.parallel.mesh import Ranks, backend_for, own_device
-from lmworks.parallel.model import ParallelModel, micro_batches
-from lmworks.parallel.view import derive
+from lmworks.parallel.module_overrides import override_members
+from lmworks.parallel.parallel_model import ParallelModel, micro_batches
 from lmworks.precision import dtype_for
 from lmworks.recipe.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.recipe import Recipe
@@ -272,7 +272,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 def _enter_by_call(model: Transformer) -> None:
     """Let every way into the model be a call of it: only there do DeepSpeed's hooks see that weights are needed."""
-    derive(model, {"forward": _forward, "loss": _loss, "hidden": _hidden, "logits": _logits})
+    override_members(model, {"forward": _forward, "loss": _loss, "hidden": _hidden, "logits": _logits})
 
 
 def _forward(model: Transformer, *args: Any, entry: Any = Transformer.forward, **options: Any) -> Any:

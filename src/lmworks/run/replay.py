@@ -12,7 +12,7 @@ import torch
 from lmworks.checkpoint import checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe
 from lmworks.run.checkpoints import Which, find
@@ -24,7 +24,7 @@ from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.load import final_mtp_weight, final_rope
 from lmworks.train.pretrain import build_model, identity
 from lmworks.train.step import dropout_seed, micro_batch_of
-from lmworks.watch.finite import load_bad_batch
+from lmworks.watch.bad_steps import load_bad_batch
 
 _SHOWN = 5
 

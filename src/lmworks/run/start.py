@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.team import Team
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.start import Start, find

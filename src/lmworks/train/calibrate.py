@@ -14,7 +14,7 @@ from lmworks.allocator import keep_freed_memory
 from lmworks.metrics import system
 from lmworks.model.generate import GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
@@ -117,7 +117,7 @@ class _Model:
                 max_grad_norm=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
             )  # fmt: skip
             float(result.loss)  # waits for the device
-            return model.ranks.slowest(time.monotonic() - began)
+            return model.ranks.all_reduce_max(time.monotonic() - began)
 
         step()
         step()
@@ -133,7 +133,7 @@ class _Model:
         self._model.summed_cross_entropy(batch)
         began = time.monotonic()
         self._model.summed_cross_entropy(batch)
-        return self._model.ranks.slowest(time.monotonic() - began)
+        return self._model.ranks.all_reduce_max(time.monotonic() - began)
 
     def decode_seconds(self, batch: Batch) -> float:
         """Of one token for each of some rows; as good as none where no rank has all layers, and nothing is generated during the run."""

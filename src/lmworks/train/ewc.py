@@ -16,7 +16,7 @@ import torch
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.optim.placement import local, local_grad
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.training import Checkpoints as Options
 from lmworks.recipe.training import Ewc
 from lmworks.shards.batch import Batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.training import Ewc
 from lmworks.train.curriculum import Curriculum, PhaseSettings
 from lmworks.train.ewc import EwcPenalty

@@ -16,9 +16,9 @@ from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
 from lmworks.parallel.mesh import Ranks, alone, own_device
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.parallel.start import launched
+from lmworks.parallel.process_group import is_launched
 from lmworks.progress import console
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.model import LEARNING
@@ -36,7 +36,7 @@ from lmworks.train.observe.prompts import prompts
 from lmworks.train.observe.sampling import Sampler
 from lmworks.train.observe.validation import validate
 from lmworks.train.trainer import StageFiles, Trainer
-from lmworks.watch.finite import BadSteps
+from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
@@ -47,7 +47,7 @@ _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 def device_for(recipe: Recipe) -> torch.device:
     """This rank's, where it is a CPU with the recipe's threads unless other ranks share it."""
     device = own_device()
-    if device.type == "cpu" and not launched():
+    if device.type == "cpu" and not is_launched():
         torch.set_num_threads(recipe.threads or 1)
     return device
 
@@ -64,7 +64,7 @@ def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
 def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel, Updates]:
     """The model and what updates it: our optimizer, or DeepSpeed, which takes the model over."""
     if recipe.train.deepspeed is None:
-        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.groups())
+        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.process_groups())
     from lmworks.parallel.zero_offload import ZeroModel
 
     taken = ZeroModel(model.parts[0], model.ranks, recipe)

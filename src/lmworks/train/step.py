@@ -14,7 +14,7 @@ from torch import Tensor
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.train.ewc import EwcPenalty

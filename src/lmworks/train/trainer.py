@@ -22,7 +22,7 @@ from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import MetricLog
 from lmworks.model.balance import set_temperature
 from lmworks.optim.optimizer import Updates
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.recipe import Recipe
 from lmworks.recipe.training import EarlyStopping as EarlyStoppingOptions
@@ -44,11 +44,11 @@ from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult, dropout_seed, micro_batch_of, train_step
 from lmworks.train.step_flags import StepFlags, all_reduce_flags
 from lmworks.train.validator import Validator
-from lmworks.watch.finite import BadSteps
+from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
-from lmworks.watch.policy import GoBack
-from lmworks.watch.signals import Stop, graceful_stop
+from lmworks.watch.policy import RollbackRequest
+from lmworks.watch.stop_signals import Stop, graceful_stop
 
 
 @dataclass
@@ -145,11 +145,11 @@ class Trainer:
             if self._done or self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=self._done)
 
-    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, GoBack | None, LayerStatistics | None]:
+    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, RollbackRequest | None, LayerStatistics | None]:
         """Train one step: its result, the rollback that it calls for, and the statistics of its layers where they are due."""
         phase = self._boundary.phase
         assert phase is not None
-        torch.manual_seed(dropout_seed(self.recipe.seed, self.step, self.model.ranks.number))
+        torch.manual_seed(dropout_seed(self.recipe.seed, self.step, self.model.ranks.global_rank))
         set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
         limits = self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)
@@ -208,7 +208,7 @@ class Trainer:
         """Save, stop and change the mixture, as the flags of all ranks say."""
         if flags.save_failed:
             self._saver.wait(self.step)
-        if flags.save_due or self._faults.saves.due(self.step):
+        if flags.save_due or self._faults.saves.retry_due(self.step):
             self._save(wait=False)
         self._stop_if_requested(flags, stop)
         if flags.mixture_changed and self.mixture is not None:
@@ -277,7 +277,7 @@ class Trainer:
         self._validator.load(meta)
         return meta
 
-    def _roll_back(self, rollback: GoBack, bar: progress.Bar) -> bool:
+    def _roll_back(self, rollback: RollbackRequest, bar: progress.Bar) -> bool:
         """Load an earlier checkpoint, as a resumed run would; returns whether that was possible."""
         assert self._boundary.phase is not None
         self._saver.wait(self.step)

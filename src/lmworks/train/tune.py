@@ -12,7 +12,7 @@ from lmworks.checkpoint.travelling import documents_of
 from lmworks.corpus.contamination import Gate
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.fingerprint import as_tree, fingerprint
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.tuning import TuningBatches
@@ -25,7 +25,7 @@ from lmworks.train.observe.sampling import ChatSampler
 from lmworks.train.observe.validation import validate_conversations
 from lmworks.train.pretrain import build_model, identity, with_optimizer
 from lmworks.train.trainer import StageFiles, Trainer
-from lmworks.watch.finite import BadSteps
+from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmworks import progress
 from lmworks.optim.ema import Ema
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.training import EarlyStopping as EarlyStoppingOptions
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.early_stopping import EarlyStopping

@@ -21,7 +21,7 @@ from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.doctor.preflight.layouts import OF_UPDATE, TOLERANCE
 from lmworks.doctor.preflight.small import RATE, STEPS, first_weights, one_step, small_recipe, whole
 from lmworks.optim.optimizer import Updates
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.layout import describe
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe

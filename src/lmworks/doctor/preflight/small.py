@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.after import Layout
 from lmworks.recipe.recipe import Recipe

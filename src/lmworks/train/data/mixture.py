@@ -114,9 +114,9 @@ class MixtureUpdates:
         """What was asked for holds from its step on, or from `first`, if that comes later. All ranks call this in the same step."""
         if self._ranks.is_first:
             taken = self._answer(first)
-            self._ranks.tell([(change.step, dict(change.mixture)) for change in taken])
+            self._ranks.broadcast([(change.step, dict(change.mixture)) for change in taken])
         else:
-            taken = [Change(step, mixture) for step, mixture in self._ranks.hear()]
+            taken = [Change(step, mixture) for step, mixture in self._ranks.receive_broadcast()]
         self._batches.change(taken)
 
     def _answer(self, first: int) -> list[Change]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmworks.model import documents
 from lmworks.optim.placement import local
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.watch.recheck import tensors_in
 

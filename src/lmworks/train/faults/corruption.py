@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmworks.checkpoint.team import Team
 from lmworks.optim.optimizer import Updates
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.train.faults.replicas import compare
 from lmworks.watch.recheck import twice
@@ -39,7 +39,7 @@ def find_corruption(model: ParallelModel, optimizer: Updates, batch: Batch, micr
 def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
-    found = compare(state, model.ranks.everyone)
+    found = compare(state, model.ranks.world_group)
     if not found:
         return None
     certain = found[0].certain

@@ -17,17 +17,17 @@ from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.team import new_team
 from lmworks.errors import UserError
 from lmworks.optim.optimizer import Updates
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.stability import Stability
 from lmworks.shards.batch import Batch
 from lmworks.train.faults.corruption import find_corruption
 from lmworks.watch import skips
-from lmworks.watch.finite import BadSteps
+from lmworks.watch.bad_steps import BadSteps
+from lmworks.watch.failed_saves import FailedSaves
 from lmworks.watch.ledger import Ledger
-from lmworks.watch.policy import GoBack, Policy
-from lmworks.watch.saves import FailedSaves
+from lmworks.watch.policy import Policy, RollbackRequest
 from lmworks.watch.skips import Rollback, Skips
-from lmworks.watch.slow import SlowRanks, probe
+from lmworks.watch.slow_ranks import SlowRanks, time_matmul
 from lmworks.watch.starvation import Starvation, advice
 
 
@@ -58,7 +58,7 @@ class FaultHandler:
         if self._team.is_first:
             progress.console.print(text, style="yellow")
 
-    # What belongs into the checkpoint's meta, and back.
+    # What belongs into the checkpoint's meta, and request.
 
     def meta(self) -> dict[str, Any]:
         """What a resumed run needs to decide as this one would."""
@@ -77,23 +77,23 @@ class FaultHandler:
             self._report(skips.EVENT, **asdict(one))
             self.history.append(one)
 
-    def roll_back(self, step: int, phase_began: int, back: GoBack) -> bool:
+    def roll_back(self, step: int, phase_began: int, request: RollbackRequest) -> bool:
         """Write a rollback down, if there is a checkpoint to go back to and the phase has a rollback left; the trainer then loads it.
 
         False where the run may go on as it is; raises `UserError` where it may not.
         """
-        found = self._target(back.step) if self.policy.may_roll_back(self.history, phase_began) else None
+        found = self._target(request.step) if self.policy.may_roll_back(self.history, phase_began) else None
         if found is None:
-            if back.stop is not None:
-                raise self.policy.give_up(step, back, self.history)
+            if request.stop is not None:
+                raise self.policy.give_up(step, request, self.history)
             self.policy.accept(step)
             return False
-        skip = self.policy.window(step, found) if back.skip else None
-        made = Rollback(step, found, skip, back.reason)
+        skip = self.policy.window(step, found) if request.skip else None
+        made = Rollback(step, found, skip, request.reason)
         self._report(skips.EVENT, **asdict(made))
         self.history.append(made)
         without = f", without the data of steps {skip[0]:,} to {skip[1] - 1:,}" if skip else ""
-        self._warn(f"step {step:,}: {back.reason}; going back to step {found:,}{without}")
+        self._warn(f"step {step:,}: {request.reason}; going back to step {found:,}{without}")
         return True
 
     def report_not_finite(self, step: int, first_operator: str | None) -> None:
@@ -106,7 +106,9 @@ class FaultHandler:
         self._report("not_finite", step=step, first=first)
         self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
 
-    def check_corruption(self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int) -> GoBack | None:
+    def check_corruption(
+        self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int
+    ) -> RollbackRequest | None:
         """Look for silent corruption; names the rank and says what follows."""
         found = find_corruption(model, optimizer, batch, micro_batch_size, self._team)
         if found is None:
@@ -115,7 +117,7 @@ class FaultHandler:
         stop = f"silent corruption on {found}; take its machine out and run the same command again; it goes on from the last checkpoint"
         if self.options.on_corruption == "stop":
             raise UserError(f"stopped at step {step}: {stop}")
-        return GoBack(step, f"silent corruption on {found}", stop, skip=False)
+        return RollbackRequest(step, f"silent corruption on {found}", stop, skip=False)
 
     def _target(self, at_most: int) -> int | None:
         """The newest good checkpoint of a step at most this; or, if the last rollback led there and did not help, the one before it."""
@@ -133,7 +135,7 @@ class FaultHandler:
         except UserError as silent:  # most often the same full disk; no reason for the first rank to end before the others
             self._warn(f"step {step:,}: {silent}")
         self.saves.failed(step, error)
-        self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.again:,}")
+        self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.retry_at:,}")
 
     def observe_data_wait(self, step: int, waited: float, seconds: float) -> None:
         """Seconds that a step waited for its batch, of all that it took."""
@@ -149,7 +151,7 @@ class FaultHandler:
         """
         if self._team.size == 1:
             return None
-        told = self._team.all((probe(device), own, step_seconds))
+        told = self._team.all((time_matmul(device), own, step_seconds))
         arithmetic, host = [one[0] for one in told], [one[1] for one in told]
         typical = median(one[2] for one in told)
         floors = {"arithmetic": 0.25 * median(arithmetic), "data and host": 0.1 * typical}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch
 from lmworks.train.curriculum import Curriculum
@@ -20,7 +20,7 @@ from lmworks.train.intervals import is_due
 from lmworks.train.state import TrainingState
 from lmworks.train.step import StepResult, dropout_seed, micro_batch_of
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.policy import GoBack
+from lmworks.watch.policy import RollbackRequest
 from lmworks.watch.spike import Limits
 
 
@@ -37,7 +37,7 @@ class StepInspector:
 
     def inspect(
         self, step: int, result: StepResult, batch: Batch, valid_tokens: int, limits: Limits, first: str | None
-    ) -> GoBack | None:
+    ) -> RollbackRequest | None:
         """Judge a step; the rollback that it calls for, or None. `first` is this rank's first operator with a result that is not finite,
         where it is known (`stability.detect_anomaly`)."""
         loss, norm, scaler = float(result.loss), float(result.grad_norm), self._state.scaler
@@ -50,7 +50,7 @@ class StepInspector:
             self._faults.report_not_finite(step, self._find_first_non_finite(step, batch, valid_tokens) if first is None else first)
         return self._faults.policy.observe(step, loss, norm, limits, partial(self._arrays, step, batch))
 
-    def recheck(self, step: int, batch: Batch) -> GoBack | None:
+    def recheck(self, step: int, batch: Batch) -> RollbackRequest | None:
         """Test for silent corruption, if it is due after this step."""
         if not is_due(step + 1, self._recheck_interval):
             return None
@@ -60,7 +60,7 @@ class StepInspector:
     def _find_first_non_finite(self, step: int, batch: Batch, valid_tokens: int) -> str | None:
         """Run forward and backward of the step again, to find this rank's first operator with a result that is not finite."""
         self._heartbeat.beat(step, "rehearse")
-        torch.manual_seed(dropout_seed(self._recipe.seed, step, self._model.ranks.number))
+        torch.manual_seed(dropout_seed(self._recipe.seed, step, self._model.ranks.global_rank))
         scaler = self._state.scaler
         scale = (1.0 if scaler is None else scaler.scale) / max(valid_tokens, 1)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], self._model.pipeline is not None)

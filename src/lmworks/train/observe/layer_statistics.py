@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local, local_grad, shards
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.watch.recheck import tensors_in
 
@@ -57,7 +57,7 @@ class LayerStatistics:
                     found[layer, 2] += share * grad.double().square().sum().cpu()
                 found[layer, 3] += share * (local(weight) - before).double().square().sum().cpu()
                 found[layer, 4] += share * before.double().square().sum().cpu()
-        found = model.ranks.sum(model.ranks.sum(found.to(model.device), "weights"), "pp").cpu()
+        found = model.ranks.all_reduce(model.ranks.all_reduce(found.to(model.device), "weights"), "pp").cpu()
         columns = (found[:, 0].sqrt(), found[:, 1], found[:, 2].sqrt(), (found[:, 3] / found[:, 4].clamp_min(1e-30)).sqrt())
         named = list(zip(_STATISTICS, columns, strict=True))
         weights = {name: local(weight).detach() for name, weight in model.named_parameters()}

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.recipe import Recipe
 from lmworks.shards.batch import Batch, Batches

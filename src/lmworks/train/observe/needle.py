@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lmworks.errors import UserError
-from lmworks.parallel.start import layout_for, start
+from lmworks.parallel.process_group import init_ranks, layout_for
 from lmworks.recipe.after import Layout, world_size
 from patience import PATIENCE
 
@@ -56,9 +56,9 @@ def test_ranks_that_do_not_divide_are_refused_with_numbers_that_do(layout: dict[
 
 def test_a_process_that_nobody_launched_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert not start(Layout(), 10, threads=1).distributed
+    assert not init_ranks(Layout(), 10, threads=1).distributed
     with pytest.raises(UserError, match="lmworks launch local"):
-        start(Layout(dp_shard=2), 10, threads=1)
+        init_ranks(Layout(dp_shard=2), 10, threads=1)
 
 
 def test_every_group_of_the_mesh_gives_up_after_the_same_time() -> None:
@@ -92,7 +92,7 @@ def test_every_group_of_the_mesh_gives_up_after_the_same_time() -> None:
 
 
 def _wait_in_vain() -> None:
-    ranks = start(Layout(tp=2), 1)
+    ranks = init_ranks(Layout(tp=2), 1)
     assert ranks.size("dp") == 2, "dp_shard has taken the ranks that tp has left"
     if dist.get_rank():
         time.sleep(PATIENCE)

@@ -34,7 +34,7 @@ class SlowRanks:
         return sorted(rank for rank, streak in self._streaks.items() if streak == self.patience)
 
 
-def probe(device: torch.device) -> float:
+def time_matmul(device: torch.device) -> float:
     """Seconds that the device takes for a fixed piece of arithmetic (16 products of 256 x 256): the least of three."""
     square = torch.full((_SIZE, _SIZE), 1 / _SIZE, device=device)
     best = float("inf")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @contextmanager
-def selected(tensors: Sequence[Tensor], apply: Tensor | None) -> Iterator[None]:
+def conditional_update(tensors: Sequence[Tensor], apply: Tensor | None) -> Iterator[None]:
     """Update `tensors` in place in the body; what `apply` (0-d bool) denies is put back bit for bit.
 
     The choice is made on the device, so nothing waits for it. It costs one copy of `tensors` for as long as the body runs;

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lmworks import precision
 from lmworks.errors import UserError
-from lmworks.parallel import meeting
+from lmworks.parallel import consistency
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.after import Layout
@@ -23,9 +23,10 @@ CPU = torch.device("cpu")
 
 def meet(other: dict[str, Any], odd: tuple[int, ...]) -> str | tuple[bool, str]:
     """As one of the ranks, of which those in `odd` are different; what was refused, or what they agreed on."""
-    mine = replace(meeting.of_this_rank(Layout(dp_shard=dist.get_world_size()), CPU), host=f"node-{dist.get_rank() // 2}", bf16=True)
+    environment = consistency.rank_environment(Layout(dp_shard=dist.get_world_size()), CPU)
+    mine = replace(environment, host=f"node-{dist.get_rank() // 2}", bf16=True)
     try:
-        meeting.compare(replace(mine, **other) if dist.get_rank() in odd else mine)
+        consistency.check_consistency(replace(mine, **other) if dist.get_rank() in odd else mine)
         return precision._all_ranks_have_bf16, str(precision.dtype_for("auto", CPU))
     except UserError as error:
         return str(error)

@@ -13,7 +13,7 @@ _STEPS_BEHIND = 1
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureDiagnosis:
     """The ranks that broke the world, their hosts, and in one line why that is believed."""
 
     ranks: tuple[int, ...]
@@ -22,30 +22,30 @@ class Verdict:
     reason: str
 
 
-def state_of(error: BaseException) -> str:
+def classify_error(error: BaseException) -> str:
     """`cut` for an exception that tells of other ranks (a collective that timed out or lost its peer), else `failed`."""
     kind = type(error)
     return "cut" if _OF_A_COLLECTIVE.search(f"{kind.__module__}.{kind.__name__} {error}") else "failed"
 
 
-def verdict(beats: Sequence[Beat]) -> Verdict | None:
+def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
     """Who broke the world that left these beats; None if all its ranks left as they should."""
     if all(beat.state == "left" for beat in beats):
         return None
     failed = [beat for beat in beats if beat.state == "failed"]
     if failed:
-        return _judge(failed, "; ".join(f"{_who(beat)} failed at step {beat.step}: {beat.reason}" for beat in failed[:3]))
+        return _diagnosis(failed, "; ".join(f"{_who(beat)} failed at step {beat.step}: {beat.reason}" for beat in failed[:3]))
     waiting = [beat for beat in beats if beat.state == "cut"]
     missing = _missing(beats, waiting)
     if not missing:
         told = f"{_who(waiting[0])}: {waiting[0].reason}" if waiting else "all ended at once (the machine, the launcher or the scheduler)"
-        return _judge(waiting or beats, f"no rank was missing from a collective; {told}")
-    return _judge(missing, "; ".join(_account(beat, waiting) for beat in missing[:3]) + _where(missing[0], waiting))
+        return _diagnosis(waiting or beats, f"no rank was missing from a collective; {told}")
+    return _diagnosis(missing, "; ".join(_account(beat, waiting) for beat in missing[:3]) + _where(missing[0], waiting))
 
 
-def _judge(beats: Sequence[Beat], reason: str) -> Verdict:
+def _diagnosis(beats: Sequence[Beat], reason: str) -> FailureDiagnosis:
     hosts = tuple(dict.fromkeys(beat.host for beat in beats))
-    return Verdict(tuple(beat.rank for beat in beats), hosts, max(beat.step for beat in beats), " ".join(reason.split()))
+    return FailureDiagnosis(tuple(beat.rank for beat in beats), hosts, max(beat.step for beat in beats), " ".join(reason.split()))
 
 
 def _missing(beats: Sequence[Beat], waiting: Sequence[Beat]) -> list[Beat]:
@@ -104,7 +104,7 @@ def _where(missing: Beat, waiting: Sequence[Beat]) -> str:
     return ""
 
 
-def behind(beats: Sequence[Beat], patience: float, now: float) -> list[Beat]:
+def find_stalled(beats: Sequence[Beat], patience: float, now: float) -> list[Beat]:
     """Of a world that is running: the ranks whose main thread has said nothing for `patience` seconds and is not ahead of the others."""
     running = [beat for beat in beats if beat.state == "running"]
     first = min((beat.step for beat in running), default=0)

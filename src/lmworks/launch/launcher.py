@@ -12,9 +12,9 @@ from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, Table, read_table
-from lmworks.launch.supervise import Supervisor, meeting
-from lmworks.launch.torchrun import Agent, Sizes
-from lmworks.parallel.start import layout_for, unit
+from lmworks.launch.supervise import Supervisor, rendezvous_store
+from lmworks.launch.torchrun import Agent, CountRange
+from lmworks.parallel.process_group import layout_for, min_world_size
 from lmworks.recipe.recipe import Recipe
 
 _LOOPBACK = "127.0.0.1"
@@ -37,8 +37,8 @@ class Launch:
     def agent(self, host: Host, port: int) -> Agent:
         at_home = _LOOPBACK if self.address == _LOOPBACK else None
         return Agent(
-            Folder.of(self.run_dir), Sizes(self.least, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name, self.work,
-            float(self.recipe.launch.grace_period), at_home, hosts_it=False, module=self.module,
+            Folder.of(self.run_dir), CountRange(self.least, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name,
+            self.work, float(self.recipe.launch.grace_period), at_home, hosts_it=False, module=self.module,
         )  # fmt: skip
 
     def script(self, host: Host, port: int) -> str:
@@ -54,7 +54,7 @@ class Launch:
         table = Table(folder.hosts, list(self.hosts))
         for name in folder.readmitted():
             table.readmit(name)
-        with meeting(self.address) as port:
+        with rendezvous_store(self.address) as port:
 
             def start(host: Host) -> list[str]:
                 script = self.script(host, port)
@@ -65,20 +65,22 @@ class Launch:
             return Supervisor(folder, self.run_dir, table, self.least, node.exclude_after, start).run()
 
 
-def local(recipe: Recipe, run_dir: Path, ranks: Sizes, work: Sequence[str]) -> Launch:
+def launch_local(recipe: Recipe, run_dir: Path, ranks: CountRange, work: Sequence[str]) -> Launch:
     """Ranks of this machine. A fixed number has one agent; between two numbers each agent has as few ranks as the layout allows."""
     for size in {ranks.least, ranks.most}:
         layout_for(recipe.layout, size)
-    each = ranks.most if ranks.least == ranks.most else unit(recipe.layout)
+    each = ranks.most if ranks.least == ranks.most else min_world_size(recipe.layout)
     hosts = [Host(f"local-{number}", each) for number in range(ranks.most // each)]
     # What was excluded here was a process, not a machine: a new launch begins with all.
     Folder.of(run_dir).hosts.unlink(missing_ok=True)
     return Launch(recipe, run_dir, hosts, ranks.least // each, _LOOPBACK, work)
 
 
-def on_hosts(recipe: Recipe, run_dir: Path, hosts: Sequence[Host], least: int | None, work: Sequence[str], address: str | None) -> Launch:
+def launch_on_hosts(
+    recipe: Recipe, run_dir: Path, hosts: Sequence[Host], least: int | None, work: Sequence[str], address: str | None
+) -> Launch:
     """Ranks of the hosts, `slots` on each; the run goes on while `least` hosts (all, where left out) take part."""
-    each = unit(recipe.layout)
+    each = min_world_size(recipe.layout)
     for host in hosts:
         if host.slots % each:
             raise UserError(

@@ -177,7 +177,7 @@ class ParallelModel:
 
     def clip_gradients(self, max_grad_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
-        return clip_gradients(self.parameters(), max_grad_norm, self.ranks.everyone, self.ranks.size("weights"), self.duplicates)
+        return clip_gradients(self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates)
 
     def norm(self, values: Mapping[str, Tensor]) -> float:
         """The Euclidean norm of a tensor for each parameter, of which every rank gives what it holds of the parameter, by name."""
@@ -185,7 +185,7 @@ class ParallelModel:
         for name, parameter in self.named_parameters():
             if id(parameter) not in held:  # each rank with the same part counts for some of it
                 square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
-        return float(self.ranks.sum(self.ranks.sum(square, "weights"), "pp").sqrt())
+        return float(self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt())
 
     def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """The work of `forward_backward` once more, for those who watch it; its gradients are dropped, and those that were there."""
@@ -212,13 +212,13 @@ class ParallelModel:
         if not self.ranks.distributed:
             return sums
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
-        scalars = self.ranks.sum(self.ranks.sum(scalars, "loss"), "pp")
+        scalars = self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")
         counts_LE = None
         if (moe := self.config.moe) is not None and (layers := self.num_moe_layers):
             counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
             if sums.counts_LE is not None:
                 counts_LE[self.moe_layer_indices] = sums.counts_LE.float()
-            counts_LE = self.ranks.sum(self.ranks.sum(counts_LE, "loss"), "pp")
+            counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp = scalars
         return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
@@ -236,11 +236,11 @@ class ParallelModel:
             at_once = -(-largest // self.pipeline.stages)
             pieces = list(micro_batches(own, -(-largest // at_once), at_once))
             found = self.pipeline.cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces])
-            return float(self.ranks.sum(self.ranks.sum(found, "loss"), "pp"))
+            return float(self.ranks.all_reduce(self.ranks.all_reduce(found, "loss"), "pp"))
         (model,) = self.parts
         (piece, real), *_ = micro_batches(own, 1, len(batch.tokens))
         found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
-        return float(self.ranks.sum(found, "loss"))
+        return float(self.ranks.all_reduce(found, "loss"))
 
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
@@ -253,7 +253,7 @@ class ParallelModel:
         found = torch.zeros(self.num_moe_layers, device=self.device)
         for number, ffn in zip(self.moe_layer_indices, self.moe_layers(), strict=True):
             found[number] = ffn.router.bias.abs().max()
-        return self.ranks.sum(found, "pp")
+        return self.ranks.all_reduce(found, "pp")
 
     @property
     def num_moe_layers(self) -> int:

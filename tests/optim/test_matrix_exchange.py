@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from lmworks.optim.whole import Run, _cut, _shared_out
+from lmworks.optim.matrix_exchange import MatrixRun, _cut, _shared_out
 
 
-def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> Run:
+def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> MatrixRun:
     """Matrices with `shards` parts by rows, on `replicas` times as many ranks."""
     places = np.indices((replicas, shards)).reshape(2, -1).T
     each = rows // shards
     boxes = np.array([[(0, count), (each * shard, each * (shard + 1)), (0, cols)] for _, shard in places])
     shape = (count, rows, cols) if count > 1 else (rows, cols)
-    return Run("w", torch.empty(shape, device="meta"), 0, count, np.arange(replicas * shards), places, boxes)
+    return MatrixRun("w", torch.empty(shape, device="meta"), 0, count, np.arange(replicas * shards), places, boxes)
 
 
 def test_parts_come_from_the_owners_replica() -> None:

@@ -28,7 +28,7 @@ Arrival = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class MatrixRun:
     """`count` matrices of a parameter, from the first-th on, that the same ranks hold in the same way. One of these owns them."""
 
     name: str
@@ -73,10 +73,10 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LocalPart:
     """What this rank holds of a run."""
 
-    run: Run
+    run: MatrixRun
     first: int  # in the local tensor
     shape: tuple[int, int, int]
 
@@ -87,7 +87,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
+class StackSlot:
     """Where a holder's part of a run lies in the owner's stacks."""
 
     stack: int
@@ -138,11 +138,11 @@ class Bucket:
     """Matrices that are exchanged together, as this rank sees them."""
 
     device: torch.device
-    parts: list[Part]  # held here: by owner, in the order in which their updates come
+    parts: list[LocalPart]  # held here: by owner, in the order in which their updates come
     sends: list[int]  # which of them this rank brings to their owners
     stacks: list[tuple[int, int, int]]  # owned here
-    taken: list[Place]  # what comes to the stacks, by sender
-    given: list[Place]  # what goes from them, by holder
+    taken: list[StackSlot]  # what comes to the stacks, by sender
+    given: list[StackSlot]  # what goes from them, by holder
     collect: Exchange
     distribute: Exchange
 
@@ -152,14 +152,14 @@ class Bucket:
         return self.collect.group is not None
 
 
-def plan(parameters: Mapping[str, Tensor], limit: int, process_groups: Iterable[dist.ProcessGroup] = ()) -> list[Bucket]:
+def plan_exchange(parameters: Mapping[str, Tensor], limit: int, process_groups: Iterable[dist.ProcessGroup] = ()) -> list[Bucket]:
     """Cut the matrices of all parameters into buckets, the same on all ranks that share a parameter.
 
     In a bucket no rank owns more than `limit` elements, unless one matrix alone has more, nor holds more, unless there is not one matrix
     for each rank to own. Where none of `process_groups` has just the ranks of a mesh, a group is made: all ranks of a mesh must call this
     with the same parameters in the same order.
     """
-    by_ranks: dict[tuple[int, ...], list[Run]] = defaultdict(list)
+    by_ranks: dict[tuple[int, ...], list[MatrixRun]] = defaultdict(list)
     groups = {tuple(dist.get_process_group_ranks(group)): group for group in process_groups}
     for name, parameter in parameters.items():
         found = holders(parameter)
@@ -186,7 +186,7 @@ def _group(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def _runs(name: str, parameter: Tensor, found: Holders, ranks: tuple[int, ...], limit: int) -> Iterator[Run]:
+def _runs(name: str, parameter: Tensor, found: Holders, ranks: tuple[int, ...], limit: int) -> Iterator[MatrixRun]:
     """Cut a parameter where its holders change and where a stack is full; matrices with several holders also into one run for each."""
     boxes = found.boxes_HD2
     if parameter.ndim == 2:
@@ -199,10 +199,10 @@ def _runs(name: str, parameter: Tensor, found: Holders, ranks: tuple[int, ...], 
         size = min(at_once, -(-(high - low) // len(here)))
         for first in range(low, high, size):
             members = np.searchsorted(ranks, found.ranks_H[here])
-            yield Run(name, parameter, first, min(size, high - first), members, found.places_HA[here], boxes[here])
+            yield MatrixRun(name, parameter, first, min(size, high - first), members, found.places_HA[here], boxes[here])
 
 
-def _shared_out(runs: Sequence[Run], size: int) -> list[Run]:
+def _shared_out(runs: Sequence[MatrixRun], size: int) -> list[MatrixRun]:
     """The runs with several holders, dear ones first, each given to the holder with the least to do; one that has it whole, if any has."""
     load_G = np.zeros(size)
     for run in runs:
@@ -218,9 +218,9 @@ def _shared_out(runs: Sequence[Run], size: int) -> list[Run]:
     return owned
 
 
-def _cut(runs: Sequence[Run], size: int, limit: int) -> list[list[Run]]:
+def _cut(runs: Sequence[MatrixRun], size: int, limit: int) -> list[list[MatrixRun]]:
     """Consecutive runs as long as no rank owns more than `limit` elements, nor holds more once every rank could own something."""
-    buckets: list[list[Run]] = []
+    buckets: list[list[MatrixRun]] = []
     owned_G = held_G = np.zeros(size, dtype=np.int64)
     for run in runs:
         owned, held = owned_G[run.owner_G], held_G[run.members_H].max()
@@ -233,9 +233,9 @@ def _cut(runs: Sequence[Run], size: int, limit: int) -> list[list[Run]]:
     return buckets
 
 
-def _stacks(runs: Sequence[Run], limit: int) -> list[list[Run]]:
+def _stacks(runs: Sequence[MatrixRun], limit: int) -> list[list[MatrixRun]]:
     """Runs of equal shape, up to transposition, together; at most `limit` elements unless one matrix alone has more."""
-    stacks: dict[tuple[int, int], list[list[Run]]] = defaultdict(list)
+    stacks: dict[tuple[int, int], list[list[MatrixRun]]] = defaultdict(list)
     for run in runs:
         same = stacks[run.shape]
         if not same or sum(other.elements for other in same[-1]) + run.elements > limit:
@@ -244,9 +244,9 @@ def _stacks(runs: Sequence[Run], limit: int) -> list[list[Run]]:
     return [stack for same in stacks.values() for stack in same]
 
 
-def _bucket(runs: Sequence[Run], group: dist.ProcessGroup | None, me: int, size: int, limit: int) -> Bucket:
+def _bucket(runs: Sequence[MatrixRun], group: dist.ProcessGroup | None, me: int, size: int, limit: int) -> Bucket:
     """A bucket as the me-th of `size` ranks sees it. What two ranks exchange is in the order of `runs` on both."""
-    parts: list[Part] = []
+    parts: list[LocalPart] = []
     sends: list[int] = []
     for run in sorted(runs, key=lambda run: run.owner_G):
         for holder in np.flatnonzero(run.members_H == me).tolist():
@@ -279,17 +279,17 @@ def _bucket(runs: Sequence[Run], group: dist.ProcessGroup | None, me: int, size:
     )  # fmt: skip
 
 
-def _part(run: Run, holder: int) -> Part:
+def _part(run: MatrixRun, holder: int) -> LocalPart:
     box = run.boxes_HD2[holder].tolist()
     rows, cols = (last - first for first, last in box[1:])
     here = local(run.parameter)
     assert here.shape[-2:] == (rows, cols), f"{run.name} lies here as {tuple(here.shape)}, its placement says {box}"
-    return Part(run, run.first - box[0][0], (run.count, rows, cols))
+    return LocalPart(run, run.first - box[0][0], (run.count, rows, cols))
 
 
-def _place(run: Run, holder: int, stack: int, first: int) -> Place:
+def _place(run: MatrixRun, holder: int, stack: int, first: int) -> StackSlot:
     rows, cols = (slice(*bounds) for bounds in run.boxes_HD2[holder, 1:].tolist())
-    return Place(stack, first, run.count, rows, cols, tall=run.parameter.shape[-2] > run.parameter.shape[-1])
+    return StackSlot(stack, first, run.count, rows, cols, tall=run.parameter.shape[-2] > run.parameter.shape[-1])
 
 
 def _sums(entries: Iterable[tuple[int, tuple[int, int, int]]], size: int) -> list[int]:

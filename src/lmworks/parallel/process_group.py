@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lmworks import machine
 from lmworks.errors import UserError
-from lmworks.parallel import meeting
+from lmworks.parallel import consistency
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
 from lmworks.recipe.after import Layout, world_size
 
@@ -18,7 +18,7 @@ _JOINING = 600.0  # seconds that the slowest rank may take to start
 _RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang
 
 
-def unit(layout: Layout) -> int:
+def min_world_size(layout: Layout) -> int:
     """The least number of ranks of a layout; every other is a multiple of it."""
     axis = _data_axis(layout)
     per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # experts need dp_shard in multiples of this
@@ -31,7 +31,7 @@ def layout_for(layout: Layout, world: int) -> Layout:
     That axis is dp_shard, or dp_replicate where the recipe has replicas: then dp_shard is what a replica needs to fit.
     Raises `UserError` naming the nearest numbers of ranks that are possible.
     """
-    axis, least = _data_axis(layout), unit(layout)
+    axis, least = _data_axis(layout), min_world_size(layout)
     if world % least:
         legal = sorted({size for size in (world // least * least, -(-world // least) * least) if size})
         sizes = {name: getattr(layout, name) for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis}
@@ -44,12 +44,12 @@ def _data_axis(layout: Layout) -> str:
     return "dp_replicate" if layout.dp_replicate > 1 else "dp_shard"
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether this process was started as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
+def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     """Join the other ranks; one process that nobody launched stays alone.
 
     `timeout`: seconds that a rank waits for the others in one collective before it gives up. `threads`: CPU threads of the machine, which
@@ -59,7 +59,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     assert not layout.auto, "chosen before the ranks start"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (threads or machine.cores()) // here))
-    if not launched():
+    if not is_launched():
         return Ranks(layout)
     layout = layout_for(layout, int(os.environ["WORLD_SIZE"]))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
@@ -69,7 +69,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     patience = timedelta(seconds=timeout)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
-    meeting.compare(meeting.of_this_rank(layout, device))
+    consistency.check_consistency(consistency.rank_environment(layout, device))
     ranks = Ranks(layout, device.type)
     for group in (dist.group.WORLD, *map(ranks.group, AXES)):
         if group is not None:
@@ -77,7 +77,7 @@ def start(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
     return ranks
 
 
-def finish() -> None:
+def destroy_ranks() -> None:
     """Leave the group, when all ranks are at the end of their work."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

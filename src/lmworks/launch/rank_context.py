@@ -16,19 +16,19 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
 from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.start import launched, start
+from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.progress import console
 from lmworks.recipe.recipe import Recipe
-from lmworks.watch.heartbeat import Heartbeat, entered_here, read_beats
+from lmworks.watch.diagnosis import classify_error, diagnose_failure
+from lmworks.watch.heartbeat import Heartbeat, entered_collectives, read_beats
 from lmworks.watch.ledger import Ledger
-from lmworks.watch.verdict import state_of, verdict
 
 _LOOK = 0.5  # seconds
 _LAST_WORDS = 2.0  # seconds that a rank has to end by itself once another has failed
 
 
 @contextmanager
-def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
+def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
     """Within the block this process is a rank of `recipe.layout`; one that nobody launched is alone. The group of the ranks stays, for
     the next block.
 
@@ -37,13 +37,13 @@ def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
     collective. Raises `UserError` when the world has broken `launch.max_restarts` times in a row without a new checkpoint.
     """
     node, threads = recipe.launch, recipe.threads
-    if not launched():
-        yield start(recipe.layout, float(node.timeout), threads), Heartbeat(None)
+    if not is_launched():
+        yield init_ranks(recipe.layout, float(node.timeout), threads), Heartbeat(None)
         return
     folder, rank = Folder.of(run_dir), int(os.environ["RANK"])
     if rank == 0:
-        _account(folder, run_dir, int(os.environ["WORLD_SIZE"]), node.max_restarts)
-    ranks = start(recipe.layout, float(node.timeout), threads)
+        _report_failure(folder, run_dir, int(os.environ["WORLD_SIZE"]), node.max_restarts)
+    ranks = init_ranks(recipe.layout, float(node.timeout), threads)
     if rank == 0:  # which alone writes it
         folder.unmet.unlink(missing_ok=True)
     heartbeat = Heartbeat(folder.beats, rank)
@@ -54,17 +54,17 @@ def world(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
         heartbeat.end("left")
         raise
     except BaseException as error:
-        heartbeat.end(state_of(error), f"{type(error).__name__}: {error}"[:2000], entered_here())
+        heartbeat.end(classify_error(error), f"{type(error).__name__}: {error}"[:2000], entered_collectives())
         folder.failed.touch()
         _end_the_frozen(folder)
         raise
     heartbeat.end("left")
 
 
-def _account(folder: Folder, run_dir: Path, size: int, most: int) -> None:
+def _report_failure(folder: Folder, run_dir: Path, size: int, most: int) -> None:
     """By the first rank, before the others can have joined: what broke the last world."""
     beats = read_beats(folder.beats)
-    found = verdict(beats)
+    found = diagnose_failure(beats)
     for path in folder.beats.glob("*.json"):
         path.unlink()
     folder.failed.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def _witness(folder: Folder, heartbeat: Heartbeat) -> Iterator[None]:
         while not done.wait(_LOOK):
             heartbeat.touch()
             if folder.failed.exists():
-                heartbeat.testify(entered_here())
+                heartbeat.record_witness(entered_collectives())
                 if not done.wait(_LAST_WORDS):
                     os._exit(1)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 _SUBCLASSES: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 
 
-def derive(module: nn.Module, members: Mapping[str, Any]) -> None:
+def override_members(module: nn.Module, members: Mapping[str, Any]) -> None:
     """Give one module other members than its class has, by a subclass; names of parameters, hooks and `isinstance` stay.
 
     Members may be methods, which find the original by the class they came from, and properties. Modules of one class that are given the
@@ -27,7 +27,7 @@ def derive(module: nn.Module, members: Mapping[str, Any]) -> None:
     module.__class__ = made
 
 
-def see_parts(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
+def use_local_parameters(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
     """From now on the module's own forward sees its distributed parameters as plain tensors: this rank's parts.
 
     A part that is a copy (Replicate) gets a partial gradient on each rank, to be summed; `gradients` names what is otherwise, as
@@ -39,7 +39,7 @@ def see_parts(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | 
         if isinstance(parameter, DTensor):
             usual = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
             seen[name] = _part(name, tuple((gradients or {}).get(name, usual)))
-    derive(module, seen)
+    override_members(module, seen)
 
 
 @lru_cache(maxsize=1024)
