@@ -90,7 +90,7 @@ def _partition_function_is_of_the_own_vocabulary(patch: pytest.MonkeyPatch) -> N
 
 def _slices_are_filled_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
     here = parallelize.local_shard
-    patch.setattr(parallelize, "here", lambda parameter: (here(parameter)[0], (0,) * parameter.ndim))
+    patch.setattr(parallelize, "local_shard", lambda parameter: (here(parameter)[0], (0,) * parameter.ndim))
 
 
 def _auxiliary_loss_counts_on_every_tensor_rank(patch: pytest.MonkeyPatch) -> None:
@@ -118,12 +118,12 @@ def _gradients_are_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_ranks_read_the_first_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParallelModel, "rows", lambda self, count: (0, count // self.ranks.size("dp")))
+    patch.setattr(ParallelModel, "rank_sequences", lambda self, count: (0, count // self.ranks.size("dp")))
 
 
 def _counts_are_of_this_rank(patch: pytest.MonkeyPatch) -> None:
     total = ParallelModel.sum_over_ranks
-    patch.setattr(ParallelModel, "total", lambda self, sums: replace(total(self, sums), counts_LE=sums.counts_LE))
+    patch.setattr(ParallelModel, "sum_over_ranks", lambda self, sums: replace(total(self, sums), counts_LE=sums.counts_LE))
 
 
 def _counts_are_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def _counts_are_doubled(patch: pytest.MonkeyPatch) -> None:
         found = total(self, sums)
         return replace(found, counts_LE=None if found.counts_LE is None else found.counts_LE * 2)
 
-    patch.setattr(ParallelModel, "total", doubled)
+    patch.setattr(ParallelModel, "sum_over_ranks", doubled)
 
 
 def _rows_are_computed_as_they_come(patch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def _experts_are_on_the_next_rank(patch: pytest.MonkeyPatch) -> None:
         part, begins = here(parameter)
         return part, begins if parameter.ndim < 3 else ((begins[0] + 4) % 8, *begins[1:])
 
-    patch.setattr(parallelize, "here", shifted)
+    patch.setattr(parallelize, "local_shard", shifted)
 
 
 def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -161,11 +161,11 @@ def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch
 
 
 def _copies_of_the_embedding_are_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipeline.Pipeline, "_sum_copies", lambda self: None)
+    patch.setattr(pipeline.Pipeline, "_sum_duplicate_gradients", lambda self: None)
 
 
 def _norm_counts_the_embedding_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParallelModel, "copies", ())
+    patch.setattr(ParallelModel, "duplicates", ())
 
 
 def _first_stage_has_the_documents_of_other_micro_batches(patch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def sparse(expert_size: int, number: str, hidden: int = 32) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("moe_intermediate_size", "number", "hidden", "message"),
+    ("expert_size", "number", "hidden", "message"),
     [
         (
             20,

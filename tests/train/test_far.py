@@ -40,7 +40,7 @@ class Reader:
     def __init__(self, choose: Any) -> None:
         self.choose = choose
 
-    def nats(self, batch: Batch) -> float:
+    def summed_cross_entropy(self, batch: Batch) -> float:
         row, learned = batch.tokens[0].tolist(), batch.labels[0] != IGNORE
         value = batch.labels[0][learned].tolist()
         text = [*row, value[-1]][: -len(value)]
