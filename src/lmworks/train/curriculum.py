@@ -181,7 +181,7 @@ class TuningCurriculum:
 
     def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
         """Sequences of the last phase of pretraining."""
-        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).taken)
+        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).applied)
         return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)
 
 

@@ -110,7 +110,7 @@ def pretrain(
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).taken)
+    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied)
     for line in warnings(batches.order, recipe.shards.warn_epochs):
         console.print(line, style="yellow")
     assert recipe.model.vocab_size

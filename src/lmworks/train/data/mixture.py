@@ -1,7 +1,7 @@
-"""Changes of the mixture of a run that has begun: asked for in the ledger, and taken up there before a batch depends on them.
+"""Changes of the mixture of a run that has begun: requested in the ledger, and applied from a step whose batch no rank has made yet.
 
-`mixture_asked` is what somebody wants, `mixture_changed` what holds. The second names the step from which on it holds: the one asked for,
-or the first whose batch no rank can have made. Only it counts when the run resumes, so a change is made once and for ever.
+The event `mixture_asked` is a request, `mixture_changed` an applied change. The latter names the first step of the new mixture: the
+requested step, or the first whose batch no rank can have made. A resumed run reads only `mixture_changed`, so a change is never repeated.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
 
 @dataclass(frozen=True)
 class Changes:
-    """What the ledger says: changes that hold, and those asked for that no run has seen, by their number."""
+    """The changes in a ledger: those that were applied, and requests that no run has seen yet, by their number."""
 
-    taken: list[Change]
-    waiting: dict[int, Change]
+    applied: list[Change]
+    pending: dict[int, Change]
 
     @property
     def all(self) -> list[Change]:
-        """As they will be if the run takes up each at the step it was asked for."""
-        return [*self.taken, *self.waiting.values()]
+        """All changes, if each request is applied at the requested step."""
+        return [*self.applied, *self.pending.values()]
 
 
 def read_changes(run_dir: Path) -> Changes:
-    """All changes of a run's mixture, past and to come."""
+    """All changes of a run's mixture, applied and pending."""
     path = Path(run_dir) / LEDGER
     lines = read_ledger(path)
     with explain_damage(path):
@@ -53,16 +53,16 @@ def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:
     return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered})
 
 
-def now(run_dir: Path) -> int:
-    """The step that a run trains next, as far as its metrics tell."""
+def next_step(run_dir: Path) -> int:
+    """The next step of a run, from its metrics."""
     lines = jsonl.read(Path(run_dir) / "metrics.jsonl")
     return max((int(line["step"]) for line in lines), default=0)
 
 
-def check(run_dir: Path, step: int, weights: Sequence[str]) -> dict[str, float]:
-    """`SOURCE=WEIGHT` of each as numbers; a UserError for what is none, does not sum to one, or comes too late."""
-    if step < now(run_dir):
-        raise UserError(f"step {step} was trained already; the run is at step {now(run_dir)}, choose that or a later one with --at")
+def validate_change(run_dir: Path, step: int, weights: Sequence[str]) -> dict[str, float]:
+    """Parse `SOURCE=WEIGHT` texts. Raises `UserError` for weights that are malformed or do not sum to 1, and for a past step."""
+    if step < next_step(run_dir):
+        raise UserError(f"step {step} was trained already; the run is at step {next_step(run_dir)}, choose that or a later one with --at")
     found: dict[str, float] = {}
     for text in weights:
         name, _, number = text.partition("=")
@@ -76,12 +76,12 @@ def check(run_dir: Path, step: int, weights: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def ask(run_dir: Path, change: Change) -> bool:
-    """Write down a change for the run to take up; returns whether the run is at work now and will do so at once."""
+def request_change(run_dir: Path, change: Change) -> bool:
+    """Request a change in the ledger; returns whether the run is active and will apply it at once."""
     line = {"step": change.step, "mixture": dict(change.mixture)}
     try:
         lock = RunLock(run_dir)
-    except UserError:  # at work: it owns the ledger, and a whole line at its end does not disturb it
+    except UserError:  # the run is active and owns the ledger; appending a whole line is safe
         fd = os.open(Path(run_dir) / LEDGER, os.O_WRONLY | os.O_APPEND)
         try:
             jsonl.append(fd, {"event": _ASKED, **line})
@@ -95,23 +95,23 @@ def ask(run_dir: Path, change: Change) -> bool:
 
 
 class MixtureUpdates:
-    """Takes up what is asked for while a run is at work, at one step on all ranks: the first reads the ledger and tells the others."""
+    """Applies requested changes while a run is active, at the same step on all ranks: rank 0 reads the ledger and broadcasts them."""
 
     def __init__(self, ledger: Ledger, batches: Batches, ranks: Ranks) -> None:
         self._ledger, self._batches, self._ranks, self._seen = ledger, batches, ranks, -1
 
     def has_pending(self) -> bool:
-        """On the first rank, whether something waits to be taken up. While the ledger does not grow this is one call to the system."""
+        """On rank 0, whether a request is pending. While the ledger does not grow, this costs one system call."""
         if not self._ranks.is_first:
             return False
         size = self._ledger.path.stat().st_size
-        waiting = size != self._seen and bool(_changes(self._ledger.read()).waiting)
+        waiting = size != self._seen and bool(_changes(self._ledger.read()).pending)
         if not waiting:
             self._seen = size
         return waiting
 
     def apply_pending(self, first: int) -> None:
-        """What was asked for holds from its step on, or from `first`, if that comes later. All ranks call this in the same step."""
+        """Apply pending requests from their step on, or from `first` if that is later. All ranks call this in the same step."""
         if self._ranks.is_first:
             taken = self._answer(first)
             self._ranks.broadcast([(change.step, dict(change.mixture)) for change in taken])
@@ -120,10 +120,10 @@ class MixtureUpdates:
         self._batches.change(taken)
 
     def _answer(self, first: int) -> list[Change]:
-        """Every change that holds from now on; those that waited are answered in the ledger."""
+        """All applied changes, after each pending request has been answered in the ledger."""
         changes = _changes(self._ledger.read())
-        taken = changes.taken
-        for number, change in changes.waiting.items():
+        taken = changes.applied
+        for number, change in changes.pending.items():
             change = Change(max(change.step, first), change.mixture)
             try:
                 self._batches.orders([*taken, change])

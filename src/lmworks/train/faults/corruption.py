@@ -1,4 +1,4 @@
-"""Looking for silent corruption: arithmetic that does not repeat, and copies that differ. Every rank calls alike."""
+"""Tests for silent data corruption: arithmetic that is not reproducible, and replicas that differ. Every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lmworks.checkpoint.team import Team
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.batch import Batch
-from lmworks.train.faults.replicas import compare
+from lmworks.train.faults.replicas import compare_replicas
 from lmworks.watch.recheck import twice
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """What was found, and which ranks are to blame: `certain` ones, or else all that it may have been."""
+    """Corruption that was found, and the ranks at fault: if not `certain`, all ranks that may be."""
 
     ranks: list[int]
     certain: bool
@@ -39,7 +39,7 @@ def find_corruption(model: ParallelModel, optimizer: Updates, batch: Batch, micr
 def _copies(model: ParallelModel, optimizer: Updates) -> Corruption | None:
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     state |= {f"optimizer.{name}": tensor for name, tensor in optimizer.state_dict().items()}
-    found = compare(state, model.ranks.world_group)
+    found = compare_replicas(state, model.ranks.world_group)
     if not found:
         return None
     certain = found[0].certain

@@ -1,6 +1,6 @@
-"""Carries out what `watch` decides while a run is at work: rollbacks, saves that fail, hunger for data, slow ranks.
+"""Handles the faults of a run as the policies of `watch` decide: rollbacks, failed saves, data starvation, slow ranks.
 
-Every rank has one and calls it alike; the ledger of the first rank has each decision.
+Every rank has a handler and makes the same calls; rank 0 writes each decision to the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lmworks.watch.starvation import Starvation, advice
 
 
 class FaultHandler:
-    """The policies of one stage of a run, with the rollbacks that its ledger knows."""
+    """The fault policies of one stage of a run. `history` has the rollbacks of the stage, from its ledger."""
 
     def __init__(
         self, options: Stability, bad_steps: BadSteps, checkpoints: Checkpoints, ledger: Ledger, *,
@@ -48,7 +48,7 @@ class FaultHandler:
 
     @property
     def skips(self) -> Skips:
-        """The steps that are left out."""
+        """The steps that are skipped."""
         return Skips(self.history)
 
     def _report(self, event: str, **fields: Any) -> None:
@@ -58,18 +58,18 @@ class FaultHandler:
         if self._team.is_first:
             progress.console.print(text, style="yellow")
 
-    # What belongs into the checkpoint's meta, and request.
+    # State that a checkpoint's meta holds.
 
     def meta(self) -> dict[str, Any]:
-        """What a resumed run needs to decide as this one would."""
+        """The state from which a resumed run makes the same decisions."""
         return {"stability": self.policy.state(), "rollbacks": [asdict(one) for one in self.history]}
 
     def is_undone(self, step: int, meta: dict[str, Any]) -> bool:
-        """Whether a rollback took back this checkpoint."""
+        """Whether a rollback has undone this checkpoint."""
         return skips.undone(step, len(meta.get("rollbacks", [])), self.history)
 
     def load(self, meta: dict[str, Any]) -> None:
-        """Go on from a checkpoint with this meta. Rollbacks that a lost ledger no longer has are written down again."""
+        """Continue from a checkpoint with this meta. Rollbacks that are missing in the ledger (a lost file) are written to it again."""
         if "stability" in meta:
             self.policy.load(meta["stability"])
         known = [Rollback(**one | {"skip": one["skip"] and tuple(one["skip"])}) for one in meta.get("rollbacks", [])]
@@ -78,9 +78,9 @@ class FaultHandler:
             self.history.append(one)
 
     def roll_back(self, step: int, phase_began: int, request: RollbackRequest) -> bool:
-        """Write a rollback down, if there is a checkpoint to go back to and the phase has a rollback left; the trainer then loads it.
+        """Record a rollback, if there is a checkpoint to load and the phase has a rollback left; the trainer then loads the checkpoint.
 
-        False where the run may go on as it is; raises `UserError` where it may not.
+        Returns False where the run continues without a rollback; raises `UserError` where it must not continue.
         """
         found = self._target(request.step) if self.policy.may_roll_back(self.history, phase_began) else None
         if found is None:
@@ -97,11 +97,11 @@ class FaultHandler:
         return True
 
     def report_not_finite(self, step: int, first_operator: str | None) -> None:
-        """Write down where a step that was not finite went wrong; `first_operator` is the first one of this rank, if it has found one."""
-        told = [(rank, found) for rank, found in enumerate(self._team.all(first_operator)) if found is not None]
+        """Report the first operator with a result that is not finite in a step; `first_operator` is that of this rank, if it has one."""
+        reports = [(rank, found) for rank, found in enumerate(self._team.all(first_operator)) if found is not None]
         first = "no operator: when the step was run again, forward and backward were finite"
-        if told:
-            rank, first = told[0]
+        if reports:
+            rank, first = reports[0]
             first += f", on rank {rank}" if self._team.size > 1 else ""
         self._report("not_finite", step=step, first=first)
         self._warn(f"step {step:,} was not finite and changes no weight; it began with {first}")
@@ -109,7 +109,7 @@ class FaultHandler:
     def check_corruption(
         self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int
     ) -> RollbackRequest | None:
-        """Look for silent corruption; names the rank and says what follows."""
+        """Test for silent corruption and report the rank at fault; returns a rollback, or raises `UserError` (`stability.on_corruption`)."""
         found = find_corruption(model, optimizer, batch, micro_batch_size, self._team)
         if found is None:
             return None
@@ -129,7 +129,7 @@ class FaultHandler:
     # Saves, data, ranks.
 
     def save_failed(self, step: int, error: UserError) -> None:
-        """Warn, and try again soon; raises the error after too many."""
+        """Warn and schedule a retry; raises the error after `stability.max_failed_saves` failures in a row."""
         try:
             self._report("save_failed", step=step, reason=str(error), in_a_row=self.saves.in_a_row + 1)
         except UserError as silent:  # most often the same full disk; no reason for the first rank to end before the others
@@ -138,7 +138,7 @@ class FaultHandler:
         self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.retry_at:,}")
 
     def observe_data_wait(self, step: int, waited: float, seconds: float) -> None:
-        """Seconds that a step waited for its batch, of all that it took."""
+        """Record the seconds that a step waited for its batch, and the seconds of the whole step; warns about starvation."""
         share = self.starvation.observe(waited, seconds)
         if share is not None:
             self._report("data_starved", step=step, share=round(share, 3), steps=self.starvation.steps)

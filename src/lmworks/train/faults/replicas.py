@@ -1,4 +1,4 @@
-"""The copies that ranks hold of weights and optimizer state, compared bit for bit."""
+"""Compares the replicas of weights and optimizer state bit by bit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lmworks.optim.placement import holders
 from lmworks.watch.checksum import Deviation, checksums, vote
 
 
-def compare(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Deviation]:
-    """Compare what all ranks of the group hold in common; whose copy deviates, by number in the group, and on all ranks alike.
+def compare_replicas(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Deviation]:
+    """Compare the parts of tensors that several ranks of a group hold. Returns the ranks whose copy differs, the same list on all ranks.
 
-    Every rank sends eight bytes for each tensor. A part that only one rank holds cannot be compared.
+    Every rank sends eight bytes per tensor. A part that only one rank holds cannot be compared.
     """
     if group is None:
         return []
