@@ -1,4 +1,4 @@
-"""What this machine makes of a recipe's own training step: the measurement behind `lmworks plan --calibrate` and behind `time`."""
+"""Measures the speed of a recipe's training step on this machine, for `lmworks plan --calibrate` and `time`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): what mattered to the data before is held where it was.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): weights that matter for earlier data stay near their values.
 
 The penalty is weight / 2 * sum over all weights of F (w - w0)^2. F is the empirical Fisher information of a token, the mean over
 sequences of the squared gradient of their summed loss, per token: so the penalty at weight 1 is the rise of the earlier loss in nats per
@@ -76,11 +76,11 @@ class EwcPenalty:
 
     @torch.no_grad()
     def penalty(self) -> float:
-        """As it is now, in nats per token; every rank calls this."""
+        """The current penalty, in nats per token; collective."""
         moved = {name: local(self.fisher[name]).sqrt() * (local(p) - local(self.anchor[name])) for name, p in self._parameters.items()}
         return self.options.weight / 2 * self._model.norm(moved) ** 2
 
-    # What is kept is kept beside the checkpoints, once for the phase: it does not change.
+    # F and w0 are constant within a phase, and are saved once, beside the checkpoints.
 
     def save(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
         """Keep F and w0 in `directory`, as a checkpoint of `step`."""

@@ -31,7 +31,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import LEDGER, MixtureUpdates, read_changes
-from lmworks.train.observe.long_context import Far
+from lmworks.train.observe.long_context import LongContextEvaluator
 from lmworks.train.observe.prompts import prompts
 from lmworks.train.observe.sampling import Sampler
 from lmworks.train.observe.validation import validate
@@ -87,7 +87,7 @@ def _size(manifest: Manifest) -> int:
 
 
 def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) -> dict[str, Validation]:
-    """The validation batches of each domain, as far as `train.validate_bytes_per_domain` goes."""
+    """The validation batches of each domain, as long_context as `train.validate_bytes_per_domain` goes."""
     limit = recipe.train.validate_bytes_per_domain
     return {domain: batches.validation(domain, sequence_length, rows, limit) for domain in batches.manifest.domains()}
 
@@ -136,7 +136,7 @@ def pretrain(
             recipe=as_tree(recipe), documents=lambda: documents_of(run_dir, folder),
         ) as checkpoints,
     ):
-        far = Far(batches, recipe, tokenizer)
+        long_context = LongContextEvaluator(batches, recipe, tokenizer)
         curriculum = PretrainingCurriculum(recipe, batches)
         stability = recipe.stability
         keep = stability.save_bad_batches if first_rank else 0
@@ -144,7 +144,7 @@ def pretrain(
         sampler = Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, prompts(recipe, run_dir / "corpus"))
         trainer = Trainer(
             recipe, model, optimizer, curriculum, StageFiles(checkpoints, ledger, bad_steps, sampler),
-            validate=lambda: validate(model, pieces) | far.measure(model, curriculum.phase(max(trainer.step, 1) - 1)),
+            validate=lambda: validate(model, pieces) | long_context.evaluate(model, curriculum.phase(max(trainer.step, 1) - 1)),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), mixture=MixtureUpdates(ledger, batches, ranks),
             early_stopping=recipe.train.early_stopping,

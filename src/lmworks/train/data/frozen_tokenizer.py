@@ -1,4 +1,4 @@
-"""The tokenizer under trained weights: once there is a checkpoint it is frozen, since with another one every token means something else."""
+"""The tokenizer is frozen once there is a checkpoint: with another tokenizer, every token id would have another meaning."""
 
 from __future__ import annotations
 

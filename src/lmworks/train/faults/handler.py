@@ -109,7 +109,7 @@ class FaultHandler:
     def check_corruption(
         self, step: int, model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int
     ) -> RollbackRequest | None:
-        """Test for silent corruption and report the rank at fault; returns a rollback, or raises `UserError` (`stability.on_corruption`)."""
+        """Test for silent corruption and report the rank at fault. Returns a rollback, or raises `UserError` (`on_corruption: stop`)."""
         found = find_corruption(model, optimizer, batch, micro_batch_size, self._team)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Signals per layer, when asked for: seen through hooks that are there for one pass and then gone.
+"""Statistics of each layer (`layers/...`, every `metrics.detail_every`), from hooks that are registered for one forward pass.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, C head dimension.
 """
@@ -22,9 +22,9 @@ _STATISTICS = ("activation_rms", "attention_logit_max", "grad_norm", "update_rat
 
 
 class LayerStatistics:
-    """One step under the magnifying glass: made before its update, asked after it. Holds a copy of the weights meanwhile.
+    """The statistics of one step. Construct before the update, call `metrics` after it; holds a copy of the weights in between.
 
-    All ranks take part; activations and scores are those of the first rank's rows, gradients and updates those of all.
+    Collective. Activations and attention scores are those of the sequences of rank 0, gradients and updates those of all ranks.
     """
 
     def __init__(self, model: ParallelModel) -> None:
@@ -38,11 +38,11 @@ class LayerStatistics:
 
     @torch.no_grad()
     def metrics(self, batch: Batch) -> dict[str, float]:
-        """`layers/...` of this step, and norms of the whole model; activations and scores are seen on some rows of `batch`, this rank's
-        share of it, in evaluation."""
+        """`layers/...` of this step, and norms of the whole model. Activations and scores come from a forward pass in evaluation mode over
+        some sequences of `batch`, this rank's share of the step."""
         model, layers = self._model, self._model.config.num_hidden_layers
         assert layers
-        seen = passing(model, batch)
+        seen = observe_pass(model, batch)
         found = torch.zeros(layers, len(_STATISTICS) + 1, dtype=torch.float64)  # the last column: squares of the weights
         activations, logits = seen.activations(), seen.logits()
         for layer, block in self._blocks.items():
@@ -66,23 +66,23 @@ class LayerStatistics:
         return whole | {f"layers/{layer}/{name}": float(values[layer]) for layer in range(layers) for name, values in named}
 
 
-def passing(model: ParallelModel, batch: Batch, rows: int = 4) -> Seen:
-    """What is seen while `rows` rows of a rank's share of a batch go through the model in evaluation."""
+def observe_pass(model: ParallelModel, batch: Batch, rows: int = 4) -> ActivationStatistics:
+    """Statistics of a forward pass in evaluation mode over `rows` sequences of a rank's share of a batch."""
     blocks = {
         name.removeprefix("layers."): block for part in model.parts for name, block in part.named_modules() if isinstance(block, Block)
     }
     training = model.training
     model.eval()
     try:
-        with watching(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
+        with record_activations(blocks, {name: block.attention for name, block in blocks.items()}) as seen:
             model.summed_cross_entropy(batch.rows(0, min(rows * model.ranks.size("dp"), len(batch.tokens))))
     finally:
         model.train(training)
     return seen
 
 
-class Seen:
-    """What a pass has shown. Values stay on the device until they are asked for."""
+class ActivationStatistics:
+    """Sums over the activations and attention scores of a forward pass. Values stay on the device until they are read."""
 
     def __init__(self) -> None:
         self._squares: dict[str, list[Tensor]] = {}
@@ -112,12 +112,12 @@ class Seen:
 
 
 @contextmanager
-def watching(modules: Mapping[str, nn.Module], attentions: Mapping[str, nn.Module]) -> Iterator[Seen]:
-    """Within the block, note the outputs of `modules`, and the scores of `attentions`, which call the functions of `model.attention`.
+def record_activations(modules: Mapping[str, nn.Module], attentions: Mapping[str, nn.Module]) -> Iterator[ActivationStatistics]:
+    """Within the block, record the outputs of `modules` and the scores of `attentions`, which call the functions of `model.attention`.
 
-    Compiled code runs past hooks inside it: use this in evaluation mode, where the model is eager.
+    Compiled code skips hooks inside it: use this in evaluation mode, where the model is eager.
     """
-    seen, inside = Seen(), [""]
+    seen, inside = ActivationStatistics(), [""]
 
     def enter(name: str) -> Callable[..., None]:
         return lambda module, inputs: inside.__setitem__(0, name)
@@ -134,12 +134,12 @@ def watching(modules: Mapping[str, nn.Module], attentions: Mapping[str, nn.Modul
             setattr(place, name, honest)
 
 
-def _noting(seen: Seen, name: str) -> Callable[..., None]:
+def _noting(seen: ActivationStatistics, name: str) -> Callable[..., None]:
     return lambda module, inputs, output: seen.output(name, output)
 
 
 def _replace_attention(note: Callable[[Tensor, Tensor, Any], None]) -> list[tuple[Any, str, Any]]:
-    """Have the functions that attend tell what they are given: the scores exist nowhere else, and the model stays free of this."""
+    """Wrap the attention functions to record their inputs: the scores exist nowhere else, and the model stays free of this code."""
     from lmworks.model import attention, mla
 
     replaced = []
@@ -159,7 +159,7 @@ def _replace_attention(note: Callable[[Tensor, Tensor, Any], None]) -> list[tupl
 
 @torch.no_grad()
 def largest_score(query_BHTC: Tensor, key_BKSC: Tensor, seen_B1TS: Tensor | None) -> Tensor:
-    """The largest q k^T / sqrt(C) over what is seen (causal if nothing is said); 0-d fp32. One head at a time, to need little memory."""
+    """The largest q k^T / sqrt(C) over the visible keys (causal without a mask); 0-d fp32. One head at a time, to need little memory."""
     T, S, group = query_BHTC.shape[2], key_BKSC.shape[2], query_BHTC.shape[1] // key_BKSC.shape[1]
     if seen_B1TS is None:
         seen_B1TS = torch.ones(1, 1, T, S, dtype=torch.bool, device=query_BHTC.device).tril(S - T)

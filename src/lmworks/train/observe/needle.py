@@ -1,8 +1,9 @@
-"""Needles in a haystack: facts hidden in held-out text, and whether the model finds the one that is asked for.
+"""Needles in a haystack: facts hidden in held-out text, and whether the model retrieves the one that is queried.
 
-A row is filler, some sentences "The code of the red door is harbour." at chosen depths, and in the end the beginning of one of them. The
-model is right if it holds the value of that sentence for likelier than those of the others in the row: to know that a code comes now, or
-what was read last, is chance (after Kamradt's test; with distractors as in RULER, arXiv:2404.06654).
+A sequence is filler text, a few sentences "The code of the red door is harbour." at chosen depths, and at its end the beginning of one of
+them. The model is right if it gives the value of that sentence a higher likelihood than the values of the others in the sequence. A model
+that only knows that a code comes next, or that repeats the last one, scores at chance (after Kamradt's test; with distractors as in
+RULER, arXiv:2404.06654).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from lmworks.shards.batch import Batch
 from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer.tokenizer import Tokenizer
 
-FACTS = 4  # in a row; chance is one in so many
+FACTS = 4  # in a sequence; chance is 1 / FACTS
 DEPTHS = (10, 30, 50, 70, 90)  # per cent of the filler that stands before the fact
-_EACH = 2  # rows of a depth and length
+_EACH = 2  # sequences per depth and length
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 _THINGS = ("door", "box", "house", "book", "wall", "table", "road", "ship")
 _VALUES = (
@@ -30,7 +31,7 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class Needle:
-    """One row with each of the values at its end: batches of one row, to be learned at the value only. `right` is the true one."""
+    """One sequence with each of the values at its end: batches of one sequence with labels at the value only. `right` is the true one."""
 
     length: int
     depth: int
@@ -38,8 +39,8 @@ class Needle:
     right: int
 
 
-def needles(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], seed: int) -> list[Needle]:
-    """The same rows each time, `filler` tokens repeated as far as need be; lengths that have no room for the facts are left out."""
+def make_needles(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], seed: int) -> list[Needle]:
+    """Sequences that depend only on the arguments, with `filler` repeated as needed; lengths without room for the facts are omitted."""
     values = _alike([tokenizer.encode(f" {value}.") for value in _VALUES])
     found = []
     for length in lengths:
@@ -51,18 +52,18 @@ def needles(tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], se
     return found
 
 
-def ask(model: ParallelModel, asked: Sequence[Needle]) -> dict[str, float]:
-    """Metrics `needle/...`: the share found, over all and by length and depth, and what chance would find."""
+def evaluate_needles(model: ParallelModel, needles: Sequence[Needle]) -> dict[str, float]:
+    """Metrics `needle/...`: the fraction retrieved, in total and by length and depth, and the fraction expected by chance."""
     hits: dict[str, list[bool]] = {}
-    for needle in asked:
+    for needle in needles:
         nats = [model.summed_cross_entropy(end) for end in needle.ends]
         for name in ("needle/accuracy", f"needle/{needle.length}/{needle.depth}"):
             hits.setdefault(name, []).append(int(np.argmin(nats)) == needle.right)
-    return {name: sum(found) / len(found) for name, found in hits.items()} | ({"needle/chance": 1 / FACTS} if asked else {})
+    return {name: sum(found) / len(found) for name, found in hits.items()} | ({"needle/chance": 1 / FACTS} if needles else {})
 
 
 def _alike(values: list[list[int]]) -> list[list[int]]:
-    """The largest set of values of the same number of tokens: else the short ones would look likelier."""
+    """The largest set of values with the same number of tokens: shorter ones would have a higher likelihood."""
     lengths = [len(value) for value in values]
     most = max(sorted(set(lengths)), key=lengths.count)
     return [value for value in values if len(value) == most]

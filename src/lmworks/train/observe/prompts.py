@@ -1,4 +1,4 @@
-"""What the base model is given to go on from, on the way and at the end: the recipe's prompts, or beginnings of its own held-out text."""
+"""The prompts that the base model completes, during training and in the evaluation: the recipe's, or beginnings of held-out text."""
 
 from __future__ import annotations
 

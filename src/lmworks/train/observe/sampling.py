@@ -1,4 +1,4 @@
-"""Sample outputs during training: the same prompts every time, so that one sees the model learn."""
+"""Samples during training: completions of the same prompts each time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Sampler:
         return self.tokenizer.encode(prompt)
 
     def truncate(self, step: int) -> None:
-        """Cut the samples of `step` and later, left by a run that got further than its last checkpoint."""
+        """Remove the samples of `step` and later, which a run has written after its last checkpoint."""
         if self.path is None:
             return
         with explain_os_errors(self.path), closing_descriptor(jsonl.open_append(self.path)) as fd:
             jsonl.cut_tail(fd, lambda record: record["step"] >= step)
 
     def write(self, model: Transformer, step: int) -> None:
-        """Complete the prompts with the model as it is after `step` steps; no random number that training draws is used up."""
+        """Complete the prompts with the model after `step` steps; the random state of training is not changed."""
         context = int(model.config.max_position_embeddings or 0) or 10**9
         prompts = {prompt: ids for prompt, ids in self.prompts.items() if len(ids) + _TOKENS < context}
         if not prompts:
@@ -55,7 +55,7 @@ class Sampler:
 
 
 class ChatSampler(Sampler):
-    """The same with questions under the chat template."""
+    """A `Sampler` whose prompts are user messages in the chat template."""
 
     def _encoded(self, prompt: str) -> list[int]:
         return self.tokenizer.encode_chat([{"role": "user", "content": prompt}], add_generation_prompt=True)[0]
@@ -63,7 +63,7 @@ class ChatSampler(Sampler):
 
 @contextmanager
 def closing_descriptor(fd: int) -> Iterator[int]:
-    """A descriptor that is given back at the end of the block."""
+    """Close a file descriptor at the end of the block."""
     try:
         yield fd
     finally:

@@ -1,4 +1,4 @@
-"""Validation inside the run: bits per byte per domain, on the same text every time."""
+"""Validation during training: bits per byte per domain, on the same text each time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmworks.shards.tuning import TuningBatches
 
 
 def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> dict[str, float]:
-    """Metrics `validation/...` per domain and over all; the model comes back in the mode it was in."""
+    """Metrics `validation/...` per domain and over all domains; the mode of the model (train or eval) is restored."""
     was_training = model.training
     model.eval()
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])

@@ -15,8 +15,8 @@ from lmworks.shards.packing import IGNORE
 from lmworks.tokenizer import load
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.curriculum import phase_settings
-from lmworks.train.observe.long_context import Far, positions, stretches
-from lmworks.train.observe.needle import DEPTHS, FACTS, Needle, ask, needles
+from lmworks.train.observe.long_context import LongContextEvaluator, position_ranges, positions
+from lmworks.train.observe.needle import DEPTHS, FACTS, Needle, evaluate_needles, make_needles
 from lmworks.train.pretrain import build_model
 from tiny_run import Tiny, curve
 
@@ -31,7 +31,7 @@ def tokenizer(tiny: Tiny) -> Tokenizer:
 @pytest.fixture(scope="module")
 def asked(tokenizer: Tokenizer) -> list[Needle]:
     filler = np.array(tokenizer.encode("It was a day like any other, and nothing of note was said. " * 20), np.int32)
-    return needles(tokenizer, filler, [256, LENGTH], seed=3)
+    return make_needles(tokenizer, filler, [256, LENGTH], seed=3)
 
 
 class Reader:
@@ -74,27 +74,27 @@ def test_who_looks_finds_and_who_takes_the_last_guesses(tokenizer: Tokenizer, as
         return -same
 
     model: Any = Reader(looks)
-    found = ask(model, asked)
+    found = evaluate_needles(model, asked)
     assert found["needle/accuracy"] == 1.0 and found["needle/chance"] == 0.25
     assert set(found) == {"needle/accuracy", "needle/chance", *(f"needle/{length}/{depth}" for length in (256, LENGTH) for depth in DEPTHS)}
     last: Any = Reader(lambda text, place: -place)
-    by_depth = ask(last, asked)
+    by_depth = evaluate_needles(last, asked)
     assert by_depth[f"needle/{LENGTH}/10"] == 0.0, "four facts in the row, and the first one is never the last"
     assert by_depth["needle/accuracy"] < 0.6
 
 
 def test_they_are_the_same_each_time(tokenizer: Tokenizer, asked: list[Needle]) -> None:
     filler = np.array(tokenizer.encode("It was a day like any other, and nothing of note was said. " * 20), np.int32)
-    again = needles(tokenizer, filler, [256, LENGTH], seed=3)
+    again = make_needles(tokenizer, filler, [256, LENGTH], seed=3)
     assert all(np.array_equal(a.ends[0].tokens, b.ends[0].tokens) and a.right == b.right for a, b in zip(asked, again, strict=True))
-    other = needles(tokenizer, filler, [256], seed=4)
+    other = make_needles(tokenizer, filler, [256], seed=4)
     assert any(not np.array_equal(a.ends[0].tokens, b.ends[0].tokens) for a, b in zip(asked, other, strict=False))
 
 
 def test_stretches_of_positions() -> None:
-    assert list(stretches(64)) == [(0, 64)]
-    assert list(stretches(1024)) == [(0, 64), (64, 256), (256, 1024)]
-    assert list(stretches(1500)) == [(0, 64), (64, 256), (256, 1024), (1024, 1500)]
+    assert list(position_ranges(64)) == [(0, 64)]
+    assert list(position_ranges(1024)) == [(0, 64), (64, 256), (256, 1024)]
+    assert list(position_ranges(1500)) == [(0, 64), (64, 256), (256, 1024), (1024, 1500)]
 
 
 def test_losses_by_position_add_up_to_the_loss_of_the_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +103,9 @@ def test_losses_by_position_add_up_to_the_loss_of_the_rows(tiny: Tiny, monkeypat
     recipe = tiny.resolve().recipe
     batches = Batches(recipe, tiny.run_dir / "shards")
     model = build_model(recipe)
-    far = Far(batches, recipe, load(tiny.run_dir / "tokenizer"))
+    far = LongContextEvaluator(batches, recipe, load(tiny.run_dir / "tokenizer"))
     phase = phase_settings(recipe, batches)[1]
-    found = far.measure(model, phase)
+    found = far.evaluate(model, phase)
     assert set(found) == {"validation/position/0", "validation/position/16"}
     rows = far._rows[64]
     place = np.concatenate([positions(row) for row in rows])

@@ -15,7 +15,7 @@ from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.model import Model
 from lmworks.shards.batch import Batches
-from lmworks.train.observe.layer_statistics import largest_score, passing, watching
+from lmworks.train.observe.layer_statistics import largest_score, observe_pass, record_activations
 from lmworks.train.pretrain import build_model
 from tiny_run import Tiny
 
@@ -50,7 +50,7 @@ def test_activations_and_scores_are_those_of_a_plain_computation(monkeypatch: py
         return honest(query, key, value, mask, dropout)
 
     monkeypatch.setattr(attention, "attend_fast", plain)
-    with watching(*named(found)) as seen:
+    with record_activations(*named(found)) as seen:
         expected = found.loss(*batch()).total
     monkeypatch.undo()
     for number, output in enumerate(outputs):
@@ -70,7 +70,7 @@ def test_the_largest_score_keeps_to_the_mask():
 
 def test_nothing_is_left_behind():
     found, honest = model(), (attention.attend_fast, attention.attend_plain)
-    with pytest.raises(RuntimeError, match="stop"), watching(*named(found)):
+    with pytest.raises(RuntimeError, match="stop"), record_activations(*named(found)):
         raise RuntimeError("stop")
     assert (attention.attend_fast, attention.attend_plain) == honest
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in found.modules())
@@ -97,7 +97,7 @@ def test_a_run_that_is_asked_tells_of_its_layers(tiny: Tiny, tmp_path: Path) -> 
 
 def scores_of_a_pass(tiny: Tiny, ranks: int) -> dict[str, float]:
     recipe = tiny.resolve(f"layout.cp={ranks}").recipe
-    seen = passing(build_model(recipe, Ranks(recipe.layout)), Batches(recipe, tiny.run_dir / "shards").batch(0))
+    seen = observe_pass(build_model(recipe, Ranks(recipe.layout)), Batches(recipe, tiny.run_dir / "shards").batch(0))
     return seen.logits()
 
 
