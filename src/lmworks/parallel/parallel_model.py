@@ -1,4 +1,4 @@
-"""The model as the ranks of a layout run it: one process is the layout of one rank."""
+"""A model on the ranks of a layout; a single process is a layout of one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lmworks.shards.packing import IGNORE
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a rank's share of a step adds up to: over its valid tokens, and for each of its sparse layers the tokens per expert."""
+    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers."""
 
     cross_entropy: Tensor
     z: Tensor
@@ -41,7 +41,8 @@ class StepSums:
 class ParallelModel:
     """This rank's parts of a model, and how micro-batches go through them.
 
-    Every rank calls every method, in the same order. `moe_layer_indices` are the numbers, among all sparse layers, of those that lie here.
+    Methods are collective: every rank calls them in the same order. `moe_layer_indices` are the indices of this rank's MoE layers among all
+    MoE layers of the model.
     """
 
     def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
@@ -53,16 +54,16 @@ class ParallelModel:
 
     @property
     def whole(self) -> Transformer | None:
-        """The model, if this rank runs all layers of it: then all ranks together may generate with it."""
+        """The model, if this rank runs all of its layers, as generation needs; None with pipeline stages."""
         return self.parts[0] if self.ranks.size("pp") == 1 else None
 
     @property
     def duplicates(self) -> list[Tensor]:
-        """Parameters of this rank that another pipeline stage has too, and counts."""
+        """Parameters of this rank that another pipeline stage holds too and accounts for (a tied embedding)."""
         return self.pipeline.duplicates if self.pipeline else []
 
     def without_duplicates(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A training state, tensors by kind and name, without the copies that another pipeline stage writes into a checkpoint."""
+        """A training state, tensors by kind and name, without the duplicates that another pipeline stage writes to a checkpoint."""
         held = {id(duplicate) for duplicate in self.duplicates}
         names = tuple(name for name, parameter in self.named_parameters() if id(parameter) in held)
         return {kind: {name: value for name, value in found.items() if not name.endswith(names)} for kind, found in state.items()}
@@ -82,7 +83,7 @@ class ParallelModel:
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def state_loaded(self, state: dict[str, Any]) -> None:
-        """Take over a training state that was loaded into the tensors of `state_dict`; nothing to do where those are live."""
+        """Use a training state that was loaded into the tensors of `state_dict`; no work where those are the live tensors."""
 
     def moe_layers(self) -> list[MoE]:
         return [ffn for part in self.parts for ffn in part.moe_layers()]
@@ -108,7 +109,7 @@ class ParallelModel:
 
     @contextmanager
     def ema_weights(self, ema: Ema | None) -> Iterator[None]:
-        """Inside the body the model is what will leave the run: with the average of its weights, where one is kept."""
+        """Within the block, the model has its averaged weights, as evaluation and export use them; no change without an `ema`."""
         if ema is None:
             yield
             return
@@ -124,7 +125,10 @@ class ParallelModel:
             data.release(part)
 
     def rank_sequences(self, count: int) -> tuple[int, int]:
-        """Which of a batch's rows this rank's place on the data axis has: [start, stop). Shares differ by one row at most."""
+        """The sequences [start, stop) of a batch of `count` that this rank reads, by its place on the data-parallel axis.
+
+        The shares of two ranks differ by one sequence at most.
+        """
         size, rank = self.ranks.size("dp"), self.ranks.rank("dp")
         return rank * count // size, (rank + 1) * count // size
 
@@ -188,7 +192,7 @@ class ParallelModel:
         return float(self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt())
 
     def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
-        """The work of `forward_backward` once more, for those who watch it; its gradients are dropped, and those that were there."""
+        """Run `forward_backward` again, to be observed by hooks; all gradients are dropped."""
         for parameter in self.parameters():
             parameter.grad = None
         self.forward_backward(batch, rows, micro_batch_size, scale)
@@ -208,7 +212,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def sum_over_ranks(self, sums: StepSums) -> StepSums:
-        """The sums over all ranks, and the counts of all sparse layers."""
+        """All-reduce the sums of a step; the result has the counts of all MoE layers."""
         if not self.ranks.distributed:
             return sums
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
@@ -223,13 +227,13 @@ class ParallelModel:
         return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
     def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
-        """Move the selection biases of this rank's layers by the counts of all."""
+        """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`)."""
         if self.config.moe is not None:
             update_biases(self.moe_layers(), counts_LE[self.moe_layer_indices], bias_update_rate, self.config.moe.balance, apply)
 
     @torch.no_grad()
     def summed_cross_entropy(self, batch: Batch) -> float:
-        """Summed cross-entropy of a whole batch under the model as it is in evaluation."""
+        """The summed cross-entropy of a whole batch, in nats, without gradients."""
         own = batch.rows(*self.rank_sequences(len(batch.tokens)))
         if self.pipeline:
             largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
@@ -249,7 +253,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def largest_biases(self) -> Tensor:
-        """The largest selection bias, by size, of each sparse layer; on all ranks."""
+        """The largest absolute expert bias of each MoE layer, on all ranks."""
         found = torch.zeros(self.num_moe_layers, device=self.device)
         for number, ffn in zip(self.moe_layer_indices, self.moe_layers(), strict=True):
             found[number] = ffn.router.bias.abs().max()
@@ -257,7 +261,7 @@ class ParallelModel:
 
     @property
     def num_moe_layers(self) -> int:
-        """Sparse layers of the whole model."""
+        """MoE layers of the whole model."""
         moe = self.config.moe
         assert self.config.num_hidden_layers
         return (
@@ -282,7 +286,7 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
 
 
 def _moe_layer_indices(part: Transformer) -> list[int]:
-    """The numbers, among the sparse layers of the whole model, of those in this part; in the order of `moe_layers()`."""
+    """The indices of the MoE layers of a part among those of the whole model, in the order of `moe_layers()`."""
     moe, layers = part.config.moe, part.config.num_hidden_layers
     assert layers
     names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]
