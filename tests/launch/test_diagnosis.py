@@ -100,7 +100,7 @@ def test_the_last_beat_is_what_is_read_and_a_shorter_one_covers_a_longer(tmp_pat
     heart.beat(123456, "a long word for what is being done here")
     heart.beat(7, "data")
     assert [(one.rank, one.step, one.doing, one.state) for one in read_beats(tmp_path)] == [(3, 7, "data", "running")]
-    heart.testify({"loss": Entered(4, "all_reduce", 1.0)})
+    heart.record_witness({"loss": Entered(4, "all_reduce", 1.0)})
     assert read_beats(tmp_path)[0].entered["loss"].number == 4
     heart.end("failed", "x" * 3000)
     heart.beat(8, "not written any more")
