@@ -29,9 +29,10 @@ from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.shards.read.batches import Batches
-from lmworks.train.pretrain import Pretraining, build_model
+from lmworks.train.curriculum import PretrainingCurriculum
+from lmworks.train.observe.validation import validate
+from lmworks.train.pretrain import build_model
 from lmworks.train.step import micro_batch_of, train_step
-from lmworks.train.validation import validate
 
 START = {"muon": 0.004, "adamw": 0.001}
 
@@ -62,33 +63,33 @@ class Training:
 
     def __init__(self, run: Path, arm: Arm) -> None:
         self.recipe = arm_recipe(run, arm)
-        self.course = Pretraining(self.recipe, Batches(self.recipe, run / "shards"))
+        self.curriculum = PretrainingCurriculum(self.recipe, Batches(self.recipe, run / "shards"))
         self.model = build_model(self.recipe)
         self.optimizer = build_optimizer(self.model, self.recipe.optimizer)
         self.model.train()
 
     def step(self, step: int) -> float:
         """One training step. Returns its loss."""
-        stage = self.course.stage(step)
-        if step == stage.first_step and stage.rope:
-            self.model.set_rope(stage.rope)
-        batch = self.course.batch(step, 0, self.course.rows(step))
-        rows, rate = micro_batch_of(self.recipe, stage.sequence_length), self.course.rate(step)
-        limits = {"clip": self.recipe.optimizer.max_grad_norm, "bias_update_rate": stage.bias_update_rate}
-        return float(train_step(self.model, self.optimizer, batch, micro_batch_size=rows, rate=rate, **limits).loss)
+        phase = self.curriculum.phase(step)
+        if step == phase.first_step and phase.rope:
+            self.model.set_rope(phase.rope)
+        batch = self.curriculum.batch(step, 0, self.curriculum.sequences(step))
+        rows, lr_factor = micro_batch_of(self.recipe, phase.sequence_length), self.curriculum.lr_factor(step)
+        limits = {"max_grad_norm": self.recipe.optimizer.max_grad_norm, "bias_update_rate": phase.bias_update_rate}
+        return float(train_step(self.model, self.optimizer, batch, micro_batch_size=rows, lr_factor=lr_factor, **limits).loss)
 
     def held_out(self) -> dict[str, float]:
-        stage, batches = self.course.stages[-1], self.course.batches
-        rows = micro_batch_of(self.recipe, stage.sequence_length)
-        parts = {domain: batches.validation(domain, stage.sequence_length, rows, 65_536) for domain in batches.manifest.domains()}
+        phase, batches = self.curriculum.phases[-1], self.curriculum.batches
+        rows = micro_batch_of(self.recipe, phase.sequence_length)
+        parts = {domain: batches.validation(domain, phase.sequence_length, rows, 65_536) for domain in batches.manifest.domains()}
         return validate(self.model, parts)
 
 
 def train(run: Path, arm: Arm) -> dict[str, float | int | str]:
     """A whole run of one arm: the row of the results file."""
     training = Training(run, arm)
-    with bar(f"{arm.kind} {arm.rate:g} seed {arm.seed}", training.course.steps) as progress:
-        for step in range(training.course.steps):
+    with bar(f"{arm.kind} {arm.rate:g} seed {arm.seed}", training.curriculum.steps) as progress:
+        for step in range(training.curriculum.steps):
             loss = training.step(step)
             progress.advance(1)
             progress.note(f"loss {loss:.3f}")

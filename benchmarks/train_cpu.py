@@ -25,7 +25,7 @@ from lmworks.metrics.system import measure_peak
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.flops import flops_per_token
 from lmworks.precision import dtype_for, has_bf16
 from lmworks.recipe.loading.huggingface import class_for, to_config
@@ -57,7 +57,9 @@ def ours(config: Model, batch: Batch, kind: str) -> Callable[[], None]:
     model.compile(dynamic=False)
     optimizer = build_optimizer(model, Optimizer(kind=kind, learning_rate=1e-3, adam_learning_rate=1e-3))  # type: ignore[arg-type]
     return lambda: void(
-        train_step(ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, rate=1.0, clip=1.0, bias_update_rate=0.001)
+        train_step(
+            ParallelModel([model]), optimizer, batch, micro_batch_size=ROWS, lr_factor=1.0, max_grad_norm=1.0, bias_update_rate=0.001
+        )
     )
 
 

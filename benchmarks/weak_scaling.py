@@ -40,7 +40,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.optim import build_optimizer
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel, micro_batches
+from lmworks.parallel.parallel_model import ParallelModel, micro_batches
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -69,14 +69,13 @@ def recipe(dense: bool, compiled: bool, kind: str) -> Recipe:
 def ours(what: Recipe, ranks: Ranks) -> Step:
     """A step as the trainer makes it."""
     model = ParallelModel(build(what, ranks, torch.device("cpu")), ranks)
-    optimizer = build_optimizer(model, what.optimizer, what.model.num_hidden_layers, ranks.groups())
+    optimizer = build_optimizer(model, what.optimizer, what.model.num_hidden_layers, ranks.process_groups())
     model.train()
 
     def step(batch: Batch, rows: int, count: int) -> float:
         result = train_step(
-            model, optimizer, batch, rows=rows * count * ranks.world, valid=batch.valid_tokens * ranks.world, micro_batch_size=rows,
-            rate=1.0,
-            clip=CLIP, bias_update_rate=0.0,
+            model, optimizer, batch, sequences=rows * count * ranks.world, valid_tokens=batch.valid_tokens * ranks.world,
+            micro_batch_size=rows, lr_factor=1.0, max_grad_norm=CLIP, bias_update_rate=0.0,
         )  # fmt: skip
         return float(result.loss)
 

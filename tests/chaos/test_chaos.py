@@ -15,7 +15,7 @@ from plans import DECK, LAYOUTS, STEPS, draw, harmless, overrides
 from strikes import spoil
 
 from lmworks.parallel.pipeline_stages import pipeline_stage_problems
-from lmworks.parallel.start import layout_for
+from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.layout import world_size
 from tiny_run import Tiny
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
-from lmworks.launch.places import local
-from lmworks.launch.torchrun import Sizes
+from lmworks.launch.launcher import launch_local
+from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.loading.load import load_recipe
 
 CLUSTER = """
@@ -68,4 +68,4 @@ def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> 
 
 def test_ranks_come_and_go_by_what_the_model_axes_leave(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", ["layout={tp: 2, dp_shard: 2}", f"run_dir={tmp_path}"]).recipe
-    assert [host.slots for host in local(recipe, tmp_path, Sizes(2, 6), ["pretrain"]).hosts] == [2, 2, 2]
+    assert [host.slots for host in launch_local(recipe, tmp_path, CountRange(2, 6), ["pretrain"]).hosts] == [2, 2, 2]

@@ -227,17 +227,17 @@ def one_seed(function: Callable[..., Any], *args: Any) -> Any:
     """A rank on which every part of a tensor is drawn as if it were the first."""
     from lmworks.parallel import parallelize
 
-    honest = parallelize.here
+    honest = parallelize.local_shard
 
     def first_part(parameter: torch.Tensor) -> Any:
         part, begins = honest(parameter)
         return part, tuple(0 for _ in begins)
 
-    parallelize.here = first_part
+    parallelize.local_shard = first_part
     try:
         return function(*args)
     finally:
-        parallelize.here = honest
+        parallelize.local_shard = honest
 
 
 def unsummed(function: Callable[..., Any], *args: Any) -> Any:

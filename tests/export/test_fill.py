@@ -14,7 +14,7 @@ from lmworks.export.huggingface import fill, read_model, write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model

@@ -258,7 +258,7 @@ def make_records(folder: Path) -> None:
 def use_records(folder: Path) -> None:
     from lmworks.doctor.page import write_page
     from lmworks.recipe.loading.load import load_cluster
-    from lmworks.train.mixture import read_changes
+    from lmworks.train.data.mixture import read_changes
     from lmworks.watch.ledger import read_ledger
 
     write_page(folder / "run", load_cluster("1xh200"))

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.launch import places, rank, slurm
+from lmworks.launch import launcher, rank, slurm
 from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, Table, read_hosts, read_table
 from lmworks.launch.rank import live
-from lmworks.launch.torchrun import Sizes
+from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
@@ -31,13 +31,13 @@ def recipe(**nodes: Any) -> Recipe:
 
 @pytest.mark.parametrize(("text", "least", "most"), [("4", 4, 4), ("2:4", 2, 4), ("3:3", 3, 3)])
 def test_sizes(text: str, least: int, most: int) -> None:
-    assert Sizes.parse(text) == Sizes(least, most)
+    assert CountRange.parse(text) == CountRange(least, most)
 
 
 @pytest.mark.parametrize("text", ["", "0", "4:2", "0:2", "-1", "2:", ":2", "two", "2:3:4"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="is not a number of ranks"):
-        Sizes.parse(text)
+        CountRange.parse(text)
 
 
 def test_a_host_file(tmp_path: Path) -> None:
@@ -72,31 +72,31 @@ def test_an_excluded_host_stays_out_of_later_launches_until_it_is_readmitted(tmp
     assert [host.name for host in later.taking_part()] == ["a"]
     assert [(host.name, host.excluded) for host in read_table(folder.hosts)] == [("a", None), ("b", "its disk")]
     with pytest.raises(UserError, match=r"^c is not excluded from .*; these are: b$"):
-        places.readmit(tmp_path, "c")
-    places.readmit(tmp_path, "b")
+        launcher.readmit(tmp_path, "c")
+    launcher.readmit(tmp_path, "b")
     assert folder.readmitted() == ["b"] and folder.readmitted() == []
     assert later.readmit("b") and not later.readmit("b")
     assert len(Table(folder.hosts, hosts).taking_part()) == 2
 
 
 def test_local_agents_have_as_many_ranks_as_the_layout_needs(tmp_path: Path) -> None:
-    fixed = places.local(recipe(), tmp_path, Sizes(4, 4), [])
+    fixed = launcher.launch_local(recipe(), tmp_path, CountRange(4, 4), [])
     assert [host.slots for host in fixed.hosts] == [4] and fixed.least == 1
-    elastic = places.local(recipe(layout={"tp": 2}), tmp_path, Sizes(2, 6), [])
+    elastic = launcher.launch_local(recipe(layout={"tp": 2}), tmp_path, CountRange(2, 6), [])
     assert [host.slots for host in elastic.hosts] == [2, 2, 2] and elastic.least == 1
     with pytest.raises(UserError, match="5 ranks do not divide by layout tp 2"):
-        places.local(recipe(layout={"tp": 2}), tmp_path, Sizes(2, 5), [])
+        launcher.launch_local(recipe(layout={"tp": 2}), tmp_path, CountRange(2, 5), [])
 
 
 def test_hosts_are_refused_whose_loss_would_leave_ranks_that_do_not_divide(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b has 3 slots, .* a multiple of 2"):
-        places.on_hosts(recipe(layout={"tp": 2}), tmp_path, [Host("a", 4), Host("b", 3)], 1, [], None)
+        launcher.launch_on_hosts(recipe(layout={"tp": 2}), tmp_path, [Host("a", 4), Host("b", 3)], 1, [], None)
     with pytest.raises(UserError, match="--least 3 is not between 1 and the 2 hosts"):
-        places.on_hosts(recipe(), tmp_path, [Host("a", 4), Host("b", 3)], 3, [], None)
+        launcher.launch_on_hosts(recipe(), tmp_path, [Host("a", 4), Host("b", 3)], 3, [], None)
 
 
 def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) -> None:
-    made = places.on_hosts(
+    made = launcher.launch_on_hosts(
         recipe(launch={"ssh": "ssh -p 22"}), tmp_path / "a run", [Host("n1", 2), Host("n2", 2)], 1, ["run", "it's.yaml"], "head"
     )
     host = made.hosts[0]
@@ -107,7 +107,7 @@ def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) ->
 
 
 def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = places.local(recipe(), tmp_path, Sizes(1, 1), [])
+    made = launcher.launch_local(recipe(), tmp_path, CountRange(1, 1), [])
     Folder.of(tmp_path).begin()
     told, ready = tmp_path / "told", tmp_path / "ready"
     stand_in = (
@@ -130,7 +130,7 @@ SCRIPT = {"partition": "gpu", "time_limit": "2:00:00", "memory": "100G", "option
 def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     asked = recipe(launch={"slurm": SCRIPT | {"cpus_per_rank": 3}}, layout={"tp": 2})
     Table(Folder.of(tmp_path).hosts, [Host("bad", 1), Host("good", 1)]).exclude("bad", "its disk")
-    script = slurm.job_for(asked, tmp_path, Sizes(1, 2), 8, ["run", "a.yaml", "--set", "seed=3"]).script()
+    script = slurm.job_for(asked, tmp_path, CountRange(1, 2), 8, ["run", "a.yaml", "--set", "seed=3"]).script()
     lines = script.splitlines()
     wanted = ["--partition=gpu", "--time=2:00:00", "--mem=100G", "--constraint=h100", "--requeue", "--nodes=1-2", "--ntasks-per-node=1",
               "--cpus-per-task=24", "--signal=B:USR1@120", "--exclude=bad", "--no-kill"]  # fmt: skip
@@ -140,7 +140,7 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     assert "--gpus" not in script
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
     with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
-        slurm.job_for(asked, tmp_path, Sizes(1, 2), 3, [])
+        slurm.job_for(asked, tmp_path, CountRange(1, 2), 3, [])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_gpus_are_asked_for_as_the_recipe_or_the_cluster_says(
     tmp_path: Path, said: int | None, of_the_cluster: int | None, asked_for: str | None
 ) -> None:
     asked = recipe(launch={"slurm": {"gpus_per_node": said, "memory": "all", "qos": "high"}})
-    lines = slurm.job_for(asked, tmp_path / "a run", Sizes(2, 2), 8, [], of_the_cluster).script().splitlines()
+    lines = slurm.job_for(asked, tmp_path / "a run", CountRange(2, 2), 8, [], of_the_cluster).script().splitlines()
     assert [line for line in lines if line.startswith("#SBATCH --gpus")] == ([f"#SBATCH --gpus-per-node={asked_for}"] if asked_for else [])
     assert {"#SBATCH --mem=0", "#SBATCH --qos=high", f"#SBATCH --output='{tmp_path}/a run/launch/slurm-%j.log'"} <= set(lines)
 

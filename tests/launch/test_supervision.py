@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lmworks.launch import places, slurm, torchrun
+from lmworks.launch import launcher, slurm, torchrun
 from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, read_table
-from lmworks.launch.torchrun import Sizes
+from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_beats
 from lmworks.watch.ledger import read_ledger
@@ -48,12 +48,12 @@ def prepare(run_dir: Path, fault: dict[str, Any] | None = None, **launch: Any) -
     return recipe
 
 
-def toy(launch: places.Launch) -> places.Launch:
+def toy(launch: launcher.Launch) -> launcher.Launch:
     return replace(launch, module="toy_rank")
 
 
-def local(run_dir: Path, recipe: Recipe, ranks: str, steps: int = STEPS) -> places.Launch:
-    return toy(places.local(recipe, run_dir, Sizes.parse(ranks), [str(run_dir), str(steps)]))
+def local(run_dir: Path, recipe: Recipe, ranks: str, steps: int = STEPS) -> launcher.Launch:
+    return toy(launcher.launch_local(recipe, run_dir, CountRange.parse(ranks), [str(run_dir), str(steps)]))
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def test_a_world_shrinks_and_grows_back(tmp_path: Path) -> None:
     wait_for(lambda: widths()[-3:] == [2, 2, 2])
     assert [host.name for host in read_table(Folder.of(run_dir).hosts) if host.excluded] == [victim.host]
     assert events(run_dir, "restart")[-1]["ranks"] == [2] and (events(run_dir, "restart")[-1]["now"] == 2)
-    places.readmit(run_dir, victim.host)
+    launcher.readmit(run_dir, victim.host)
     wait_for(lambda: widths()[-3:] == [3, 3, 3])
     Folder.of(run_dir).ask_to_stop(signal.SIGTERM)
     thread.join(PATIENCE)
@@ -180,7 +180,7 @@ def test_a_host_that_cannot_be_reached_is_excluded_with_the_reason(tmp_path: Pat
     (tmp_path / "n2").touch()
     recipe = prepare(run_dir, ssh=str(ssh))
     hosts = [Host("n1", 1), Host("n2", 1), Host("n3", 1)]
-    launch = toy(places.on_hosts(recipe, run_dir, hosts, 2, [str(run_dir), str(STEPS)], "127.0.0.1"))
+    launch = toy(launcher.launch_on_hosts(recipe, run_dir, hosts, 2, [str(run_dir), str(STEPS)], "127.0.0.1"))
     assert launch.run() == 0
     require_every_step(run_dir)
     assert {event["ranks"] for event in events(run_dir, "step")} == {2}
@@ -223,7 +223,7 @@ def test_a_real_sshd(tmp_path: Path) -> None:
         )
         run_dir = tmp_path / "run"
         recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": "kill"}, ssh=f"ssh {options}")
-        launch = toy(places.on_hosts(recipe, run_dir, [Host("127.0.0.1", 2)], None, [str(run_dir), str(STEPS)], None))
+        launch = toy(launcher.launch_on_hosts(recipe, run_dir, [Host("127.0.0.1", 2)], None, [str(run_dir), str(STEPS)], None))
         script = launch.script
         exported = f"export PYTHONPATH={TOY} OMP_NUM_THREADS=1\n"
         object.__setattr__(launch, "script", lambda host, at: exported + script(host, at))  # sshd passes no environment on
@@ -263,7 +263,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
 
     with cluster(tmp_path / "slurm") as conf:
         monkeypatch.setenv("SLURM_CONF", str(conf))
-        number = slurm.job_for(recipe, run_dir, Sizes(1, 1), 2, [str(run_dir), str(steps)]).submit()
+        number = slurm.job_for(recipe, run_dir, CountRange(1, 1), 2, [str(run_dir), str(steps)]).submit()
         wait_for(lambda: done() > 3)
         assert "gpu:2" in told(number)
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
@@ -278,7 +278,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
         cancelled = tmp_path / "cancelled"
         prepare(cancelled)
         (cancelled / "resolved.json").write_text(recipe.model_dump_json())
-        number = slurm.job_for(recipe, cancelled, Sizes(1, 1), 2, [str(cancelled), "100000"]).submit()
+        number = slurm.job_for(recipe, cancelled, CountRange(1, 1), 2, [str(cancelled), "100000"]).submit()
         wait_for(lambda: len(events(cancelled, "step")) > 3)
         subprocess.run(["scancel", number], check=True)
         wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, encoding="utf-8", check=True).stdout.strip())

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from lmworks.launch import places
+from lmworks.launch import launcher
 from lmworks.launch.folder import Folder
-from lmworks.launch.torchrun import Sizes
+from lmworks.launch.torchrun import CountRange
 from lmworks.watch.heartbeat import Beat, read_beats
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
@@ -28,7 +28,7 @@ OPTIONS = ("model.residual_dropout=0.1", "train.save_every=3 steps", "stability.
 def launch(run: Tiny, ranks: str, *more: str, module: str = "lmworks.cli.rank", stage: str = "pretrain") -> int:
     options = [f"run_dir={run.run_dir}", *OPTIONS, *more]
     work = [stage, str(run.recipe), *(word for option in options for word in ("--set", option))]
-    made = places.local(run.resolve(*OPTIONS, *more).recipe, run.run_dir, Sizes.parse(ranks), work)
+    made = launcher.launch_local(run.resolve(*OPTIONS, *more).recipe, run.run_dir, CountRange.parse(ranks), work)
     return replace(made, module=module).run()
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_shrinks_from_four_ranks_to_three_and_grows_back_sees_the_sam
         os.kill(agent, signal.SIGKILL)
         os.kill(victim.pid, signal.SIGKILL)
         await_rank(hit.run_dir, 0, 12, 3)
-        places.readmit(hit.run_dir, str(victim.host))
+        launcher.readmit(hit.run_dir, str(victim.host))
 
     meanwhile(strike)
     assert launch(hit, "3:4", same, module="slow_rank") == 0

@@ -19,10 +19,10 @@ from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.launch.rank import live
-from lmworks.launch.world import world
+from lmworks.launch.rank_context import rank_context
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger
-from lmworks.watch.signals import graceful_stop
+from lmworks.watch.stop_signals import graceful_stop
 
 SAVE_EVERY = 5
 
@@ -45,7 +45,7 @@ def train(run_dir: Path, steps: int) -> None:
     recipe = Recipe.model_validate_json((run_dir / "recipe.json").read_text())
     saved = run_dir / "saved"
     fail(run_dir, int(os.environ["RANK"]), -1)
-    with world(recipe, run_dir) as (ranks, heartbeat), graceful_stop() as stop:
+    with rank_context(recipe, run_dir) as (ranks, heartbeat), graceful_stop() as stop:
         first = int(saved.read_text()) if saved.exists() else 0
         rank, size = dist.get_rank(), dist.get_world_size()
         for step in range(first, steps):
@@ -53,7 +53,7 @@ def train(run_dir: Path, steps: int) -> None:
             fail(run_dir, rank, step)
             time.sleep(0.05)
             heartbeat.beat(step, "update")
-            total = ranks.sum(torch.tensor([1.0, float(stop.requested), float(stop.preempted)]), "loss")
+            total = ranks.all_reduce(torch.tensor([1.0, float(stop.requested), float(stop.preempted)]), "loss")
             if rank == 0:
                 with Ledger(run_dir / "ledger.jsonl") as ledger:
                     ledger.write("step", step=step, ranks=int(total[0]))

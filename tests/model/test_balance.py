@@ -7,7 +7,7 @@ import torch
 from tests.model.test_transformer import _SMALL, CONFIGS, build, sample
 
 from lmworks.model import Transformer
-from lmworks.model.balance import load_error, set_temperature, statistics, update_biases
+from lmworks.model.balance import load_error, load_statistics, set_temperature, update_biases
 from lmworks.model.init import initialize
 from lmworks.model.router import Router, sinkhorn
 from lmworks.parallel.activation_checkpointing import checkpoint_activations
@@ -27,7 +27,7 @@ def skewed(balance: Balance) -> Transformer:
         1,
     )
     with torch.no_grad():
-        for layer, ffn in enumerate(model.routers()):
+        for layer, ffn in enumerate(model.moe_layers()):
             ffn.router.bias[layer : layer + 2] = 0.05
     return model
 
@@ -44,38 +44,38 @@ def counts_of(model: Transformer, seed: int) -> torch.Tensor:
 def test_a_skewed_router_becomes_even_and_stays_so(update: str) -> None:
     balance = Balance(bias_update=update, bias_update_rate=0.003)
     model = skewed(balance)
-    before = statistics(counts_of(model, 0), 1.25)["cv"]
+    before = load_statistics(counts_of(model, 0), 1.25)["cv"]
     history = []
     for step in range(90):
         counts = counts_of(model, step)
-        update_biases(model.routers(), counts, balance.bias_update_rate, balance)
-        history.append(statistics(counts, 1.25)["cv"])
+        update_biases(model.moe_layers(), counts, balance.bias_update_rate, balance)
+        history.append(load_statistics(counts, 1.25)["cv"])
     late = torch.stack(history[-30:])
     assert (before > 1.0).all(), "the start must be badly skewed in every layer"
     assert (late.mean(0) < 0.25).all(), late.mean(0)
     assert (late.max(0).values < 0.5).all(), "it stays even"
-    biases = [ffn.router.bias for ffn in model.routers()]
+    biases = [ffn.router.bias for ffn in model.moe_layers()]
     assert not torch.allclose(biases[0], biases[1], atol=1e-3), "one bias per layer"
 
 
 def test_each_way_of_choosing_moves_as_published() -> None:
     balance = Balance(bias_update_rate=0.1, bias_clamp=0.15)
     model = skewed(balance)
-    for ffn in model.routers():
+    for ffn in model.moe_layers():
         ffn.router.bias.zero_()
     counts = torch.tensor([[8.0, 0, 0, 0, 4, 4, 4, 4], [3.0, 3, 3, 3, 3, 3, 3, 3]])
-    update_biases(model.routers(), counts, 0.1, balance)
-    assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, -0.1])
-    assert model.routers()[1].router.bias.tolist() == [0.0] * 8
-    update_biases(model.routers(), counts, 0.1, balance)
-    assert model.routers()[0].router.bias.abs().max() == pytest.approx(0.15), "the clamp"
-    model.routers()[0].router.bias.zero_()
-    update_biases(model.routers(), counts, 0.1, balance.model_copy(update={"bias_update": "proportional"}))
-    assert model.routers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, *[-0.1 / 3] * 4])
-    before = model.routers()[0].router.bias.clone()
-    update_biases(model.routers(), counts, 0.1, balance, finite=torch.tensor(False))
-    update_biases(model.routers(), counts, 0.0, balance)
-    assert torch.equal(model.routers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
+    update_biases(model.moe_layers(), counts, 0.1, balance)
+    assert model.moe_layers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, -0.1, -0.1, -0.1, -0.1])
+    assert model.moe_layers()[1].router.bias.tolist() == [0.0] * 8
+    update_biases(model.moe_layers(), counts, 0.1, balance)
+    assert model.moe_layers()[0].router.bias.abs().max() == pytest.approx(0.15), "the clamp"
+    model.moe_layers()[0].router.bias.zero_()
+    update_biases(model.moe_layers(), counts, 0.1, balance.model_copy(update={"bias_update": "proportional"}))
+    assert model.moe_layers()[0].router.bias.tolist() == pytest.approx([-0.1, 0.1, 0.1, 0.1, *[-0.1 / 3] * 4])
+    before = model.moe_layers()[0].router.bias.clone()
+    update_biases(model.moe_layers(), counts, 0.1, balance, apply=torch.tensor(False))
+    update_biases(model.moe_layers(), counts, 0.0, balance)
+    assert torch.equal(model.moe_layers()[0].router.bias, before), "a bad step, and rate 0, move nothing"
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "50%"])
@@ -108,7 +108,7 @@ def test_evaluation_leaves_no_trace() -> None:
 
 def test_the_bias_selects_but_never_weights() -> None:
     model = build(CONFIGS["moe"]).eval()
-    router = model.routers()[0].router
+    router = model.moe_layers()[0].router
     x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         router.bias.zero_()
@@ -121,7 +121,7 @@ def test_the_bias_selects_but_never_weights() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    values = statistics(torch.tensor([[4.0, 0.0, 2.0, 2.0]]), capacity_factor=1.25)
+    values = load_statistics(torch.tensor([[4.0, 0.0, 2.0, 2.0]]), capacity_factor=1.25)
     assert float(values["cv"]) == pytest.approx((2 / 4) ** 0.5)
     assert float(values["max_ratio"]) == 2
     assert float(values["min_ratio"]) == 0
@@ -197,5 +197,5 @@ def test_the_router_temperature_warms_up() -> None:
     moe = Moe(n_routed_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, temperature=2.0, temperature_steps=10)
     model = Transformer(Model(**_SMALL, moe=moe))
     for step, expected in ((0, 2.0), (5, 1.5), (10, 1.0), (1000, 1.0)):
-        set_temperature(model.routers(), model.config.moe, step)
-        assert float(model.routers()[0].router.temperature) == expected
+        set_temperature(model.moe_layers(), model.config.moe, step)
+        assert float(model.moe_layers()[0].router.temperature) == expected

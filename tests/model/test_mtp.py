@@ -138,7 +138,7 @@ def test_evaluation_leaves_it_out() -> None:
 def test_its_experts_are_counted_and_its_weight_changes() -> None:
     model, batch = build(CONFIGS["two layers"]), documents()
     loss = model.loss(*batch)
-    assert loss.experts.counts.shape == (3, 8) and len(model.routers()) == 3
+    assert loss.experts.counts.shape == (3, 8) and len(model.moe_layers()) == 3
     assert loss.experts.counts.sum(1).tolist() == [96.0] * 3
     main = model.eval().loss(*batch).total
     model.train().mtp_loss_weight = 0.1

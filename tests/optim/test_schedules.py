@@ -44,7 +44,7 @@ def constant_batches(phases: list[Phase]) -> list[list[int]]:
 def factors(phases: list[Phase], batches: list[list[int]] | None = None) -> list[float]:
     batches = batches or constant_batches(phases)
     schedules = build(phases, batches)
-    return [schedules.factor(step) for step in range(sum(map(len, batches)))]
+    return [schedules.lr_factor(step) for step in range(sum(map(len, batches)))]
 
 
 def walk(phases: list[Phase], batches: list[list[int]]) -> list[float]:
@@ -182,9 +182,9 @@ def test_a_warmup_in_steps_is_counted_in_steps_though_they_are_not_equally_long(
 def test_the_end_of_the_warmup_is_known_in_steps() -> None:
     phases = [phase(40, warmup=duration("10 steps")), phase(20, warmup=duration("25%")), phase(10, warmup=duration("0 steps"))]
     schedules = build(phases, constant_batches(phases))
-    assert {schedules.warm(step) for step in range(40)} == {10}
-    assert {schedules.warm(step) for step in range(40, 60)} == {45}
-    assert {schedules.warm(step) for step in range(60, 75)} == {60}
+    assert {schedules.warmup_end(step) for step in range(40)} == {10}
+    assert {schedules.warmup_end(step) for step in range(40, 60)} == {45}
+    assert {schedules.warmup_end(step) for step in range(60, 75)} == {60}
 
 
 def test_a_decay_in_steps_counts_from_the_end() -> None:
@@ -202,14 +202,14 @@ def test_work_does_not_grow_with_steps() -> None:
 
     steps = 10**12
     schedules = Schedules([phase(steps, kind="cosine", min_lr_ratio=0.0)], [steps], linear)
-    assert schedules.factor(steps // 50 - 1) == 1.0
-    assert schedules.factor(steps - 1) == 0.0
+    assert schedules.lr_factor(steps // 50 - 1) == 1.0
+    assert schedules.lr_factor(steps - 1) == 0.0
     assert len(asked) < 1000
 
 
 def test_past_the_end_the_last_rate_stays() -> None:
     schedules = build([phase(10, kind="linear", min_lr_ratio=0.2)], [[64] * 10])
-    assert schedules.factor(10) == schedules.factor(9) == pytest.approx(0.2)
+    assert schedules.lr_factor(10) == schedules.lr_factor(9) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from lmworks.model.layers import Linear
 from lmworks.optim import clip
 from lmworks.parallel import collectives, experts, parallelize, pipeline, tensor
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from parallel.parity import Trained, train, train_bf16
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -89,8 +89,8 @@ def _partition_function_is_of_the_own_vocabulary(patch: pytest.MonkeyPatch) -> N
 
 
 def _slices_are_filled_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
-    here = parallelize.here
-    patch.setattr(parallelize, "here", lambda parameter: (here(parameter)[0], (0,) * parameter.ndim))
+    here = parallelize.local_shard
+    patch.setattr(parallelize, "local_shard", lambda parameter: (here(parameter)[0], (0,) * parameter.ndim))
 
 
 def _auxiliary_loss_counts_on_every_tensor_rank(patch: pytest.MonkeyPatch) -> None:
@@ -118,22 +118,22 @@ def _gradients_are_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_ranks_read_the_first_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParallelModel, "rows", lambda self, count: (0, count // self.ranks.size("dp")))
+    patch.setattr(ParallelModel, "rank_sequences", lambda self, count: (0, count // self.ranks.size("dp")))
 
 
 def _counts_are_of_this_rank(patch: pytest.MonkeyPatch) -> None:
-    total = ParallelModel.total
-    patch.setattr(ParallelModel, "total", lambda self, sums: replace(total(self, sums), counts_LE=sums.counts_LE))
+    total = ParallelModel.sum_over_ranks
+    patch.setattr(ParallelModel, "sum_over_ranks", lambda self, sums: replace(total(self, sums), counts_LE=sums.counts_LE))
 
 
 def _counts_are_doubled(patch: pytest.MonkeyPatch) -> None:
-    total = ParallelModel.total
+    total = ParallelModel.sum_over_ranks
 
     def doubled(self: ParallelModel, sums: Any) -> Any:
         found = total(self, sums)
         return replace(found, counts_LE=None if found.counts_LE is None else found.counts_LE * 2)
 
-    patch.setattr(ParallelModel, "total", doubled)
+    patch.setattr(ParallelModel, "sum_over_ranks", doubled)
 
 
 def _rows_are_computed_as_they_come(patch: pytest.MonkeyPatch) -> None:
@@ -147,13 +147,13 @@ def _rows_come_without_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def _experts_are_on_the_next_rank(patch: pytest.MonkeyPatch) -> None:
     """Rank 0 computes with the experts of rank 1: as if the offset of the own experts were wrong."""
-    here = parallelize.here
+    here = parallelize.local_shard
 
     def shifted(parameter: torch.Tensor) -> Any:
         part, begins = here(parameter)
         return part, begins if parameter.ndim < 3 else ((begins[0] + 4) % 8, *begins[1:])
 
-    patch.setattr(parallelize, "here", shifted)
+    patch.setattr(parallelize, "local_shard", shifted)
 
 
 def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -161,11 +161,11 @@ def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch
 
 
 def _copies_of_the_embedding_are_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipeline.Pipeline, "_sum_copies", lambda self: None)
+    patch.setattr(pipeline.Pipeline, "_sum_duplicate_gradients", lambda self: None)
 
 
 def _norm_counts_the_embedding_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParallelModel, "copies", ())
+    patch.setattr(ParallelModel, "duplicates", ())
 
 
 def _first_stage_has_the_documents_of_other_micro_batches(patch: pytest.MonkeyPatch) -> None:

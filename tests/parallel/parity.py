@@ -15,7 +15,7 @@ from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
 from lmworks.doctor.preflight.small import LONGER
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -97,8 +97,8 @@ def train(layout: dict[str, Any], kind: str, micro_batch_size: int = 1, rows: in
     for step in range(STEPS):
         batch = batch_of(step, rows, length)
         result = train_step(
-            model, optimizer, batch.sequences(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
-            rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
+            model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens,
+            micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
         )  # fmt: skip
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))

@@ -14,7 +14,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.model.moe import MoE
 from lmworks.model.router import Router
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout, world_size
 from parallel import parity
 from parallel.parity import Trained, compare

@@ -29,7 +29,7 @@ PIPELINED = Layout(pp=16, tp=8, dp_shard=64, ep=32)
 def _part(recipe: Any, layout: Layout, rank: int) -> Iterator[Transformer]:
     """What `rank` holds, on the meta device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallelize, "materialise", lambda *_: None)
+        patch.setattr(parallelize, "materialize", lambda *_: None)
         group = dist.new_group
         patch.setattr(dist, "new_group", lambda *args, **options: group(*args, **options | {"backend": "fake"}))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(layout))

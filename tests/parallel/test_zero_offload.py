@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 
 from lmworks.checkpoint import Checkpoints
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.parallel.zero_offload import _shape
 from lmworks.plan.memory import memory
@@ -85,8 +85,8 @@ def step(
 ) -> Any:
     batch = batch_of(number, rows, LENGTH)
     return train_step(
-        model, optimizer, batch.sequences(*model.rows(rows)), rows=rows, valid=batch.valid_tokens, micro_batch_size=micro_batch_size,
-        rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01, **options,
+        model, optimizer, batch.sequences(*model.rank_sequences(rows)), sequences=rows, valid_tokens=batch.valid_tokens,
+        micro_batch_size=micro_batch_size, lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01, **options,
     )  # fmt: skip
 
 
@@ -102,14 +102,14 @@ def trained(
     kind: str, zero: int, options: dict[str, Any] | None, world: int, rows: int = ROWS, micro_batch_size: int = 1, **train: Any
 ) -> Found:  # fmt: skip
     recipe, model, optimizer = engine(kind, zero, options, world, **train)
-    found, clip = Found(), model.clip
+    found, clip = Found(), model.clip_gradients
 
     def noting(limit: float) -> torch.Tensor:
         if not found.grads:
             found.grads = {name: gradient(parameter) for name, parameter in model.named_parameters()}
         return clip(limit)
 
-    model.clip = noting  # type: ignore[method-assign]
+    model.clip_gradients = noting  # type: ignore[method-assign]
     model.train()
     for number in range(STEPS):
         result = step(recipe, model, optimizer, number, rows, micro_batch_size)
@@ -120,7 +120,7 @@ def trained(
     found.weights = {name: whole(value) for name, value in model.state_dict().items()}
     found.moments = {name: whole(value) for name, value in optimizer.state_dict().items()}
     model.eval()
-    found.nats = model.nats(batch_of(9))
+    found.nats = model.summed_cross_entropy(batch_of(9))
     return found
 
 
@@ -211,7 +211,7 @@ def resharded(folder: Path) -> dict[str, Any]:
             state = {"model": model.state_dict(values=False), "optimizer": optimizer.state_dict(values=False)}
             with Checkpoints(folder / source, Saving(), {}) as checkpoints:
                 checkpoints.load_latest(state)
-            model.loaded(state)
+            model.state_loaded(state)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             found[f"{source} {target} loaded"] = {f"{part}/{name}": whole(value) for part in state for name, value in state[part].items()}
             model.train()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.errors import UserError
-from lmworks.parallel.start import layout_for
+from lmworks.parallel.process_group import layout_for
 from lmworks.plan.automatic import choose_layout, devices_of, layout_of_run
 from lmworks.plan.layout import MARGIN, Placement, automatic, fits, legal, place, problems
 from lmworks.plan.pipeline import bubble

@@ -10,7 +10,7 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import alone
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.recipe import Recipe

@@ -21,7 +21,7 @@ from lmworks.model.init import initialize
 from lmworks.model.layers import Linear
 from lmworks.recipe.schema.model import Model
 from lmworks.run.replay import replay
-from lmworks.train.anomaly import FirstNonFinite
+from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -184,7 +184,7 @@ def test_looking_again_leaves_no_trace(tiny_copy: Tiny, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             poison(patch, [4], nan_loss)
             if not looks:
-                patch.setattr("lmworks.train.trainer.first_non_finite", lambda *given: None)
+                patch.setattr("lmworks.train.faults.inspector.first_non_finite", lambda *given: None)
             run.pretrain("model.residual_dropout=0.1", *SHORT)
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(other.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(other.run_dir)

@@ -14,14 +14,14 @@ from lmworks.checkpoint import listing
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING, GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.load import load_model
+from lmworks.train.observe.sampling import _TOKENS
+from lmworks.train.observe.validation import validate
 from lmworks.train.pretrain import held_out, pretrain
-from lmworks.train.sampling import _TOKENS
-from lmworks.train.validation import validate
 from tiny_run import STEPS, Tiny, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,7 +19,7 @@ from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
 from lmworks.shards.read.batches import Batches
 from lmworks.train.pretrain import build_model
-from lmworks.watch.finite import load_bad_batch
+from lmworks.watch.bad_steps import load_bad_batch
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 

@@ -21,7 +21,7 @@ from lmworks.shards.format.indexed import IndexedFile
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
-from lmworks.train.chat_data import TASK_SEEDS, build_chat_data, chat_shards, fit
+from lmworks.train.data.chat import TASK_SEEDS, build_chat_data, chat_shards, fit
 
 TASKS = ("spell_backward", "basic_arithmetic", "letter_counting")
 

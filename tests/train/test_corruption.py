@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmworks.train.copies import compare
+from lmworks.train.faults.replicas import compare_replicas
 from lmworks.watch.checksum import Deviation, checksum, checksums, vote
 from lmworks.watch.recheck import twice
 
@@ -113,7 +113,7 @@ def replica(planted: int | None) -> list[tuple[int, str, bool]]:
     if dist.get_rank() == planted:
         flip(tensors["plain"], 2, 1)
         flip(sharded.to_local(), 1, 30)
-    return [(one.rank, one.tensor, one.certain) for one in compare(tensors, dist.group.WORLD)]
+    return [(one.rank, one.tensor, one.certain) for one in compare_replicas(tensors, dist.group.WORLD)]
 
 
 def test_the_rank_is_named_among_four(ranks):

@@ -20,8 +20,9 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.train import Ewc
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
-from lmworks.train.ewc import Consolidation
-from lmworks.train.pretrain import build_model, pretrain, sequences_of
+from lmworks.train.curriculum import sample_sequences
+from lmworks.train.ewc import EwcPenalty
+from lmworks.train.pretrain import build_model, pretrain
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
 
@@ -34,12 +35,12 @@ def held(weight: float) -> tuple[str, ...]:
     return (*EWC, f"train.phases.long.ewc.weight={weight}")
 
 
-def estimated(tiny: Tiny, *overrides: str) -> tuple[Consolidation, list[Batch], Any]:
+def estimated(tiny: Tiny, *overrides: str) -> tuple[EwcPenalty, list[Batch], Any]:
     recipe = tiny.resolve(*overrides).recipe
     batches = Batches(recipe, tiny.run_dir / "shards")
-    earlier = list(sequences_of(batches, 0, 3))
+    earlier = list(sample_sequences(batches, 0, 3))
     model = build_model(recipe, Ranks(recipe.layout))
-    made = Consolidation(model, Ewc(weight=2.0))
+    made = EwcPenalty(model, Ewc(weight=2.0))
     made.estimate(earlier)
     return made, earlier, model
 
@@ -115,7 +116,7 @@ def test_a_resume_is_bit_exact(undisturbed: Tiny, tiny_copy: Tiny, monkeypatch: 
         with pytest.raises(Interrupted):
             tiny_copy.pretrain(*held(WEIGHT))
     if stop >= FIRST:
-        monkeypatch.setattr(Consolidation, "estimate", lambda *given: pytest.fail("made again"))
+        monkeypatch.setattr(EwcPenalty, "estimate", lambda *given: pytest.fail("made again"))
     tiny_copy.pretrain(*held(WEIGHT))
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(undisturbed.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(undisturbed.run_dir)
@@ -156,10 +157,10 @@ def test_the_estimate_is_made_with_the_positions_of_the_earlier_phase(tiny_copy:
     """In one go, after a resume at the border, and in tuning, whose model is new."""
     seen: list[tuple[float, int]] = []
 
-    def estimate(self: Consolidation, earlier: Any, loss_scale: float = 1.0) -> None:
+    def estimate(self: EwcPenalty, earlier: Any, loss_scale: float = 1.0) -> None:
         seen.append((self._model.parts[0].rope.theta, next(iter(earlier)).tokens.shape[1]))
 
-    monkeypatch.setattr(Consolidation, "estimate", estimate)
+    monkeypatch.setattr(EwcPenalty, "estimate", estimate)
     first = ("train.phases.general.rope={theta: 20000}", "tune.ewc.weight=1", *held(1))
     with monkeypatch.context() as patch:
         before_each_step(patch, lambda step: os.kill(os.getpid(), signal.SIGINT) if step == FIRST - 1 else None)

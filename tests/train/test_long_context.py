@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lmworks.metrics.log import read
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.model import Rope
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.tokenizer import load
 from lmworks.train import trainer
-from lmworks.train.pretrain import stages
+from lmworks.train.curriculum import phase_settings
 from tiny_run import Tiny
 
 LENGTHS = (256, 512, 2048, 4096, 6144, 8192)
@@ -92,7 +92,7 @@ def loss(model: ParallelModel, rows: list[Batch], rope: Rope) -> float:
     now = model.parts[0].rope
     model.set_rope(rope)
     model.eval()
-    value = sum(map(model.nats, rows)) / sum(row.valid_tokens for row in rows)
+    value = sum(map(model.summed_cross_entropy, rows)) / sum(row.valid_tokens for row in rows)
     model.train()
     model.set_rope(now)
     return value
@@ -116,13 +116,13 @@ def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monke
 
     tokenizer = load(run.run_dir / "tokenizer")
     resolved = run.resolve().recipe
-    courses = stages(resolved, Batches(resolved, run.run_dir / "shards"))
+    phases = phase_settings(resolved, Batches(resolved, run.run_dir / "shards"))
     last = Batches(resolved, run.run_dir / "shards").steps - 1
-    ropes = [stage.rope for stage in courses]
+    ropes = [phase.rope for phase in phases]
     ids = [np.array(tokenizer.encode(text)[: LENGTHS[-1] + 1], np.int32) for text in texts[::HELD_OUT]]
     rows = [rows_of(ids, length, range(before, length)) for before, length in pairwise((0, *LENGTHS))]
     near = [rows_of(ids, length, range(LENGTHS[0])) for length in LENGTHS]
-    firsts = {stage.first_step: stage.index for stage in courses}
+    firsts = {phase.first_step: phase.index for phase in phases}
     found: dict[int, dict[str, float]] = {}
 
     def ended(model: ParallelModel, index: int) -> None:
@@ -144,7 +144,7 @@ def test_far_positions_become_likelier_with_each_extension(tmp_path: Path, monke
             found[index] |= {"before": loss(model, rows[index], earlier), "boundary": loss(model, rows[index], rope)}
         result = honest(model, optimizer, batch, **options)
         if batch.step == last:
-            ended(model, len(courses) - 1)
+            ended(model, len(phases) - 1)
         return result
 
     monkeypatch.setattr(trainer, "train_step", observed)

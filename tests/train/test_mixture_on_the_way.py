@@ -19,7 +19,7 @@ from lmworks.shards.order.order import MixtureOverride
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.train import trainer
-from lmworks.train.mixture import ask, check, now, read_changes
+from lmworks.train.data.mixture import next_step, read_changes, request_change, validate_change
 from lmworks.train.pretrain import pretrain
 from lmworks.watch.ledger import read_ledger
 from tiny_run import FIRST, STEPS, Tiny, before_each_step, checkpoint, curve, same_bits
@@ -34,7 +34,7 @@ def changed(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Asked for in step 5, while the run was at work."""
     made = tiny.copy(tmp_path_factory.mktemp("changed") / "run")
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: ask(made.run_dir, MORE_DOCS) and None if step == 5 else None)
+        before_each_step(patch, lambda step: request_change(made.run_dir, MORE_DOCS) and None if step == 5 else None)
         made.pretrain()
     return made
 
@@ -50,7 +50,7 @@ def test_a_change_is_taken_up_by_the_run_that_is_at_work(changed: Tiny, tiny_cop
     assert before[AT]["train/loss"] != after[AT]["train/loss"]
     (line,) = events(changed, "mixture_changed")
     assert (line["step"], line["mixture"]) == (AT, MORE_DOCS.mixture)
-    assert read_changes(changed.run_dir).taken == [MORE_DOCS]
+    assert read_changes(changed.run_dir).applied == [MORE_DOCS]
     batches = Batches(changed.resolve().recipe, changed.run_dir / "shards", read_changes(changed.run_dir).all)
     drawn = [row.source for step in range(AT, FIRST) for row in batches.documents(step)]
     assert abs(drawn.count("docs") - 0.75 * len(drawn)) <= 1
@@ -58,7 +58,7 @@ def test_a_change_is_taken_up_by_the_run_that_is_at_work(changed: Tiny, tiny_cop
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tiny, tiny_copy: Tiny) -> None:
-    ask(tiny_copy.run_dir, MORE_DOCS)
+    request_change(tiny_copy.run_dir, MORE_DOCS)
     for stop in (7, AT + 2):
         with pytest.MonkeyPatch.context() as patch:
             before_each_step(patch, lambda step, stop=stop: os.kill(os.getpid(), signal.SIGINT) if step == stop else None)
@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tin
 
 def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: Tiny) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: ask(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None)
+        before_each_step(patch, lambda step: request_change(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None)
         tiny_copy.pretrain()
     (line,) = events(tiny_copy, "mixture_changed")
     assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"
@@ -87,7 +87,7 @@ def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) ->
     def step(model: Any, optimizer: Any, batch: Batch, **options: Any) -> Any:
         read.append((batch.step, batch.tokens.tobytes()))
         if batch.step == when and rank == 0:
-            ask(tiny.run_dir, change)
+            request_change(tiny.run_dir, change)
         return honest(model, optimizer, batch, **options)
 
     honest_batch = Batches.batch
@@ -113,7 +113,7 @@ def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slo
     (line,) = events(tiny_copy, "mixture_changed")
     at = int(str(line["step"]))
     assert 6 < at <= 6 + 5
-    batches = Batches(tiny_copy.resolve().recipe, tiny_copy.run_dir / "shards", read_changes(tiny_copy.run_dir).taken)
+    batches = Batches(tiny_copy.resolve().recipe, tiny_copy.run_dir / "shards", read_changes(tiny_copy.run_dir).applied)
     assert {row.source for row in batches.documents(at)} == {"docs"} != {row.source for row in batches.documents(at - 1)}
     for step, halves in enumerate(zip(*told, strict=True)):
         assert [number for number, _ in halves] == [step, step]
@@ -121,21 +121,21 @@ def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slo
 
 
 def test_a_change_that_cannot_be_is_refused_and_the_run_goes_on(tiny_copy: Tiny) -> None:
-    ask(tiny_copy.run_dir, MixtureOverride(4, {"poems": 1.0}))
-    ask(tiny_copy.run_dir, MixtureOverride(STEPS, {"docs": 1.0}))
+    request_change(tiny_copy.run_dir, MixtureOverride(4, {"poems": 1.0}))
+    request_change(tiny_copy.run_dir, MixtureOverride(STEPS, {"docs": 1.0}))
     tiny_copy.pretrain()
     reasons = [str(line["reason"]) for line in events(tiny_copy, "mixture_refused")]
     assert "names source poems, which has no tokens" in reasons[0]
     assert f"step {STEPS} does not exist" in reasons[1]
     assert not events(tiny_copy, "mixture_changed")
-    assert read_changes(tiny_copy.run_dir).waiting == {}
+    assert read_changes(tiny_copy.run_dir).pending == {}
 
 
 def test_what_is_asked_for_is_checked_first(changed: Tiny, tmp_path: Path) -> None:
-    assert now(changed.run_dir) == STEPS
+    assert next_step(changed.run_dir) == STEPS
     with pytest.raises(UserError, match=rf"step 3 was trained already; the run is at step {STEPS}"):
-        check(changed.run_dir, 3, ["code=1"])
+        validate_change(changed.run_dir, 3, ["code=1"])
     for weights, message in ((["code=0.5"], "sum to 0.5"), (["code=x"], "write SOURCE=WEIGHT"), (["code=1.5", "docs=-0.5"], "positive")):
         with pytest.raises(UserError, match=message):
-            check(tmp_path, 0, weights)
-    assert check(tmp_path, 0, ["code=0.5", "docs=0.5"]) == {"code": 0.5, "docs": 0.5}
+            validate_change(tmp_path, 0, weights)
+    assert validate_change(tmp_path, 0, ["code=0.5", "docs=0.5"]) == {"code": 0.5, "docs": 0.5}

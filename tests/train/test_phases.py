@@ -121,7 +121,7 @@ def test_routers_warm_up(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> No
 
     def observed(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
         result = honest(model, optimizer, batch, **options)
-        seen[batch.step] = {float(layer.router.temperature) for layer in model.routers()}
+        seen[batch.step] = {float(layer.router.temperature) for layer in model.moe_layers()}
         if batch.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return result

@@ -22,7 +22,7 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.model.transformer import Loss
 from lmworks.train import trainer
-from lmworks.train.pretrain import Pretraining
+from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, read_ledger
 from lmworks.watch.spike import Limits
@@ -308,8 +308,8 @@ def test_arithmetic_that_does_not_repeat_is_noticed(tiny_copy: Tiny, monkeypatch
 
 
 def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmworks.train.guard.Starvation", lambda share: Starvation(share, 10))
-    honest, step, taken = Pretraining.batch, trainer.train_step, [0.05]
+    monkeypatch.setattr("lmworks.train.faults.handler.Starvation", lambda share: Starvation(share, 10))
+    honest, step, taken = PretrainingCurriculum.batch, trainer.train_step, [0.05]
 
     def timed(*given: Any, **options: Any) -> Any:
         began = time.monotonic()
@@ -317,12 +317,12 @@ def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.Monke
         taken[0] = max(0.05, time.monotonic() - began)
         return result
 
-    def late(self: Pretraining, *given: Any) -> Any:
+    def late(self: PretrainingCurriculum, *given: Any) -> Any:
         time.sleep(2 * taken[0])  # reading takes longer than computing did, however slow the machine is
         return honest(self, *given)
 
     monkeypatch.setattr(trainer, "train_step", timed)
-    monkeypatch.setattr(Pretraining, "batch", late)
+    monkeypatch.setattr(PretrainingCurriculum, "batch", late)
     tiny_copy.pretrain("stability.starved_share=0.05")
     (line,) = events(tiny_copy, "data_starved")
     assert line["share"] > 0.05
@@ -331,21 +331,21 @@ def test_hunger_for_data_is_told_once(tiny_copy: Tiny, monkeypatch: pytest.Monke
 def test_waiting_for_data_is_measured(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch is made only half a second after the trainer has begun to wait for it."""
     slow, waiting = 7, threading.Event()
-    honest_batch, honest_beat = Pretraining.batch, Heartbeat.beat
+    honest_batch, honest_beat = PretrainingCurriculum.batch, Heartbeat.beat
 
     def beat(self: Heartbeat, step: int, doing: str, *rest: Any) -> None:
         honest_beat(self, step, doing, *rest)
         if (step, doing) == (slow, "data"):
             waiting.set()
 
-    def late(self: Pretraining, step: int, *rows: int) -> Any:
+    def late(self: PretrainingCurriculum, step: int, *rows: int) -> Any:
         if step == slow:
             assert waiting.wait(60)
             time.sleep(0.5)
         return honest_batch(self, step, *rows)
 
     monkeypatch.setattr(Heartbeat, "beat", beat)
-    monkeypatch.setattr(Pretraining, "batch", late)
+    monkeypatch.setattr(PretrainingCurriculum, "batch", late)
     tiny_copy.pretrain()
     waits = {line["step"]: line["perf/data_wait"] for line in read(tiny_copy.run_dir)}
     seconds = {line["step"]: line["perf/step_seconds"] for line in read(tiny_copy.run_dir)}

@@ -13,7 +13,7 @@ import torch
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer, build_optimizer
 from lmworks.optim.scaler import LossScaler
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
@@ -42,9 +42,8 @@ def make(tiny: Tiny, *overrides: str) -> tuple[ParallelModel, Optimizer]:
 
 
 def step(model: ParallelModel, optimizer: Optimizer, batch: Batch, micro_batch_size: int, **options: Any) -> StepResult:
-    return train_step(
-        model, optimizer, batch, **{"micro_batch_size": micro_batch_size, "rate": 1.0, "clip": 0.0, "bias_update_rate": 0.01} | options
-    )
+    given = {"micro_batch_size": micro_batch_size, "lr_factor": 1.0, "max_grad_norm": 0.0, "bias_update_rate": 0.01}
+    return train_step(model, optimizer, batch, **given | options)
 
 
 def gradients(model: ParallelModel | Transformer) -> dict[str, torch.Tensor]:
@@ -214,11 +213,11 @@ def test_a_bad_step_selects_the_old_values(tiny: Tiny, batch: Batch, device: str
     monkeypatch.setattr(Transformer, "loss", poisoned)
     if device == "device":  # the path where the host does not know
 
-        def select(rate: float, finite: torch.Tensor) -> None:
-            optimizer.muon.step(rate, finite)
-            optimizer.adamw.step(rate, finite)
+        def select(lr_factor: float, apply: torch.Tensor) -> None:
+            optimizer.muon.step(lr_factor, apply)
+            optimizer.adamw.step(lr_factor, apply)
             assert optimizer.ema is not None
-            optimizer.ema.step(finite)
+            optimizer.ema.step(apply)
 
         monkeypatch.setattr(optimizer, "step", select)
     result = step(model, optimizer, batch, 4)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lmworks.recipe.schema.stability import Spike, Stability
-from lmworks.watch.finite import BadSteps
-from lmworks.watch.policy import GoBack, Policy
+from lmworks.watch.bad_steps import BadSteps
+from lmworks.watch.policy import Policy, RollbackRequest
 from lmworks.watch.skips import Rollback
 
 NAN = float("nan")
@@ -30,7 +30,7 @@ class Told:
     def report(self, event: str, **fields: Any) -> None:
         self.lines.append((event, fields))
 
-    def step(self, step: int, loss: float, norm: float = 1.0) -> GoBack | None:
+    def step(self, step: int, loss: float, norm: float = 1.0) -> RollbackRequest | None:
         return self.policy.observe(step, loss, norm, self.policy.limits(step, 0), BATCH)
 
     def calm(self, start: int, stop: int) -> None:
@@ -65,7 +65,7 @@ def test_a_spike_is_left_out_and_too_many_lead_back(tmp_path):
     told.calm(61, 65)
     assert [told.step(step, 4.0) for step in (65, 66)] == [None, None]
     back = told.step(67, 4.0)
-    assert back == GoBack(65, "3 spikes in a row (stability.spike)", None)
+    assert back == RollbackRequest(65, "3 spikes in a row (stability.spike)", None)
     lines = told.events("spike")
     assert [(line["step"], line["action"], line["in_a_row"]) for line in lines] == [
         (60, "skip", 1), (65, "skip", 1), (66, "skip", 2), (67, "rollback", 3),
@@ -81,15 +81,15 @@ def test_a_spike_is_left_out_and_too_many_lead_back(tmp_path):
 def test_the_rate_is_lowered_and_comes_back_linearly(tmp_path):
     told = Told(tmp_path, spike={"action": "reduce_lr", "reduced_lr_factor": 0.2, "reduced_lr_steps": 4})
     told.calm(0, 50)
-    assert told.policy.rate(50) == 1
+    assert told.policy.lr_factor(50) == 1
     assert told.step(50, 9.0) is None
-    assert [round(told.policy.rate(step), 6) for step in range(50, 57)] == [1, 0.2, 0.4, 0.6, 0.8, 1, 1]
+    assert [round(told.policy.lr_factor(step), 6) for step in range(50, 57)] == [1, 0.2, 0.4, 0.6, 0.8, 1, 1]
 
 
 def test_a_rollback_comes_at_once_where_the_recipe_says_so(tmp_path):
     told = Told(tmp_path, spike={"action": "rollback"})
     told.calm(0, 50)
-    assert told.step(50, 2.0, 99.0) == GoBack(50, "1 spike in a row (stability.spike)", None)
+    assert told.step(50, 2.0, 99.0) == RollbackRequest(50, "1 spike in a row (stability.spike)", None)
 
 
 @pytest.mark.parametrize(("skip_steps", "window"), [(100, (8, 15)), (3, (12, 15))])
@@ -121,7 +121,7 @@ def test_a_resumed_policy_decides_as_an_undisturbed_one(tmp_path):
                 lines, told = told.lines, Told(tmp_path, max_bad_steps=3, spike=spike)
                 told.lines.extend(lines)
                 told.policy.load(state)
-            decided.append((told.policy.rate(step), told.step(step, loss)))
+            decided.append((told.policy.lr_factor(step), told.step(step, loss)))
         return [decided, str(told.lines), told.policy.state()]
 
     undisturbed = run(None)

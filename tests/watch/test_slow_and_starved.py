@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lmworks.watch.slow import SlowRanks, probe
+from lmworks.watch.slow_ranks import SlowRanks, time_matmul
 from lmworks.watch.starvation import Starvation, advice
 
 
@@ -36,7 +36,7 @@ def test_little_is_nothing_however_even_the_others_are():
 
 
 def test_the_probe_measures_something():
-    assert 0 < probe(torch.device("cpu")) < 60
+    assert 0 < time_matmul(torch.device("cpu")) < 60
 
 
 def test_starvation_is_told_once():

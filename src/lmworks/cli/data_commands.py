@@ -90,13 +90,13 @@ def mixture(
 ) -> None:
     """MixtureOverride the mixture of a run that has begun, up to the end of the phase or its next planned change."""
     from lmworks.shards.order.order import MixtureOverride
-    from lmworks.train.mixture import ask, check, now
+    from lmworks.train.data.mixture import next_step, request_change, validate_change
 
-    step = now(Path(run)) if at is None else at
-    change = MixtureOverride(step, check(Path(run), step, weights))
+    step = next_step(Path(run)) if at is None else at
+    change = MixtureOverride(step, validate_change(Path(run), step, weights))
     batches = batches_of(run, change)
     _print_shares(batches)
-    if ask(Path(run), change):
+    if request_change(Path(run), change):
         console().print(f"asked for from step {step:,} on; the run, which is at work, takes it up before the next batch that it reads")
     else:
         console().print(f"asked for from step {step:,} on; it is taken up when the run goes on")
@@ -160,7 +160,7 @@ def batches_of(run: str, *more: MixtureOverride) -> Batches:
     """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
     from lmworks.run.walk import require_run
     from lmworks.shards.read.batches import Batches
-    from lmworks.train.mixture import read_changes
+    from lmworks.train.data.mixture import read_changes
 
     return Batches(require_run(Path(run)), Path(run) / "shards", [*read_changes(Path(run)).all, *more])
 

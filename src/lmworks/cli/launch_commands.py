@@ -92,8 +92,8 @@ def local(
     ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="How many, or 2:4 for any number from 2 to 4.")] = None,
 ) -> None:
     """Run on ranks of this machine; ranks that die or hang are started again."""
-    from lmworks.launch import places
-    from lmworks.launch.torchrun import Sizes
+    from lmworks.launch import launcher
+    from lmworks.launch.torchrun import CountRange
     from lmworks.recipe.schema.layout import world_size
 
     run = _Run(asked)
@@ -101,9 +101,9 @@ def local(
     if ranks is None and run.recipe.layout.auto and not of_cluster:
         raise UserError("layout: auto wants to know how many ranks there are: add --ranks N, or a cluster (--cluster C)")
     usual = run.cluster.devices_per_node if run.cluster and of_cluster else world_size(run.recipe.layout)
-    sizes = Sizes.parse(ranks or str(usual))
+    sizes = CountRange.parse(ranks or str(usual))
     run.settle(sizes.most, sizes.most)
-    _start(places.local(run.recipe, run.run_dir, sizes, run.work), asked.dry_run)
+    _start(launcher.launch_local(run.recipe, run.run_dir, sizes, run.work), asked.dry_run)
 
 
 def hosts(
@@ -113,12 +113,12 @@ def hosts(
     address: Annotated[str | None, typer.Option("--address", metavar="A", help="Where the hosts reach this machine; its name.")] = None,
 ) -> None:
     """Run on the hosts of a file, through ssh; hosts that fail are excluded and may be readmitted."""
-    from lmworks.launch import places
+    from lmworks.launch import launcher
     from lmworks.launch.hosts import read_hosts
 
     run, found = _Run(asked), read_hosts(file)
     run.settle(sum(host.slots for host in found), min(host.slots for host in found))
-    _start(places.on_hosts(run.recipe, run.run_dir, found, least, run.work, address), asked.dry_run)
+    _start(launcher.launch_on_hosts(run.recipe, run.run_dir, found, least, run.work, address), asked.dry_run)
 
 
 def slurm(
@@ -128,14 +128,14 @@ def slurm(
 ) -> None:
     """Submit a Slurm job that saves when it is pre-empted, and queues itself again."""
     from lmworks.launch.slurm import job_for
-    from lmworks.launch.torchrun import Sizes
+    from lmworks.launch.torchrun import CountRange
 
     run = _Run(asked)
     count = nodes or (str(run.cluster.nodes) if run.cluster else None)
     each = ranks_per_node or (run.cluster.devices_per_node if run.cluster else None)
     if count is None or each is None:
         raise UserError("say how many: --nodes N --ranks-per-node M, or a cluster that knows (--cluster C)")
-    sizes = Sizes.parse(count)
+    sizes = CountRange.parse(count)
     run.settle(sizes.most * each, each)
     gpus = each if run.cluster and not run.cluster.on_cpu else None
     made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
@@ -147,9 +147,9 @@ def slurm(
 
 def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="As it stands in RUN/launch/hosts.json.")]) -> None:
     """Take a host back that was excluded."""
-    from lmworks.launch import places
+    from lmworks.launch import launcher
 
-    places.readmit(Path(run), host)
+    launcher.readmit(Path(run), host)
     console().print(f"{host} takes part again, at once if the run is under way")
 
 
@@ -172,7 +172,7 @@ def job(
 
 
 def _start(launch: object, dry_run: bool) -> None:
-    from lmworks.launch.places import Launch
+    from lmworks.launch.launcher import Launch
 
     assert isinstance(launch, Launch)
     if dry_run:

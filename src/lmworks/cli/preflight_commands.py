@@ -32,25 +32,25 @@ def preflight(
     from lmworks.cli.layouts import settled, settled_here
     from lmworks.doctor.preflight import checks
     from lmworks.doctor.preflight.finding import Context
-    from lmworks.parallel.start import finish, launched, start
+    from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
     from lmworks.recipe.loading.load import load_cluster, load_recipe
 
     where = load_cluster(cluster, load_recipe(recipe, overrides, size).path.parent) if cluster else None
     if where and where.layout:
         overrides = [*overrides, *where.layout.overrides()]
-    if where and not launched():
+    if where and not is_launched():
         resolved, _ = settled(recipe, overrides, size, where, devices(where), where.devices_per_node)
     else:
         resolved = settled_here(recipe, overrides, size)
     here = resolved.recipe
-    ranks = start(here.layout, float(here.launch.timeout), here.threads) if launched() else None
+    ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
     if ranks is not None:
         here = here.model_copy(update={"layout": ranks.layout})
     context = Context(here, resolved.fingerprint, where, recipe, ranks)
     if ranks is not None and not ranks.is_first:
         checks.follow(context)
-        finish()
+        destroy_ranks()
         return
     out = console()
 
@@ -75,7 +75,7 @@ def preflight(
         took = sum(answer.seconds for answer in answers)
         out.print(f"{len(answers)} checks in {took:.0f} s: " + (f"{len(failed)} failed" if failed else "none failed"))
     if ranks is not None:
-        finish()
+        destroy_ranks()
         if failed:  # any other code would have the launcher start the ranks again
             raise UserError(f"{len(failed)} of {len(answers)} checks failed; see what to do above")
     if failed:

@@ -26,7 +26,7 @@ from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.progress import bar
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.prompts import prompts as prompts_of
+from lmworks.train.observe.prompts import prompts as prompts_of
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer

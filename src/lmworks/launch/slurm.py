@@ -18,8 +18,8 @@ from lmworks.files import write_text
 from lmworks.interrupt import Preempted
 from lmworks.launch.folder import VARIABLE, Folder
 from lmworks.launch.hosts import Host, Table, read_table
-from lmworks.launch.torchrun import Agent, Sizes
-from lmworks.parallel.start import layout_for
+from lmworks.launch.torchrun import Agent, CountRange
+from lmworks.parallel.process_group import layout_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import HOST
 from lmworks.watch.ledger import Ledger
@@ -36,7 +36,7 @@ class Job:
 
     recipe: Recipe
     run_dir: Path
-    nodes: Sizes
+    nodes: CountRange
     ranks: int
     work: Sequence[str]
     gpus: int = 0
@@ -132,7 +132,7 @@ def _lines(command: Sequence[str]) -> list[str]:
     return [shlex.join(command[:first]), *options, shlex.join(command[last:])]
 
 
-def job_for(recipe: Recipe, run_dir: Path, nodes: Sizes, ranks: int, work: Sequence[str], gpus: int | None = None) -> Job:
+def job_for(recipe: Recipe, run_dir: Path, nodes: CountRange, ranks: int, work: Sequence[str], gpus: int | None = None) -> Job:
     """`gpus` of each node where the recipe does not say (`launch.slurm.gpus_per_node`).
 
     Raises `UserError` if the layout cannot be had on some number of nodes between the least and the most.

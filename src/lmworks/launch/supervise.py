@@ -30,7 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def meeting(address: str) -> Iterator[int]:
+def rendezvous_store(address: str) -> Iterator[int]:
     """The store where the agents meet, kept by this process, so that no agent is dearer than another; yields its port.
 
     It listens on `address` alone.

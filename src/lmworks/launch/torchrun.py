@@ -19,14 +19,14 @@ _KEEP_ALIVE = 3  # seconds; three missed ones, and a place is gone
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CountRange:
     """Least and most, of ranks or places."""
 
     least: int
     most: int
 
     @classmethod
-    def parse(cls, text: str) -> Sizes:
+    def parse(cls, text: str) -> CountRange:
         """`4`, or `2:4` for anything between."""
         first, colon, last = text.partition(":")
         if not first.isdigit() or (colon and not last.isdigit()) or not 0 < int(first) <= int(last or first):
@@ -46,7 +46,7 @@ class Agent:
     """
 
     folder: Folder
-    places: Sizes
+    places: CountRange
     ranks: int
     endpoint: str
     name: str

@@ -1,6 +1,8 @@
-"""Balancing without an auxiliary loss, once per optimizer step, per layer (Wang et al. 2024, arXiv:2408.15664).
+"""Balancing of experts without an auxiliary loss: expert biases are updated once per optimizer step (Wang et al. 2024, arXiv:2408.15664).
 
-Shapes: L sparse layers, E experts.
+`train_step` calls `update_biases` by way of `ParallelModel.update_biases`; the rate is `PhaseSettings.bias_update_rate`.
+
+Shapes: L MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ def load_error(counts_LE: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_biases(layers: Sequence[MoE], counts_LE: Tensor, rate: float, balance: Balance, finite: Tensor | None = None) -> None:
-    """Move the selection bias of each sparse layer towards an even load; a step that is not `finite` moves nothing.
+def update_biases(layers: Sequence[MoE], counts_LE: Tensor, bias_update_rate: float, balance: Balance, apply: Tensor | None = None) -> None:
+    """Move the expert biases of each MoE layer by `bias_update_rate` towards an even load; where `apply` is False they stay as they are.
 
     `counts_LE` are the tokens per expert of the whole optimizer step: all ranks and micro-batches, each token counted once.
     """
-    if balance.method != "bias" or rate == 0:
+    if balance.method != "bias" or bias_update_rate == 0:
         return
     error = load_error(counts_LE.float())
-    step = rate * (error.sign() if balance.bias_update == "sign" else error.clamp(-1, 1))
+    step = bias_update_rate * (error.sign() if balance.bias_update == "sign" else error.clamp(-1, 1))
     for layer, ffn in enumerate(layers):
         bias = ffn.router.bias
         moved = (bias + step[layer]).clamp(-balance.bias_clamp, balance.bias_clamp)
-        bias.copy_(moved if finite is None else torch.where(finite, moved, bias))
+        bias.copy_(moved if apply is None else torch.where(apply, moved, bias))
 
 
 @torch.no_grad()
 def set_loads(layers: Sequence[MoE], counts_LE: Tensor, top_k: int) -> None:
-    """For method aux: tell each sparse layer the share of the step's tokens that chose each expert, from the counts of the whole step."""
+    """For method aux: set in each MoE layer the fraction of the step's tokens that chose each expert, from the counts of the whole step."""
     loads_LE = counts_LE.float() * top_k / counts_LE.sum(-1, keepdim=True).clamp_min(1)
     for layer, ffn in enumerate(layers):
         ffn.router.load = loads_LE[layer].clone()
 
 
-def statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
+def load_statistics(counts_LE: Tensor, capacity_factor: float) -> dict[str, Tensor]:
     """Per layer (L,): coefficient of variation, largest and smallest load relative to the mean, dead experts, and the share
     of assignments beyond capacity_factor times the mean (tokens are never dropped; this says how many a capacity would drop)."""
     counts = counts_LE.float()

@@ -90,7 +90,7 @@ def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Ten
             here.fill_(0.0 if name.endswith("bias") else 1.0)
         elif here.numel():
             here.copy_(normal_part(seed, name, parameter.shape, begins, here.shape) * std)
-    for ffn in model.routers():
+    for ffn in model.moe_layers():
         ffn.router.bias.zero_()
         ffn.router.temperature.fill_(1.0)
     return model

@@ -1,4 +1,4 @@
-"""Head and cross-entropy, a few tokens at a time: the logits of the whole batch never exist.
+"""The loss of the head, in chunks of tokens, so that the logits of a whole batch never exist. The z-loss is added here.
 
 Shapes: N tokens, M tokens of one chunk, D hidden, V vocabulary.
 """
@@ -28,7 +28,7 @@ ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor,
 def head_loss(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, chunk: int, chunk_loss: ChunkLoss
 ) -> tuple[Tensor, HeadLoss]:
-    """The objective's sum (cross-entropy + z_weight * z), for its gradient, and its parts, for the log.
+    """The summed objective, cross-entropy + z_weight * z (`model.z_loss_weight`), to be differentiated, and its two terms, for the metrics.
 
     `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form.
     """
@@ -39,7 +39,7 @@ def head_loss(
 
 
 def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float) -> tuple[Tensor, HeadLoss]:
-    """The same with all logits at once: the twin that tests compare with."""
+    """`head_loss` with all logits at once: the reference implementation for tests."""
     logits = soft_cap(F.linear(hidden_ND, weight_VD).float(), softcap)
     cross_entropy = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="sum")
     z = (logits.logsumexp(-1).square() * (labels_N != IGNORE)).sum()

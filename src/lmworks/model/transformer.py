@@ -26,17 +26,17 @@ from lmworks.recipe.schema.model import Model, Rope
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertStats:
     """What the sparse layers did in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens."""
 
     counts: Tensor | None
     aux: Tensor | None
 
-    def joined(self, after: Experts) -> Experts:
+    def joined(self, after: ExpertStats) -> ExpertStats:
         """These layers and those after them."""
         counts = [part.counts for part in (self, after) if part.counts is not None]
         aux = [part.aux for part in (self, after) if part.aux is not None]
-        return Experts(torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+        return ExpertStats(torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Loss:
 
     total: Tensor
     head: HeadLoss
-    experts: Experts
+    experts: ExpertStats
     mtp: Tensor | None = None
 
 
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         return self.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
 
     def last_loss(
-        self, x_BTD: Tensor, experts: Experts, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
+        self, x_BTD: Tensor, experts: ExpertStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
         cache: Cache | None = None, ahead: list[Ahead] | None = None,
     ) -> Loss:  # fmt: skip
         """`loss` from what the layers have made: their residual stream, and what their experts did."""
@@ -182,10 +182,10 @@ class Transformer(nn.Module):
 
     def mtp_loss(
         self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | None = None
-    ) -> tuple[Tensor, Tensor, Experts]:
+    ) -> tuple[Tensor, Tensor, ExpertStats]:
         """The mean over the layers of multi-token prediction of their objective and of their cross-entropy, and what their experts did."""
         rope = self.rotation(spans)
-        totals, entropies, experts = [], [], Experts(None, None)
+        totals, entropies, experts = [], [], ExpertStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
             mask = spans.window_mask if layer.block.attention.slides else spans.mask  # type: ignore[union-attr]
             place = cache.layer((self.config.num_hidden_layers or 0) + depth) if cache else None
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
             total, head = self.head_loss(hidden_BTD, labels_BT)
             totals.append(total)
             entropies.append(head.cross_entropy)
-            experts = experts.joined(Experts(None if counts is None else counts[None], aux))
+            experts = experts.joined(ExpertStats(None if counts is None else counts[None], aux))
         return torch.stack(totals).mean(), torch.stack(entropies).mean(), experts
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
@@ -204,7 +204,7 @@ class Transformer(nn.Module):
             return head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
         return head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.logit_chunk_size, chunk_loss=self._chunk_loss)
 
-    def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Experts]:
+    def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, ExpertStats]:
         """The normed output of the last layer (B, T, D), and what the experts did."""
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         assert cu_seqlens is None  # a cached row is one document
         return documents.Documents(cache.begin(tokens_BT.shape[1]), cache.mask(None), cache.mask(window))
 
-    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | None = None) -> tuple[Tensor, Experts]:
+    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | None = None) -> tuple[Tensor, ExpertStats]:
         """Through the layers: the residual stream (B, T, D), and what the experts did."""
         rope = self.rotation(spans)
         counts, aux = [], []
@@ -237,7 +237,7 @@ class Transformer(nn.Module):
                 counts.append(layer_counts)
             if layer_aux is not None:
                 aux.append(layer_aux)
-        return x_BTD, Experts(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
+        return x_BTD, ExpertStats(torch.stack(counts) if counts else None, torch.stack(aux).sum() if aux else None)
 
     def rotation(self, spans: documents.Documents) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions."""
@@ -253,7 +253,7 @@ class Transformer(nn.Module):
         numbers += [(self.config.num_hidden_layers or 0) + depth for depth in range(len(self.mtp))]
         return list(zip(numbers, self.every_block(), strict=True))
 
-    def routers(self) -> list[MoE]:
+    def moe_layers(self) -> list[MoE]:
         """The sparse layers' feed-forward parts, in order, those of multi-token prediction last."""
         return [block.ffn for block in self.every_block() if isinstance(block.ffn, MoE)]
 

@@ -42,14 +42,14 @@ def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[Tensor], limit: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
+    parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Scale the gradients in place so that their global norm is at most `limit` (0: leave them); returns the norm before.
+    """Scale the gradients in place so that their global norm is at most `max_grad_norm` (0: leave them); returns the norm before.
 
     `group` and `holders` as in `global_norm`; every rank of the group must call. Among the parameters, `copies` are those that another
     pipeline stage has too and counts (a tied embedding): they are scaled, but not counted here.
-    Non-finite gradients stay so; `Optimizer.step` is told by `finite` to ignore them.
+    Non-finite gradients stay so; `Optimizer.step` ignores them where its `apply` is False.
     """
     parameters, elsewhere = list(parameters), {id(parameter) for parameter in copies}
     grads = [grad for parameter in parameters if (grad := local_grad(parameter)) is not None]
@@ -57,6 +57,6 @@ def clip_gradients(
     # A rank with nothing to count takes part in the sum from its own device.
     norm = global_norm(counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])], group, holders)
     # On CPU the norm is known, and a pass over all gradients that multiplies by one can be spared.
-    if limit and grads and not (norm.device.type == "cpu" and norm.item() <= limit):
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0))
+    if max_grad_norm and grads and not (norm.device.type == "cpu" and norm.item() <= max_grad_norm):
+        torch._foreach_mul_(grads, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

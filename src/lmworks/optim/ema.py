@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lmworks.optim.conditional import conditional_update
 from lmworks.optim.placement import local
-from lmworks.optim.select import selected
 
 
 class Ema:
@@ -23,11 +23,11 @@ class Ema:
         self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def step(self, finite: Tensor | None = None) -> None:
-        """Take the weights in; a step that did not happen does not count."""
+    def step(self, apply: Tensor | None = None) -> None:
+        """Update the average with the weights; `apply` (0-d bool) False leaves it unchanged."""
         for name, parameter in self.parameters.items():
             average = local(self.average[name])
-            with selected([average], finite):
+            with conditional_update([average], apply):
                 average.lerp_(local(parameter).float(), 1 - self.decay)
 
     @contextmanager

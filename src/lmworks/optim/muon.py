@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lmworks.optim.conditional import conditional_update
 from lmworks.optim.groups import Group
+from lmworks.optim.matrix_exchange import Arrival, Bucket, plan_exchange
 from lmworks.optim.placement import local, local_grad
-from lmworks.optim.select import selected
-from lmworks.optim.whole import Arrival, Bucket, plan
 
 QUINTIC = (3.4445, -4.775, 2.0315)
 _EPS = 1e-7
@@ -86,33 +86,35 @@ class Muon:
         devices = {p.device for p in parameters.values()}
         on_cpu = all(device.type == "cpu" for device in devices)
         self.dtype = dtype
-        buckets = plan(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
+        buckets = plan_exchange(parameters, stack_elements or (1 << 20 if on_cpu else 1 << 27), process_groups)
         self._shared, self._alone = ([bucket for bucket in buckets if bucket.shared is shared] for shared in (True, False))
 
     @torch.no_grad()
-    def step(self, factor: float = 1.0, finite: Tensor | None = None) -> None:
-        """One update at `factor` times the groups' rates; parameters without a gradient are left alone.
+    def step(self, lr_factor: float = 1.0, apply: Tensor | None = None) -> None:
+        """One update with the groups' learning rates times `lr_factor`; parameters without a gradient are left alone.
+
+        `apply` (0-d bool) False leaves parameters and momentum unchanged, without a host synchronization; None is True.
 
         While a shared bucket is orthogonalised, the parts of the next and the updates of the last are on their way.
         """
         coming: tuple[Bucket, Arrival] | None = None
         leaving: tuple[Bucket, Arrival] | None = None
         for bucket in [*self._shared, None, None]:
-            begun = None if bucket is None else (bucket, self._collect(bucket, finite))
+            begun = None if bucket is None else (bucket, self._collect(bucket, apply))
             done = None if coming is None else (coming[0], self._distribute(*coming))
             if leaving is not None:
-                self._apply(*leaving, factor, finite)
+                self._apply(*leaving, lr_factor, apply)
             coming, leaving = begun, done
         # Where nothing travels, one bucket after the other keeps the caches warm.
         for bucket in self._alone:
-            self._apply(bucket, self._distribute(bucket, self._collect(bucket, finite)), factor, finite)
+            self._apply(bucket, self._distribute(bucket, self._collect(bucket, apply)), lr_factor, apply)
 
-    def _collect(self, bucket: Bucket, finite: Tensor | None) -> Arrival:
+    def _collect(self, bucket: Bucket, apply: Tensor | None) -> Arrival:
         """Take the gradients into the momentum, and send the directions to the owners."""
         grads = {i: part.of(g).float() for i, part in enumerate(bucket.parts) if (g := local_grad(part.run.parameter)) is not None}
         momenta = {i: bucket.parts[i].of(local(self.momentum[bucket.parts[i].run.name])) for i in grads}
         sent = [i for i in bucket.sends if i in grads]
-        with selected(list(momenta.values()), finite):
+        with conditional_update(list(momenta.values()), apply):
             if grads:
                 torch._foreach_lerp_(list(momenta.values()), list(grads.values()), 1 - self.beta)
             directions = {i: momenta[i] for i in sent}
@@ -131,14 +133,14 @@ class Muon:
         done = [orthogonalize(stack, self.steps) for stack in stacks]
         return bucket.distribute.start([place.of(done) for place in bucket.given], self.dtype, bucket.device)
 
-    def _apply(self, bucket: Bucket, updates: Arrival, factor: float, finite: Tensor | None) -> None:
+    def _apply(self, bucket: Bucket, updates: Arrival, lr_factor: float, apply: Tensor | None) -> None:
         """Decay and move what this rank holds."""
         arrived = [(part, update) for part, update in zip(bucket.parts, updates(), strict=True) if part.run.parameter.grad is not None]
         weights = [part.of(local(part.run.parameter)) for part, _ in arrived]
         groups = [self._group_of[part.run.name] for part, _ in arrived]
-        with selected(weights, finite):
+        with conditional_update(weights, apply):
             if weights:
-                torch._foreach_mul_(weights, [1 - factor * group.learning_rate * group.weight_decay for group in groups])
+                torch._foreach_mul_(weights, [1 - lr_factor * group.learning_rate * group.weight_decay for group in groups])
             for (part, update), weight, group in zip(arrived, weights, groups, strict=True):
                 rows, cols = part.run.parameter.shape[-2:]
-                weight.add_(update, alpha=-factor * group.learning_rate * update_scale(rows, cols, self.scale))
+                weight.add_(update, alpha=-lr_factor * group.learning_rate * update_scale(rows, cols, self.scale))

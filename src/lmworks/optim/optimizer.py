@@ -34,11 +34,11 @@ class Updates(Protocol):
     @property
     def ema(self) -> Ema | None: ...
 
-    def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None: ...
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None: ...
 
     def zero_grad(self) -> None: ...
 
-    def learning_rates(self, factor: float = 1.0) -> dict[str, float]: ...
+    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]: ...
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]: ...
 
@@ -46,7 +46,7 @@ class Updates(Protocol):
 class Optimizer:
     """Trains the parameters of `groups`, sharded or not. All state exists from the start, so a checkpoint can be loaded in place.
 
-    Where parameters are sharded, construction and `step` are collective, and `finite` must be the same on all ranks. `compute_dtype` is
+    Where parameters are sharded, construction and `step` are collective, and `apply` must be the same on all ranks. `compute_dtype` is
     that of the model: Newton-Schulz runs in bf16 if it is bf16 or fp16, in fp32 if it is fp32, so that a run in fp32 is so throughout.
     """
 
@@ -63,33 +63,33 @@ class Optimizer:
         self.adamw = AdamW([group for group in groups if group.kind == "adamw"], betas=options.betas, eps=options.eps)
         self.ema = Ema(self.parameters, options.ema_decay) if options.ema_decay else None
 
-    def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None:
-        """One update from the gradients at `factor` (`Schedules.factor(step)`) times the peak rates.
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None:
+        """One update from the gradients at `lr_factor` (`Schedules.lr_factor(step)`) times the peak rates.
 
-        `finite` says whether the step may be used. Where it is already known to the host (a bool, or a tensor on the CPU) a bad step
+        `apply` says whether the step may be used. Where it is already known to the host (a bool, or a tensor on the CPU) a bad step
         is left out; on an accelerator the old weights and state are selected there, and the host does not wait (promise 5).
         Either way nothing changes by a bad step, the count of steps included.
         """
-        if isinstance(finite, bool) or finite.device.type == "cpu":
-            if not finite:
+        if isinstance(apply, bool) or apply.device.type == "cpu":
+            if not apply:
                 return
-            finite = True
-        choice = None if isinstance(finite, bool) else finite
-        self.muon.step(factor, choice)
-        self.adamw.step(factor, choice)
+            apply = True
+        on_device = None if isinstance(apply, bool) else apply
+        self.muon.step(lr_factor, on_device)
+        self.adamw.step(lr_factor, on_device)
         if self.ema:
-            self.ema.step(choice)
+            self.ema.step(on_device)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def learning_rates(self, factor: float = 1.0) -> dict[str, float]:
-        """The largest rate of each kind at this factor, for the metrics."""
+    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """The largest rate of each kind at this lr_factor, for the metrics."""
         rates: dict[str, float] = {}
         for group in self.groups:
-            rates[group.kind] = max(rates.get(group.kind, 0.0), factor * group.learning_rate)
+            rates[group.kind] = max(rates.get(group.kind, 0.0), lr_factor * group.learning_rate)
         return rates
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:

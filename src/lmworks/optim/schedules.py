@@ -1,4 +1,6 @@
-"""The learning rate as a pure function of the step: phases with warm-up, shape, batch ramp, one after the other without a cold restart.
+"""The learning-rate schedule as a pure function of the step: `Schedules.lr_factor(step)` times a group's peak is its learning rate.
+
+Phases have a warm-up, a shape and a batch ramp, and follow each other without a cold restart.
 
 A phase is a curve over the tokens x in [0, n] that have been trained on in it; step i of it uses the curve at the end of the step.
 So the first step of a run already moves, a warm-up ends on the peak, the last step of a phase ends on the last value of its shape, and
@@ -18,7 +20,7 @@ from lmworks.recipe.schema.units import Duration
 
 
 class _Curve:
-    """One phase. Positions are tokens since its first step; values are shares of `optimizer.learning_rate`."""
+    """One phase. Positions are tokens since its first step; values are fractions of `optimizer.learning_rate`."""
 
     def __init__(self, phase: Phase, steps: int, tokens_before: Callable[[int], int]) -> None:
         self.phase, self.steps, self.tokens_before = phase, steps, tokens_before
@@ -39,7 +41,7 @@ class _Curve:
             )
         self.stable = self.length - decay
         self.start = 0.0
-        """Where the phase before ended."""
+        """The last value of the phase before."""
 
     def _tokens(self, duration: Duration, name: str, tokens_of_steps: Callable[[int], int]) -> int:
         """The length of `duration` in tokens; steps under a ramp are not equally long, so they are asked for."""
@@ -63,8 +65,8 @@ class _Curve:
         return top * self._shape(x)
 
     @property
-    def warm(self) -> int:
-        """The first step behind the warm-up."""
+    def warmup_end(self) -> int:
+        """The first step after the warm-up."""
         return bisect_left(range(self.steps), self.warmup, key=self.tokens_before)
 
     def _shape(self, x: int) -> float:
@@ -84,7 +86,7 @@ class _Curve:
         return 1 - (1 - final) * done
 
     def _rescale(self, batch: int) -> float:
-        """What a batch that is still smaller than the phase's takes off the rate (Malladi et al. 2022, arXiv:2205.10287: the root)."""
+        """The factor for a batch that is still smaller than the phase's global batch (Malladi et al. 2022, arXiv:2205.10287: the root)."""
         ramp = self.phase.batch_ramp
         if ramp is None or ramp.rescale == "none":
             return 1.0
@@ -108,17 +110,17 @@ class Schedules:
                 curve.start = self._curves[-1].value(self._curves[-1].steps - 1)
             self._curves.append(curve)
 
-    def factor(self, step: int) -> float:
-        """The learning rate of a step as a share of the peak, `optimizer.learning_rate`; past the end, that of the last step."""
+    def lr_factor(self, step: int) -> float:
+        """The factor of a step on the peak learning rates (`optimizer.learning_rate`); after the last step, that of the last step."""
         step = min(step, self._ends[-1] - 1)
         index = bisect_right(self._ends, step)
         curve = self._curves[index]
         return curve.value(step - self._ends[index] + curve.steps)
 
-    def warm(self, step: int) -> int:
-        """The first step behind the warm-up of the phase that `step` lies in; it may lie ahead."""
+    def warmup_end(self, step: int) -> int:
+        """The first step after the warm-up of the phase that contains `step`; it may be later than `step`."""
         index = bisect_right(self._ends, min(step, self._ends[-1] - 1))
-        return self._ends[index] - self._curves[index].steps + self._curves[index].warm
+        return self._ends[index] - self._curves[index].steps + self._curves[index].warmup_end
 
 
 def _since(first: int, tokens_before: Callable[[int], int]) -> Callable[[int], int]:

@@ -25,7 +25,7 @@ from lmworks.model.documents import Visible, first_seen, starts
 from lmworks.model.mtp import Ahead, look_ahead
 from lmworks.model.router import Router
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.view import derive
+from lmworks.parallel.module_overrides import override_members
 
 
 def share(model: Transformer, ranks: Ranks) -> None:
@@ -39,8 +39,8 @@ def share(model: Transformer, ranks: Ranks) -> None:
     if moe and moe.balance.method == "sinkhorn":
         raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
     mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
-    for ffn in model.routers():
-        derive(ffn.router, {"mean_load": mean_load})
+    for ffn in model.moe_layers():
+        override_members(ffn.router, {"mean_load": mean_load})
 
 
 def _mean_load(group: Any, size: int) -> Any:

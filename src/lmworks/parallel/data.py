@@ -26,7 +26,7 @@ from lmworks.model.moe import Experts, MoE
 from lmworks.model.transformer import Block
 from lmworks.optim.placement import local
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.view import derive
+from lmworks.parallel.module_overrides import override_members
 
 
 def shard(model: Transformer, ranks: Ranks) -> None:
@@ -72,7 +72,7 @@ def _shard_apart(block: Any, part: Any, **options: Any) -> None:
     Around its own call FSDP2's hooks would stand inside the layer: they cut its compiled code in pieces, and where the layer is recomputed
     they run a second time and find another state.
     """
-    derive(part, {"__call__": _without_hooks, "around": _around})
+    override_members(part, {"__call__": _without_hooks, "around": _around})
     fully_shard(part, **options)
     register_fsdp_forward_method(part, "around")
     block.forward = partial(part.around, block.forward)
@@ -95,7 +95,7 @@ def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | N
     assert hidden
     dims: dict[int, Shard] = {}
     if moe and hidden % shards == 0:
-        for ffn in model.routers():
+        for ffn in model.moe_layers():
             for name, parameter in ffn.experts._parameters.items():
                 assert parameter is not None
                 if local(parameter).shape[0] % shards:

@@ -22,8 +22,8 @@ from lmworks.model.moe import Experts, combine, dispatch, has_grouped_mm, run_so
 from lmworks.model.router import Routing
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.module_overrides import override_members, use_local_parameters
 from lmworks.parallel.tensor import place
-from lmworks.parallel.view import derive, see_parts
 
 
 def shard_experts(model: Transformer, ranks: Ranks) -> None:
@@ -40,12 +40,12 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
     mesh = ranks.mesh(*axes)
     dims = {"gate": {"ep": 0, "tp": 1}, "up": {"ep": 0, "tp": 1}, "down": {"ep": 0, "tp": 2}}
     forward = _exchanged(ranks.group("ep"), ep) if ep > 1 else Experts.forward
-    for ffn in model.routers():
+    for ffn in model.moe_layers():
         for name, parameter in list(ffn.experts._parameters.items()):
             assert parameter is not None
             ffn.experts._parameters[name] = place(parameter, mesh, [Shard(dims[name][axis]) for axis in axes])
-        see_parts(ffn.experts)
-        derive(ffn.experts, {"forward": forward})
+        use_local_parameters(ffn.experts)
+        override_members(ffn.experts, {"forward": forward})
 
 
 def _exchanged(group: Any, ranks: int) -> Any:

@@ -1,7 +1,8 @@
-"""The ranks of a layout: one device mesh, and the groups in which the parts of a step talk.
+"""The ranks of a layout: one device mesh, and the process groups of its axes.
 
-A rank's number is read as digits, the slowest first: pp, dp_replicate, dp_shard, cp, tp. Neighbours in tp are neighbours in number, so a
-launcher that fills machine by machine keeps them on one machine. Expert ranks are the fast digits of (dp_shard, cp).
+The global rank is a number whose digits are the axes, the slowest first: pp, dp_replicate, dp_shard, cp, tp. Neighbors in tp have
+consecutive numbers, so a launcher that fills one machine after the other keeps them on one machine. The ranks of `ep` are the fast digits
+of (dp_shard, cp).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ AXES = ("pp", "dp_replicate", "tp", *_FLAT)
 
 
 class Ranks:
-    """The mesh of `layout` over the initialised process group; alone, without one, everything has size 1.
+    """The mesh of `layout` over the initialized process group; alone, without one, everything has size 1.
 
     Axes: pp, dp_replicate, tp, and those of `_FLAT`: dp, cp, loss, fsdp, ep, efsdp, weights. With `zero` 0 nothing is sharded: the
     ranks of dp_shard and cp hold copies (dp_shard still reads different sequences).
@@ -74,12 +75,12 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: it writes metrics, ledger and the terminal."""
+        """Whether this is rank 0, which alone writes metrics, ledger and terminal output."""
         return self._mesh is None or dist.get_rank() == 0
 
     @property
-    def number(self) -> int:
-        """This rank among all."""
+    def global_rank(self) -> int:
+        """The number of this rank among all ranks."""
         return 0 if self._mesh is None else dist.get_rank()
 
     def size(self, axis: str) -> int:
@@ -100,37 +101,37 @@ class Ranks:
         """The process group along an axis; None where it has one rank."""
         return None if self.size(axis) == 1 else self.mesh(axis).get_group()
 
-    def sum(self, tensor: Tensor, axis: str) -> Tensor:
-        """The sum over an axis, in place, on all its ranks."""
+    def all_reduce(self, tensor: Tensor, axis: str) -> Tensor:
+        """Sum a tensor over the ranks of an axis, in place; returns it."""
         if self.size(axis) > 1:
             dist.all_reduce(tensor, group=self.group(axis))
         return tensor
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All that have more than one rank."""
-        return [group for group in (self.everyone, *map(self.group, AXES)) if group is not None and group.size() > 1]
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All process groups with more than one rank."""
+        return [group for group in (self.world_group, *map(self.group, AXES)) if group is not None and group.size() > 1]
 
     @property
-    def everyone(self) -> dist.ProcessGroup | None:
-        """The group of all ranks; None alone."""
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None in a single process."""
         return dist.group.WORLD if self._mesh is not None else None
 
-    def tell(self, value: Any) -> None:
-        """From the first rank to the others, which `hear` it, now or after days of waiting."""
+    def broadcast(self, value: Any) -> None:
+        """Send an object from the first rank to all others, which call `receive_broadcast`; they may wait for days."""
         if self._patient is not None:
             dist.broadcast_object_list([value], 0, group=self._patient)
 
-    def hear(self) -> Any:
-        """What the first rank tells."""
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, 0, group=self._patient)
-        return said[0]
+    def receive_broadcast(self) -> Any:
+        """The object that the first rank sends with `broadcast`."""
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, 0, group=self._patient)
+        return received[0]
 
-    def slowest(self, seconds: float) -> float:
-        """The most of all ranks' seconds."""
+    def all_reduce_max(self, value: float) -> float:
+        """The largest value of all ranks."""
         if self._mesh is None:
-            return seconds
-        found = torch.tensor(seconds, dtype=torch.float64)
+            return value
+        found = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
 
@@ -140,7 +141,7 @@ class Ranks:
 
 
 def alone() -> Ranks:
-    """One process."""
+    """The ranks of a single process."""
     return Ranks(Layout())
 
 
@@ -150,5 +151,5 @@ def own_device() -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """What the ranks of such devices talk with; messages of the host always go through gloo."""
+    """The backend of process groups on such devices; collectives of CPU tensors always use gloo."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -42,7 +42,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         part.logit_chunk_size = int(recipe.train.logit_chunk_size)
         if ranks.size("tp") > 1:
             tensor.shard_tensors(part, ranks)
-        if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.routers()):
+        if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.moe_layers()):
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
             context.share(part, ranks)
@@ -51,7 +51,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
             compile_layers(part)
         if ranks.size("weights") > 1 and recipe.train.deepspeed is None:
             data.shard(part, ranks)
-        materialise(part, recipe.seed, device)
+        materialize(part, recipe.seed, device)
     return parts
 
 
@@ -75,16 +75,16 @@ def compile_layers(part: Transformer) -> None:
     part.compile(dynamic=False)
 
 
-def materialise(part: Transformer, seed: int, device: torch.device) -> None:
+def materialize(part: Transformer, seed: int, device: torch.device) -> None:
     """Give a model built on the meta device its memory and its first weights."""
     part.to_empty(device=device)
     if part.config.tie_word_embeddings and part.head is not None:
         part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` gives each place memory of its own
-    initialize(part, seed, here)
+    initialize(part, seed, local_shard)
     part.set_rope(part.rope)
 
 
-def here(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+def local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     """This rank's box of a parameter, and where in the whole it begins."""
     if not isinstance(parameter, DTensor):
         return whole(parameter)

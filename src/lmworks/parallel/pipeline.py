@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmworks.model import Transformer
-from lmworks.model.transformer import Experts
+from lmworks.model.transformer import ExpertStats
 from lmworks.optim.placement import local_grad
 from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.module_overrides import override_members
 from lmworks.parallel.pipeline_stages import pipeline_stage_layers
-from lmworks.parallel.view import derive
 from lmworks.recipe.schema.layout import Layout
 
 Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens, and with context parallelism where they lie and what is ahead
@@ -84,10 +84,10 @@ class Pipeline:
         self._step = _NOTHING
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         for part, number in zip(parts, self.numbers, strict=True):
-            derive(part, {"forward": self._forward_of(number)})
+            override_members(part, {"forward": self._forward_of(number)})
 
     @property
-    def copies(self) -> list[Tensor]:
+    def duplicates(self) -> list[Tensor]:
         """Parameters of this rank that the first stage has as well."""
         return [self.parts[-1].embedding.weight] if self._is_last and shares_embedding(self.parts[-1]) else []
 
@@ -104,7 +104,7 @@ class Pipeline:
         self._step = Step(inputs, real, scale)
         number = torch.arange(len(inputs))
         self._scheduled(len(inputs), inputs[0][0].shape).step(number=number, target=number)
-        self._sum_copies()
+        self._sum_duplicate_gradients()
         step, self._step = self._step, _NOTHING
         counts = [
             torch.stack([found for (stage, _), found in sorted(step.counts_LE.items()) if stage == number]).sum(0)
@@ -149,14 +149,14 @@ class Pipeline:
         spans = part.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
-            self._found(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
+            self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
             return x_BTD if experts.aux is None else _Beside.apply(x_BTD, experts.aux * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
-        self._found(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
+        self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
         return (loss.total * scale)[None]
 
-    def _found(self, stage: int, index: int, experts: Experts, head: Tensor) -> None:
+    def _record(self, stage: int, index: int, experts: ExpertStats, head: Tensor) -> None:
         """Keep what a stage found in a micro-batch, of a blank one as nothing."""
         aux = head.new_zeros(()) if experts.aux is None else experts.aux.detach()
         cross_entropy, z, mtp = head
@@ -205,7 +205,7 @@ class Pipeline:
         return rows, length // self.ranks.size("tp"), self.parts[0].config.hidden_size
 
     @torch.no_grad()
-    def _sum_copies(self) -> None:
+    def _sum_duplicate_gradients(self) -> None:
         """The gradient of an embedding that two stages use is the sum of theirs, on both."""
         first, last = 0, self.layout.pp - 1
         rank, group = self.ranks.rank("pp"), self.ranks.group("pp")

@@ -43,10 +43,10 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import MtpLayer
 from lmworks.model.router import Router, Routing
-from lmworks.model.transformer import Experts
+from lmworks.model.transformer import ExpertStats
 from lmworks.parallel import collectives
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.view import derive, see_parts
+from lmworks.parallel.module_overrides import override_members, use_local_parameters
 from lmworks.recipe.schema.model import Model
 
 _TOKENS = 1  # the dimension of T
@@ -123,20 +123,20 @@ def shard_tensors(model: Transformer, ranks: Ranks) -> None:
             _whole(mesh, module.query_down, module.kv_down)
             for name in ("query", "query_down", "kv_down"):
                 if (part := getattr(module, name)) is not None:
-                    derive(part, {"forward": forwards[name]})
+                    override_members(part, {"forward": forwards[name]})
         elif isinstance(module, SwiGLU):
             _columns(mesh, module.gate, module.up)
             _rows(mesh, module.down)
         elif isinstance(module, Router):
             _place(module, mesh, Replicate(), alike=True)
-            derive(module, {"forward": forwards[Router]})
+            override_members(module, {"forward": forwards[Router]})
         elif isinstance(module, RMSNorm):
             _whole(mesh, module)
         elif isinstance(module, MtpLayer):
             _whole(mesh, module.projection)
     for block in model.every_block():
         for part in (block.attention, block.ffn):
-            derive(part, {"forward": next(forward for kind, forward in forwards.items() if kind in type(part).__mro__)})
+            override_members(part, {"forward": next(forward for kind, forward in forwards.items() if kind in type(part).__mro__)})
     _share_ends(model, ranks, stream)
 
 
@@ -154,7 +154,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement, alike: boo
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             module._parameters[name] = place(parameter, mesh, [placement])
-    see_parts(module, {name: [Replicate()] for name in module._parameters} if alike else None)
+    use_local_parameters(module, {name: [Replicate()] for name in module._parameters} if alike else None)
 
 
 def _columns(mesh: DeviceMesh, *projections: Linear | None) -> None:
@@ -222,7 +222,7 @@ def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
         found_BTD = Transformer.embed(self, local_BT.masked_fill(elsewhere_BT, 0))
         return stream.leave(found_BTD.masked_fill(elsewhere_BT[..., None], 0))
 
-    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, Experts]:
+    def hidden(self: Transformer, *args: Any, **kwargs: Any) -> tuple[Tensor, ExpertStats]:
         hidden_BTD, experts = Transformer.hidden(self, *args, **kwargs)
         return stream.whole(hidden_BTD), experts
 
@@ -241,7 +241,7 @@ def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     if config.tie_word_embeddings and model.embedding is not None and model.head is not None:
         model.head._parameters["weight"] = model.embedding._parameters["weight"]
     model._chunk_loss = partial(chunk_loss, first=first, group=stream.group)
-    derive(model, {"embed": embed, "hidden": hidden, "logits": logits, "head_loss": head_loss, "cache": cache})
+    override_members(model, {"embed": embed, "hidden": hidden, "logits": logits, "head_loss": head_loss, "cache": cache})
 
 
 def chunk_loss(

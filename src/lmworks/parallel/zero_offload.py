@@ -21,12 +21,12 @@ from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.model import Transformer
 from lmworks.model.loss import HeadLoss
-from lmworks.model.transformer import Experts, Loss
+from lmworks.model.transformer import ExpertStats, Loss
 from lmworks.optim.adamw import fused_update
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.parallel.mesh import Ranks, backend_for, own_device
-from lmworks.parallel.model import ParallelModel, micro_batches
-from lmworks.parallel.view import derive
+from lmworks.parallel.module_overrides import override_members
+from lmworks.parallel.parallel_model import ParallelModel, micro_batches
 from lmworks.precision import dtype_for
 from lmworks.recipe.schema.deepspeed import BUCKET, LIVE, DeepSpeed
 from lmworks.recipe.schema.optimizer import Optimizer as Options
@@ -39,12 +39,12 @@ _MOMENTS = ("first", "second")
 class FlatAdamW(torch.optim.Optimizer):
     """Our AdamW on the flat fp32 pieces that DeepSpeed makes of each group, in whatever memory they lie.
 
-    DeepSpeed calls `step` piece by piece. `applied` says whether this step may change anything; `count` are the steps taken with it.
+    DeepSpeed calls `step` piece by piece. `apply` says whether this step may change anything; `count` are the steps taken with it.
     """
 
     def __init__(self, groups: list[Group], options: Options) -> None:
         self.betas, self.eps = options.betas, options.eps
-        self.applied, self.count = False, torch.zeros(())
+        self.apply, self.count = False, torch.zeros(())
         rules = [{"peak": group.learning_rate, "lr": 0.0, "weight_decay": group.weight_decay} for group in groups]
         super().__init__([{"params": [*group.parameters.values()]} | rule for group, rule in zip(groups, rules, strict=True)], {})
 
@@ -52,7 +52,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the pieces that have gradients; their state exists afterwards, also where nothing is applied."""
         self.make_state()
-        for group in self.param_groups if self.applied else ():
+        for group in self.param_groups if self.apply else ():
             for piece in group["params"]:
                 if piece.grad is not None:
                     first, second = (self.state[piece][kind] for kind in _MOMENTS)
@@ -88,7 +88,7 @@ class ZeroModel(ParallelModel):
         )
         settings = _settings(options, ranks.layout.zero, recipe.optimizer.max_grad_norm, max(p.numel() for p in model.parameters()))
         if self._sharded:
-            sparse = {type(ffn) for ffn in model.routers()}  # gathered as one: what a router returns is no plain tensor to hook
+            sparse = {type(ffn) for ffn in model.moe_layers()}  # gathered as one: what a router returns is no plain tensor to hook
             if sparse:
                 deepspeed.utils.set_z3_leaf_modules(model, list(sparse))
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
@@ -121,13 +121,13 @@ class ZeroModel(ParallelModel):
         return _joined(parts)
 
     @torch.no_grad()
-    def rehearse(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
+    def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
         """Forward only: DeepSpeed would add the gradients of a backward pass to those of the next step."""
         largest = -(-rows // self.ranks.size("dp"))
         for piece, _ in micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size):
             self.parts[0].loss(*self._inputs(piece))
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, max_grad_norm: float) -> Tensor:
         """The global norm of the gradients; DeepSpeed clips by it in its own step."""
         optimizer = self.engine.optimizer
         # ZeRO-3 has no public name for its norm (DeepSpeed 0.19).
@@ -152,7 +152,7 @@ class ZeroModel(ParallelModel):
         return {"count": self.flat.count} | moments
 
     @torch.no_grad()
-    def loaded(self, state: dict[str, Any]) -> None:
+    def state_loaded(self, state: dict[str, Any]) -> None:
         """Distribute what the ranks have loaded into the places of `state_dict`, one parameter at a time."""
         set_weight, set_moment = self._deepspeed.utils.safe_set_full_fp32_param, self._deepspeed.utils.safe_set_full_optimizer_state
         for name, parameter, keeper in self._kept(self._by_name()):
@@ -202,21 +202,21 @@ class ZeroOptimizer:
     def __init__(self, model: ZeroModel) -> None:
         self._model = model
 
-    def step(self, factor: float = 1.0, finite: Tensor | bool = True) -> None:
+    def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None:
         """As `Optimizer.step`. DeepSpeed drops the gradients of a bad step, and the host waits to know it."""
         flat = self._model.flat
-        flat.applied = bool(finite)
-        flat.count += float(flat.applied)
+        flat.apply = bool(apply)
+        flat.count += float(flat.apply)
         for group in flat.param_groups:
-            group["lr"] = factor * group["peak"]
+            group["lr"] = lr_factor * group["peak"]
         self._model.engine.step()
 
     def zero_grad(self) -> None:
         """Nothing: every step of DeepSpeed ends without gradients."""
 
-    def learning_rates(self, factor: float = 1.0) -> dict[str, float]:
-        """The largest rate at this factor, for the metrics."""
-        return {"adamw": factor * max(group["peak"] for group in self._model.flat.param_groups)}
+    def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """The largest rate at this `lr_factor`, for the metrics."""
+        return {"adamw": lr_factor * max(group["peak"] for group in self._model.flat.param_groups)}
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
         """As `ParallelModel.state_dict`."""
@@ -272,7 +272,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 def _enter_by_call(model: Transformer) -> None:
     """Let every way into the model be a call of it: only there do DeepSpeed's hooks see that weights are needed."""
-    derive(model, {"forward": _forward, "loss": _loss, "hidden": _hidden, "logits": _logits})
+    override_members(model, {"forward": _forward, "loss": _loss, "hidden": _hidden, "logits": _logits})
 
 
 def _forward(model: Transformer, *args: Any, entry: Any = Transformer.forward, **options: Any) -> Any:
@@ -303,4 +303,4 @@ def _loss_parts(model: Transformer, *args: Any) -> dict[str, Tensor]:
 
 def _joined(parts: dict[str, Tensor]) -> Loss:
     head = HeadLoss(parts["cross_entropy"], parts["z"])
-    return Loss(parts["total"], head, Experts(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))
+    return Loss(parts["total"], head, ExpertStats(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))

@@ -269,7 +269,7 @@ def _training(recipe: Recipe, speed: Speed) -> float:
 def _predict(recipe: Recipe, speed: Speed, work: _Work) -> dict[str, float]:
     """Seconds of each stage after the data."""
     from lmworks.train.calibrate import ROWS
-    from lmworks.train.course import steps_between
+    from lmworks.train.curriculum import interval_in_steps
 
     def forward(tokens: float, length: int) -> float:
         return tokens * flops_per_token(recipe.model, length).total / 3 / speed.forward
@@ -281,7 +281,7 @@ def _predict(recipe: Recipe, speed: Speed, work: _Work) -> dict[str, float]:
         """What a trainer does beside its steps."""
 
         def times(every: Duration) -> int:
-            return -(-steps // steps_between(every, steps, tokens))  # the last step is one of them
+            return -(-steps // interval_in_steps(every, steps, tokens))  # the last step is one of them
 
         return times(train.validate_every) * forward(validation, length) + times(train.sample_every) * generate(_ON_THE_WAY, length)
 

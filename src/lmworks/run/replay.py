@@ -12,7 +12,7 @@ import torch
 from lmworks.checkpoint import checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.checkpoints import Which, find
@@ -20,12 +20,11 @@ from lmworks.run.walk import require_run
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.batch import Batch
-from lmworks.train.anomaly import FirstNonFinite
+from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.load import final_mtp_weight, final_rope
 from lmworks.train.pretrain import build_model, identity
-from lmworks.train.seeds import seed_of
-from lmworks.train.step import micro_batch_of
-from lmworks.watch.finite import load_bad_batch
+from lmworks.train.step import dropout_seed, micro_batch_of
+from lmworks.watch.bad_steps import load_bad_batch
 
 _SHOWN = 5
 
@@ -61,7 +60,7 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
     single = [batch.sequences(number, number + 1) for number in range(len(batch.tokens))]
-    rows = [(number, model.nats(one) / max(one.valid_tokens, 1)) for number, one in enumerate(single)]
+    rows = [(number, model.summed_cross_entropy(one) / max(one.valid_tokens, 1)) for number, one in enumerate(single)]
     worst = sorted(rows, key=lambda one: -one[1] if math.isfinite(one[1]) else -math.inf)[:_SHOWN]
     return {
         "step": step, "checkpoint": path.name, "loss": loss, "grad_norm": norm, "first": first,
@@ -102,9 +101,9 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -
     model.set_rope(final_rope(then))
     if (weight := final_mtp_weight(then)) is not None:
         model.set_mtp_loss_weight(weight)
-    set_temperature(model.routers(), model.config.moe, step)
+    set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
-    torch.manual_seed(seed_of(recipe.seed, step, 0))
+    torch.manual_seed(dropout_seed(recipe.seed, step, 0))
 
 
 def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
@@ -112,7 +111,7 @@ def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, flo
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:
         sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid)
-    norm = float(model.clip(0.0))
+    norm = float(model.clip_gradients(0.0))
     norms = {name: float(torch.linalg.vector_norm(p.grad.float())) for name, p in model.named_parameters() if p.grad is not None}
     largest = sorted(norms, key=lambda name: -norms[name] if math.isfinite(norms[name]) else -math.inf)[:_SHOWN]
     return float(sums.cross_entropy) / valid, norm, watched.found, [{"parameter": name, "grad_norm": norms[name]} for name in largest]

@@ -101,7 +101,7 @@ def _corpus(context: Context) -> RenderableType | None:
 def _tokenizer(context: Context) -> RenderableType | None:
     from lmworks.tokenizer.evaluate import table
     from lmworks.tokenizer.train import train
-    from lmworks.train.tokenizer import weights_of
+    from lmworks.train.data.frozen_tokenizer import weights_of
 
     trained = weights_of(context.run_dir)
     return table(train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)["evaluation"])

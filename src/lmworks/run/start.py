@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
 from lmworks.recipe.loading.init_from import Start, find
 from lmworks.recipe.schema.recipe import Recipe

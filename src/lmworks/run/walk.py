@@ -28,7 +28,7 @@ from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harml
 from lmworks.run import budget
 from lmworks.run.stages import STAGES, STAMP, Context, Stage, clear, stages_for
 from lmworks.run.stale import Why, inputs, phases, remember, remembered, require_own, require_own_directory, values_of, why
-from lmworks.train.tokenizer import require_same, weights_of
+from lmworks.train.data.frozen_tokenizer import require_same, weights_of
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 
@@ -80,9 +80,9 @@ def _joined(context: Context) -> Iterator[Context]:
     if "RANK" not in os.environ:
         yield context
         return
-    from lmworks.launch.world import world
+    from lmworks.launch.rank_context import rank_context
 
-    with world(context.recipe, context.run_dir) as (ranks, heartbeat):
+    with rank_context(context.recipe, context.run_dir) as (ranks, heartbeat):
         yield replace(context, ranks=ranks, heartbeat=heartbeat)
 
 
@@ -90,7 +90,7 @@ def _follow(context: Context) -> None:
     """Take part in what the first rank calls the others to."""
     assert context.ranks is not None
     stages = {stage.name: stage for stage in STAGES}
-    while (told := context.ranks.hear()) is not None:
+    while (told := context.ranks.receive_broadcast()) is not None:
         if isinstance(told, Recipe):
             context = replace(context, recipe=told)
         elif told == _MEASURE:
@@ -109,8 +109,8 @@ def _lead(
     def speed_of(recipe: Recipe) -> Speed:
         nonlocal together
         if ranks is not None:
-            ranks.tell(recipe)
-            ranks.tell(_MEASURE)
+            ranks.broadcast(recipe)
+            ranks.broadcast(_MEASURE)
         together = True
         speed = budget.measure(recipe, run_dir, ranks)
         together = False
@@ -148,7 +148,7 @@ def _lead(
                 for line in lines:
                     tell(Told("pretrain", "note", printable=line))
             if ranks is not None and settled is not resolved:
-                ranks.tell(settled.recipe)
+                ranks.broadcast(settled.recipe)
             context = replace(context, recipe=settled.recipe)
             for stage in (one for one in stages_for(settled.recipe, last) if one.name not in _DATA):
                 together = stage.all_ranks
@@ -158,7 +158,7 @@ def _lead(
                 _compare_times(run_dir, time.monotonic() - began)
     finally:
         if ranks is not None and not together:  # what goes wrong while all are at work, all meet
-            ranks.tell(None)
+            ranks.broadcast(None)
 
 
 def _require_text(run_dir: Path, recipe: Recipe) -> None:
@@ -216,7 +216,7 @@ def _bring(context: Context, stage: Stage, recipe: Recipe, now: _Now, tell: Call
     _note_stage(context.run_dir, stage, "stage_began")
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
-        context.ranks.tell(stage.name)
+        context.ranks.broadcast(stage.name)
     try:
         with explain_full_disk(folder):
             result = stage.work(context)

@@ -1,4 +1,4 @@
-"""What this machine makes of a recipe's own training step: the measurement behind `lmworks plan --calibrate` and behind `time`."""
+"""Measures the speed of a recipe's training step on this machine, for `lmworks plan --calibrate` and `time`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmworks.allocator import keep_freed_memory
 from lmworks.metrics import system
 from lmworks.model.generate import GenerateOptions, generate
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.read.batch import Batch
 from lmworks.train.pretrain import build_model, with_optimizer
@@ -104,7 +104,7 @@ class _Model:
         """Of training steps on one batch, the first two, which compile, left out."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
-        own = batch.sequences(*model.rows(rows))
+        own = batch.sequences(*model.rank_sequences(rows))
         if model.device.type == "cpu":
             keep_freed_memory()  # as the trainer does
         model.train()
@@ -112,11 +112,12 @@ class _Model:
         def step() -> float:
             began = time.monotonic()
             result = train_step(
-                model, self._optimizer, own, rows=rows, valid=batch.valid_tokens,
-                micro_batch_size=micro_batch_size, rate=1.0, clip=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
+                model, self._optimizer, own, sequences=rows, valid_tokens=batch.valid_tokens,
+                micro_batch_size=micro_batch_size, lr_factor=1.0,
+                max_grad_norm=self._recipe.optimizer.max_grad_norm, bias_update_rate=0.001,
             )  # fmt: skip
             float(result.loss)  # waits for the device
-            return model.ranks.slowest(time.monotonic() - began)
+            return model.ranks.all_reduce_max(time.monotonic() - began)
 
         step()
         step()
@@ -129,10 +130,10 @@ class _Model:
     def forward_seconds(self, batch: Batch) -> float:
         """Of scoring a batch, as validation does."""
         self._model.eval()
-        self._model.nats(batch)
+        self._model.summed_cross_entropy(batch)
         began = time.monotonic()
-        self._model.nats(batch)
-        return self._model.ranks.slowest(time.monotonic() - began)
+        self._model.summed_cross_entropy(batch)
+        return self._model.ranks.all_reduce_max(time.monotonic() - began)
 
     def decode_seconds(self, batch: Batch) -> float:
         """Of one token for each of some rows; as good as none where no rank has all layers, and nothing is generated during the run."""

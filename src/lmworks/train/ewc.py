@@ -1,4 +1,4 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): what mattered to the data before is held where it was.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): weights that matter for earlier data stay near their values.
 
 The penalty is weight / 2 * sum over all weights of F (w - w0)^2. F is the empirical Fisher information of a token, the mean over
 sequences of the squared gradient of their summed loss, per token: so the penalty at weight 1 is the rise of the earlier loss in nats per
@@ -16,13 +16,13 @@ import torch
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
 from lmworks.optim.placement import local, local_grad
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.schema.train import Ewc
 from lmworks.shards.read.batch import Batch
 
 
-class Consolidation:
+class EwcPenalty:
     """The penalty of one phase: `fisher` (F) and `anchor` (w0), fp32, by parameter name."""
 
     def __init__(self, model: ParallelModel, options: Ewc) -> None:
@@ -43,8 +43,8 @@ class Consolidation:
             for batch in earlier:
                 valid = batch.valid_tokens
                 self._drop_gradients()
-                model.forward_backward(batch.sequences(*model.rows(1)), 1, 1, loss_scale / max(valid, 1))
-                if not torch.isfinite(model.clip(0.0)):  # fp16, of which this sequence asks too much
+                model.forward_backward(batch.sequences(*model.rank_sequences(1)), 1, 1, loss_scale / max(valid, 1))
+                if not torch.isfinite(model.clip_gradients(0.0)):  # fp16, of which this sequence asks too much
                     continue
                 self._add_squares(valid, loss_scale)
                 tokens += valid
@@ -76,16 +76,16 @@ class Consolidation:
 
     @torch.no_grad()
     def penalty(self) -> float:
-        """As it is now, in nats per token; every rank calls this."""
+        """The current penalty, in nats per token; collective."""
         moved = {name: local(self.fisher[name]).sqrt() * (local(p) - local(self.anchor[name])) for name, p in self._parameters.items()}
         return self.options.weight / 2 * self._model.norm(moved) ** 2
 
-    # What is kept is kept beside the checkpoints, once for the phase: it does not change.
+    # F and w0 are constant within a phase, and are saved once, beside the checkpoints.
 
     def save(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
         """Keep F and w0 in `directory`, as a checkpoint of `step`."""
         with _kept(directory, identity) as kept:
-            kept.save(step, self._model.written(self._state()), {"tokens": 0}, wait=True)
+            kept.save(step, self._model.without_duplicates(self._state()), {"tokens": 0}, wait=True)
 
     def load(self, directory: Path, step: int, identity: dict[str, Any]) -> None:
         """Take up again what was kept when the phase began with `step`. Raises `UserError` where it is lost or damaged."""

@@ -14,8 +14,8 @@ from lmworks.model import Transformer
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.stopping import USED
-from lmworks.train.tokenizer import META, require_same
+from lmworks.train.data.frozen_tokenizer import META, require_same
+from lmworks.train.early_stopping import USED
 
 
 def folder(run_dir: Path, which: Literal["base", "tuned"]) -> Path:

@@ -1,8 +1,8 @@
-"""Pretraining: the course through the phases of a recipe, and what it needs around it."""
+"""Pretraining: the curriculum through the phases of a recipe, and what it needs around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,31 @@ from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.errors import UserError
 from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.optim.optimizer import Updates, build_optimizer
-from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone, own_device
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
-from lmworks.parallel.start import launched
+from lmworks.parallel.process_group import is_launched
 from lmworks.progress import console
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
+from lmworks.shards.batch import Batches
 from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
 from lmworks.shards.order.epoch_warnings import epoch_warnings
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.course import Stage, steps_between
-from lmworks.train.far import Far
-from lmworks.train.mixture import LEDGER, Follower, read_changes
-from lmworks.train.prompts import prompts
-from lmworks.train.sampling import Sampler
-from lmworks.train.tokenizer import META, digest, require_same
-from lmworks.train.trainer import Trainer
-from lmworks.train.validation import validate
-from lmworks.watch.finite import BadSteps
+from lmworks.train.curriculum import PretrainingCurriculum
+from lmworks.train.data.frozen_tokenizer import META, digest, require_same
+from lmworks.train.data.mixture import LEDGER, MixtureUpdates, read_changes
+from lmworks.train.observe.long_context import LongContextEvaluator
+from lmworks.train.observe.prompts import prompts
+from lmworks.train.observe.sampling import Sampler
+from lmworks.train.observe.validation import validate
+from lmworks.train.trainer import StageFiles, Trainer
+from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
@@ -47,70 +47,10 @@ INIT_FROM = "init_from"  # under this key a checkpoint's meta says which weights
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 
 
-class Pretraining:
-    """The phases as a `Course`."""
-
-    def __init__(self, recipe: Recipe, batches: Batches) -> None:
-        self.batches = batches
-        self.timeline = batches.order.timeline
-        self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
-        self.stages = stages(recipe, batches)
-        self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
-
-    def rows(self, step: int) -> int:
-        return self.batches.order.sequences(step)[1]
-
-    def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self.batches.batch(step, start, stop)
-
-    def rate(self, step: int) -> float:
-        return self._schedules.factor(step)
-
-    def stage(self, step: int) -> Stage:
-        return self.stages[self.timeline.phase_of(step)]
-
-    def steady_since(self, step: int) -> int:
-        return max(self._schedules.warm(step), self.batches.order.mixture_since(step))
-
-    def tokens_before(self, step: int) -> int:
-        return self.timeline.tokens_before(step)
-
-    def earlier(self, stage: Stage, count: int) -> Iterator[Batch]:
-        return sequences_of(self.batches, stage.index - 1, count)
-
-
-def sequences_of(batches: Batches, phase: int, count: int) -> Iterator[Batch]:
-    """So many sequences of a phase, each a batch, spread evenly over its steps."""
-    timeline = batches.order.timeline
-    first = timeline.first_step(phase)
-    steps = timeline.first_step(phase + 1) - first
-    for number in range(count):
-        step = first + number * steps // count
-        row = number % batches.order.sequences(step)[1]
-        yield batches.batch(step, row, row + 1)
-
-
-def stages(recipe: Recipe, batches: Batches) -> list[Stage]:
-    """The phases with what they inherit: positions, balancing rate and the weight of what lies ahead stay until a phase changes them."""
-    rope = recipe.model.rope
-    rate = recipe.model.moe.balance.bias_update_rate if recipe.model.moe else 0.0
-    weight = recipe.model.mtp.loss_weight if recipe.model.mtp else None
-    timeline, found = batches.order.timeline, []
-    for index, phase in enumerate(recipe.train.phases):
-        weight = phase.mtp_loss_weight or weight
-        rope = phase.rope.apply(rope) if phase.rope else rope
-        rate = rate if phase.bias_update_rate is None else phase.bias_update_rate
-        first = timeline.first_step(index)
-        steps, tokens = timeline.first_step(index + 1) - first, timeline.phases[index].tokens
-        every = None if phase.save_every is None else steps_between(phase.save_every, steps, tokens)
-        found.append(Stage(index, phase.name, first, int(phase.sequence_length), rope, rate, weight, phase.ewc, every))
-    return found
-
-
 def device_for(recipe: Recipe) -> torch.device:
     """This rank's, where it is a CPU with the recipe's threads unless other ranks share it."""
     device = own_device()
-    if device.type == "cpu" and not launched():
+    if device.type == "cpu" and not is_launched():
         torch.set_num_threads(recipe.threads or 1)
     return device
 
@@ -127,7 +67,7 @@ def build_model(recipe: Recipe, ranks: Ranks | None = None) -> ParallelModel:
 def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel, Updates]:
     """The model and what updates it: our optimizer, or DeepSpeed, which takes the model over."""
     if recipe.train.deepspeed is None:
-        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.groups())
+        return model, build_optimizer(model, recipe.optimizer, recipe.model.num_hidden_layers, model.ranks.process_groups())
     from lmworks.parallel.zero_offload import ZeroModel
 
     taken = ZeroModel(model.parts[0], model.ranks, recipe)
@@ -150,7 +90,7 @@ def _size(manifest: Manifest) -> int:
 
 
 def held_out(batches: Batches, recipe: Recipe, sequence_length: int, rows: int) -> dict[str, Validation]:
-    """The validation batches of each domain, as far as `train.validate_bytes_per_domain` goes."""
+    """The validation batches of each domain, as long_context as `train.validate_bytes_per_domain` goes."""
     limit = recipe.train.validate_bytes_per_domain
     return {domain: batches.validation(domain, sequence_length, rows, limit) for domain in batches.manifest.domains()}
 
@@ -173,7 +113,7 @@ def pretrain(
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).taken)
+    batches = Batches(recipe, run_dir / "shards", read_changes(run_dir).applied)
     for line in epoch_warnings(batches.order, recipe.shards.warn_epochs):
         console.print(line, style="yellow")
     assert recipe.model.vocab_size
@@ -199,29 +139,30 @@ def pretrain(
             recipe=as_tree(recipe), run_files=lambda: run_files_of(run_dir, folder),
         ) as checkpoints,
     ):
-        far = Far(batches, recipe, tokenizer)
-        course = Pretraining(recipe, batches)
+        long_context = LongContextEvaluator(batches, recipe, tokenizer)
+        curriculum = PretrainingCurriculum(recipe, batches)
         stability = recipe.stability
         keep = stability.save_bad_batches if first_rank else 0
         bad_steps = BadSteps(run_dir / "bad_batches", stability.max_bad_steps, keep, ledger.write)
+        sampler = Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, prompts(recipe, run_dir / "corpus"))
         trainer = Trainer(
-            recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
-            validate=lambda: validate(model, pieces) | far.measure(model, course.stage(max(trainer.step, 1) - 1)),
-            sampler=Sampler(run_dir / "samples.jsonl" if first_rank else None, tokenizer, prompts(recipe, run_dir / "corpus")),
+            recipe, model, optimizer, curriculum, StageFiles(checkpoints, ledger, bad_steps, sampler),
+            validate=lambda: validate(model, pieces) | long_context.evaluate(model, curriculum.phase(max(trainer.step, 1) - 1)),
             flops_per_token=flops_per_token, resume_command=resume_command,
-            heartbeat=heartbeat or Heartbeat(None), mixture=Follower(ledger, batches, ranks), early_stopping=recipe.train.early_stopping,
+            heartbeat=heartbeat or Heartbeat(None), mixture=MixtureUpdates(ledger, batches, ranks),
+            early_stopping=recipe.train.early_stopping,
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,
         )  # fmt: skip
         first = trainer.resume()
         if recipe.train.init_from is not None and not began_with:
-            if INIT_FROM not in trainer.began_with:
+            if INIT_FROM not in trainer.resumed_meta:
                 raise UserError(
                     f"the checkpoints in {run_dir / 'checkpoints'} did not begin with the weights of train.init_from; take that folder "
                     "away to begin with them, or leave train.init_from out"
                 )
-            trainer.meta[INIT_FROM] = trainer.began_with[INIT_FROM]
-        require_same(run_dir, trainer.began_with.get(META))
-        before = trainer.began_with.get("shards", data)
+            trainer.meta[INIT_FROM] = trainer.resumed_meta[INIT_FROM]
+        require_same(run_dir, trainer.resumed_meta.get(META))
+        before = trainer.resumed_meta.get("shards", data)
         if before != data:
             if not other_data and any(data.get(name) != digest for name, digest in before.items()):  # sources that were added are no matter
                 raise UserError(

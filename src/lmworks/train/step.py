@@ -1,10 +1,11 @@
-"""One optimizer step: micro-batches forward and backward, clip, select, update, balance.
+"""One optimizer step: forward and backward of its micro-batches, clipping, update, balancing of the experts.
 
-Shapes: L sparse layers, E experts.
+Shapes: L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +14,19 @@ from torch import Tensor
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.placement import local
 from lmworks.optim.scaler import LossScaler
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.read.batch import Batch
-from lmworks.train.ewc import Consolidation
+from lmworks.train.ewc import EwcPenalty
 from lmworks.watch.spike import Limits
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Means over the step's valid tokens, on all ranks, still on the device: nothing here has made the host wait."""
+    """Means over the valid tokens of the step, on all ranks, still on the device: nothing here has made the host wait.
+
+    `applied` is whether the update was applied; `counts_LE` are the tokens per expert.
+    """
 
     loss: Tensor
     z_loss: Tensor
@@ -34,45 +38,62 @@ class StepResult:
     valid_tokens: int
 
 
-def micro_batch_of(recipe: Recipe, length: int, pipelined: bool = False) -> int:
-    """Sequences of `length` tokens at a time: of all lengths as many tokens. In a pipeline many small ones keep the ranks busy, as many as
-    the plan counts."""
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """63 bits for `torch.manual_seed` before a step: dropout is a function of the seed, the step and the rank, so that the state of no
+    generator has to be saved."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def micro_batch_of(recipe: Recipe, sequence_length: int, pipelined: bool = False) -> int:
+    """Sequences of a micro-batch.
+
+    `train.micro_batch_size` is that of the longest phase; shorter sequences get proportionally more, so that a micro-batch has the same
+    number of tokens. A pipeline needs many micro-batches and keeps `train.micro_batch_size`, as the plan does.
+    """
     assert recipe.train.micro_batch_size
     if pipelined:
         return recipe.train.micro_batch_size
-    return max(1, recipe.train.micro_batch_size * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
+    longest = max(int(phase.sequence_length) for phase in recipe.train.phases)
+    return max(1, recipe.train.micro_batch_size * longest // sequence_length)
 
 
 def train_step(
     model: ParallelModel, optimizer: Updates, batch: Batch, *,
-    micro_batch_size: int, rate: float, clip: float, bias_update_rate: float, scaler: LossScaler | None = None,
-    rows: int | None = None, valid: int | None = None, limits: Limits = Limits(), penalty: Consolidation | None = None,
+    micro_batch_size: int, lr_factor: float, max_grad_norm: float, bias_update_rate: float, scaler: LossScaler | None = None,
+    sequences: int | None = None, valid_tokens: int | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None,
 ) -> StepResult:  # fmt: skip
-    """Update the model from one batch. Where ranks share it, `batch` is what this one reads; `rows` and `valid` are of the whole step.
+    """Update the model from one batch.
 
-    Each micro-batch's summed loss is divided by the valid tokens of the whole step, so that how the batch is cut, over micro-batches and
-    over ranks, does not matter (a mean of means would weigh short documents more). Gradients add up in fp32; those of a `penalty` are
-    added to their sum. A step whose loss or gradient norm is not finite, or not below its limit, changes nothing, on any rank.
+    batch: the sequences that this rank reads. sequences, valid_tokens: of the whole step, over all ranks; those of `batch` if left out.
+    lr_factor: multiplies the peak learning rate of every parameter group (`Curriculum.lr_factor`).
+    bias_update_rate: of the expert biases (`PhaseSettings.bias_update_rate`).
+    limits: loss and gradient norm above which the step is a spike.
+
+    The summed loss of each micro-batch is divided by the valid tokens of the whole step, so the result does not depend on how the batch
+    is divided into micro-batches and over ranks (a mean of means would give short documents more weight). Gradients are accumulated in
+    fp32; those of a `penalty` are added to them. A step whose loss or gradient norm is not finite, or not below its limit, changes
+    nothing on any rank.
     """
-    rows = len(batch.tokens) if rows is None else rows
-    valid = batch.valid_tokens if valid is None else valid
-    scale = (1.0 if scaler is None else scaler.scale) / max(valid, 1)
+    sequences = len(batch.tokens) if sequences is None else sequences
+    valid_tokens = batch.valid_tokens if valid_tokens is None else valid_tokens
+    tokens = max(valid_tokens, 1)
+    scale = (1.0 if scaler is None else scaler.scale) / tokens
     optimizer.zero_grad()
-    sums = model.total(model.forward_backward(batch, rows, micro_batch_size, scale))
+    sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale))
     if scaler is not None:
         torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], 1 / scaler.scale)
     if penalty is not None:
         penalty.add_gradients()
-    grad_norm = model.clip(clip)
-    loss = sums.cross_entropy / max(valid, 1)
+    grad_norm = model.clip_gradients(max_grad_norm)
+    loss = sums.cross_entropy / tokens
     finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-    applied = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
-    optimizer.step(rate, applied)
+    apply = finite & (loss < limits.loss) & (grad_norm < limits.grad_norm)
+    optimizer.step(lr_factor, apply)
     if scaler is not None:
         scaler.update(finite)
     if sums.counts_LE is not None:
-        model.balance(sums.counts_LE, bias_update_rate, applied)
+        model.update_biases(sums.counts_LE, bias_update_rate, apply)
     return StepResult(
-        loss, sums.z / max(valid, 1), None if sums.counts_LE is None else sums.auxiliary / max(valid, 1),
-        sums.mtp / max(valid, 1) if model.config.mtp else None, grad_norm, applied, sums.counts_LE, valid,
+        loss, sums.z / tokens, None if sums.counts_LE is None else sums.auxiliary / tokens,
+        sums.mtp / tokens if model.config.mtp else None, grad_norm, apply, sums.counts_LE, valid_tokens,
     )  # fmt: skip

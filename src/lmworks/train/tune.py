@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lmworks.checkpoint import checkpoints as saved
@@ -11,9 +11,8 @@ from lmworks.checkpoint.communicator import new_communicator
 from lmworks.checkpoint.run_bundle import run_files_of
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.metrics.log import MetricLog, NoMetrics
-from lmworks.optim.schedules import Schedules
 from lmworks.parallel.mesh import Ranks, alone
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
@@ -21,61 +20,17 @@ from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
-from lmworks.train.chat_data import build_chat_data, chat_shards
-from lmworks.train.course import Stage
-from lmworks.train.load import final_base, final_mtp_weight, final_rope
-from lmworks.train.mixture import read_changes
-from lmworks.train.pretrain import build_model, identity, sequences_of, with_optimizer
-from lmworks.train.sampling import ChatSampler
-from lmworks.train.tokenizer import META, digest, require_same
-from lmworks.train.trainer import Trainer
-from lmworks.train.validation import validate_conversations
-from lmworks.watch.finite import BadSteps
+from lmworks.train.curriculum import TuningCurriculum
+from lmworks.train.data.chat import build_chat_data, chat_shards
+from lmworks.train.data.frozen_tokenizer import META, digest, require_same
+from lmworks.train.load import final_base
+from lmworks.train.observe.sampling import ChatSampler
+from lmworks.train.observe.validation import validate_conversations
+from lmworks.train.pretrain import build_model, identity, with_optimizer
+from lmworks.train.trainer import StageFiles, Trainer
+from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
-
-
-class Tuning:
-    """The conversations as a `Course` of one stage, with the positions that pretraining ended with."""
-
-    def __init__(self, recipe: Recipe, data: Path) -> None:
-        assert recipe.tune is not None
-        options = recipe.tune
-        self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
-        prefixes, weights = chat_shards(data)
-        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
-        self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
-        self._recipe, self._shards = recipe, data.parents[1] / "shards"
-        self._stage = Stage(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)
-        # a phase of the same form, so that one set of schedules serves both
-        phase = Phase(
-            name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
-            global_batch_size=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
-        )  # fmt: skip
-        self._schedules = Schedules([phase], [self.steps], self.tokens_before)
-
-    def rows(self, step: int) -> int:
-        return self._batch // self._length
-
-    def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self.batches.batch(step).sequences(start, stop)
-
-    def rate(self, step: int) -> float:
-        return self._schedules.factor(step)
-
-    def stage(self, step: int) -> Stage:
-        return self._stage
-
-    def steady_since(self, step: int) -> int:
-        return self._schedules.warm(step)
-
-    def tokens_before(self, step: int) -> int:
-        return step * self._batch
-
-    def earlier(self, stage: Stage, count: int) -> Iterator[Batch]:
-        """Of the last phase of pretraining."""
-        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).taken)
-        return sequences_of(batches, len(self._recipe.train.phases) - 1, count)
 
 
 def tune(
@@ -96,7 +51,7 @@ def tune(
     if ranks.is_first and not (folder / "data" / "manifest.json").exists():
         build_chat_data(recipe, tokenizer, folder / "data", run_dir / "corpus", *protect())
     ranks.barrier()
-    course = Tuning(recipe, folder / "data")
+    curriculum = TuningCurriculum(recipe, folder / "data")
     model = build_model(recipe, ranks)
     base = _load_base(recipe, run_dir, model)
     model, optimizer = with_optimizer(recipe, model)
@@ -105,19 +60,19 @@ def tune(
         Ledger(run_dir / "ledger.jsonl") if ranks.is_first else NoLedger() as ledger,
         Checkpoints(
             folder / "checkpoints", recipe.checkpoints.of("tune/checkpoints"), identity(recipe), report=ledger.write,
-            recipe=as_tree(recipe), total_tokens=course.tokens, run_files=lambda: run_files_of(run_dir, folder / "checkpoints"),
+            recipe=as_tree(recipe), total_tokens=curriculum.tokens, run_files=lambda: run_files_of(run_dir, folder / "checkpoints"),
         ) as checkpoints,
     ):
         stability = recipe.stability
         keep = stability.save_bad_batches if ranks.is_first else 0
         bad_steps = BadSteps(folder / "bad_batches", stability.max_bad_steps, keep, ledger.write)
+        sampler = ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer, recipe.evaluate.questions)
         trainer = Trainer(
-            recipe, model, optimizer, course, checkpoints, ledger, bad_steps,
+            recipe, model, optimizer, curriculum, StageFiles(checkpoints, ledger, bad_steps, sampler),
             validate=lambda: validate_conversations(model, held_out) if held_out is not None else {},
-            sampler=ChatSampler(folder / "samples.jsonl" if ranks.is_first else None, tokenizer, recipe.evaluate.questions),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), early_stopping=recipe.tune.early_stopping,
-            label="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
+            stage="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
         )  # fmt: skip
         first = trainer.resume()
         with MetricLog(folder, recipe.metrics, resume_step=first + 1) if ranks.is_first else NoMetrics() as metrics:

@@ -77,7 +77,7 @@ class Heartbeat:
             if self._fd >= 0:
                 os.utime(self._fd)
 
-    def testify(self, entered: Mapping[str, Entered]) -> None:
+    def record_witness(self, entered: Mapping[str, Entered]) -> None:
         """Another rank has failed: what this one was doing."""
         self._write(replace(self._last, state="told", entered=entered))
 
@@ -111,7 +111,7 @@ def read_beats(directory: Path) -> list[Beat]:
     return sorted(found, key=lambda beat: beat.rank)
 
 
-def entered_here() -> dict[str, Entered]:
+def entered_collectives() -> dict[str, Entered]:
     """By process group, the newest collective that this process has entered, as torch's flight recorder has it.
 
     Empty where nothing was recorded: `TORCH_FR_BUFFER_SIZE` must be set before the first group is made. There is no public way to read

@@ -11,13 +11,13 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.recipe.schema.stability import Stability
-from lmworks.watch.finite import Arrays, BadSteps
+from lmworks.watch.bad_steps import Arrays, BadSteps
 from lmworks.watch.skips import Rollback
 from lmworks.watch.spike import Limits, Spikes
 
 
 @dataclass(frozen=True)
-class GoBack:
+class RollbackRequest:
     """To the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, `stop` is the error to end with, or
     None where the run may go on as it is. `skip`: leave out the data that led here."""
 
@@ -41,26 +41,30 @@ class Policy:
         """What the step must stay below; see `Spikes.limits`."""
         return self.spikes.limits(step, since)
 
-    def rate(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The factor on the learning rate after a spike whose action is `lower`; 1 otherwise."""
         spike = self.options.spike
         if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.reduced_lr_steps:
             return 1.0
         return spike.reduced_lr_factor + (1 - spike.reduced_lr_factor) * (step - self._lowered_at - 1) / spike.reduced_lr_steps
 
-    def observe(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]) -> GoBack | None:
+    def observe(
+        self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]
+    ) -> RollbackRequest | None:
         """Tell of a step; what to do, beside not having applied its update."""
         if not self.bad_steps.observe(step, loss, grad_norm, batch):
             if not self.bad_steps.too_many:
                 return None
             reason = self.bad_steps.reason(loss)
             advice = f"no weight was changed by them; {self.bad_steps.where}; lower optimizer.learning_rate or look at the batches"
-            return GoBack(self.bad_steps.first, reason, f"{reason}; {advice}")
+            return RollbackRequest(self.bad_steps.first, reason, f"{reason}; {advice}")
         if self.options.spike is None or not self.spikes.observe(step, loss, grad_norm, limits):
             return None
         return self._spiked(step, loss, grad_norm, limits, batch)
 
-    def _spiked(self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]) -> GoBack | None:
+    def _spiked(
+        self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]
+    ) -> RollbackRequest | None:
         assert self.options.spike
         spike, in_a_row = self.options.spike, self.spikes.in_a_row
         self._spike_began = step if in_a_row == 1 else self._spike_began
@@ -75,7 +79,7 @@ class Policy:
             self._lowered_at = step
         if action != "rollback":
             return None
-        return GoBack(self._spike_began, f"{in_a_row} spike{'s' if in_a_row > 1 else ''} in a row (stability.spike)", None)
+        return RollbackRequest(self._spike_began, f"{in_a_row} spike{'s' if in_a_row > 1 else ''} in a row (stability.spike)", None)
 
     def accept(self, step: int) -> None:
         """Take the level after a spike as the new one: there is no rollback left."""
@@ -86,12 +90,12 @@ class Policy:
         """Whether a phase that began at `first_step` has a rollback left; those asked for by hand do not count."""
         return sum(one.step >= first_step and bool(one.reason) for one in history) < self.options.max_rollbacks
 
-    def give_up(self, step: int, back: GoBack, history: Sequence[Rollback]) -> UserError:
+    def give_up(self, step: int, request: RollbackRequest, history: Sequence[Rollback]) -> UserError:
         """The error of a run that cannot go on."""
-        self.report("stopped", step=step, reason=back.reason)
+        self.report("stopped", step=step, reason=request.reason)
         tried = sum(bool(one.reason) for one in history)
         after = f" after {tried} rollback{'s' if tried > 1 else ''}" if tried else ""
-        return UserError(f"stopped at step {step}{after}: {back.stop}")
+        return UserError(f"stopped at step {step}{after}: {request.stop}")
 
     def window(self, step: int, to_step: int) -> tuple[int, int]:
         """The steps whose data a rollback at `step` to `to_step` leaves out."""

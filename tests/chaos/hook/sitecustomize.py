@@ -23,7 +23,7 @@ def _install(folder: str) -> None:
 
     from lmworks import jsonl
     from lmworks.optim.placement import local
-    from lmworks.parallel.model import ParallelModel
+    from lmworks.parallel.parallel_model import ParallelModel
     from lmworks.train import trainer
     from lmworks.watch.checksum import checksums
 
@@ -40,8 +40,8 @@ def _install(folder: str) -> None:
         time.sleep(plant.get("pace", 0.0))
         result = step_of(model, optimizer, batch, **options)
         if log < 0:
-            log = jsonl.open_append(path / f"rank-{model.ranks.number}.jsonl")
-        start, _ = model.rows(options["rows"])
+            log = jsonl.open_append(path / f"rank-{model.ranks.global_rank}.jsonl")
+        start, _ = model.rank_sequences(options["sequences"])
         weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         jsonl.append(log, {
             "life": life, "step": batch.step, "start": start, "ranks": model.ranks.world, "time": time.time(),
@@ -54,7 +54,7 @@ def _install(folder: str) -> None:
         here = batch.step == plant.get("step")
         if not here or plant["what"] == "nan":
             sums = forward_backward(self, batch, rows, micro_batch_size, scale)
-            if here and self.ranks.number == plant["rank"]:
+            if here and self.ranks.global_rank == plant["rank"]:
                 next(grad for p in self.parameters() if p.grad is not None and (grad := local(p.grad)).numel()).view(-1)[0] = float("nan")
             return sums
         sums = forward_backward(self, batch, rows, micro_batch_size, scale * float("nan"))

@@ -63,14 +63,14 @@ def preflight(context: Context, begin: Callable[[int, Check], None], end: Callab
         for number, check in enumerate(CHECKS, 1):
             begin(number, check)
             if check.all_ranks and context.ranks is not None:
-                context.ranks.tell(check.name)
+                context.ranks.broadcast(check.name)
             began = time.monotonic()
             finding = ask(check, context)
             answers.append(Answer(number, check, finding, time.monotonic() - began))
             end(answers[-1])
     finally:
         if context.ranks is not None:
-            context.ranks.tell(None)
+            context.ranks.broadcast(None)
     return answers
 
 
@@ -78,7 +78,7 @@ def follow(context: Context) -> None:
     """Take part, as another rank than the first, in what all do together."""
     assert context.ranks is not None
     named = {check.name: check for check in CHECKS}
-    while (name := context.ranks.hear()) is not None:
+    while (name := context.ranks.receive_broadcast()) is not None:
         ask(named[name], context)
 
 

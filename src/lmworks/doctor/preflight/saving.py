@@ -21,7 +21,7 @@ from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.doctor.preflight.layouts import OF_UPDATE, TOLERANCE
 from lmworks.doctor.preflight.small import RATE, STEPS, first_weights, one_step, small_recipe, whole
 from lmworks.optim.optimizer import Updates
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.layout import describe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -80,7 +80,7 @@ def keep_saving(recipe: Recipe, layout: Layout, folder: Path) -> None:
     checkpoints = Checkpoints(folder, options, {})
     for step in itertools.count(1):
         one_step(recipe, model, optimizer, step)
-        checkpoints.save(step, model.written(_state(model, optimizer)), {"step": step})
+        checkpoints.save(step, model.without_duplicates(_state(model, optimizer)), {"step": step})
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def go_on(recipe: Recipe, layout: Layout, path: Path | None, saved: int) -> Cour
     else:
         state = _state(model, optimizer, values=False)
         load(path, state)
-        model.loaded(state)
+        model.state_loaded(state)
     then = _weights(model)
     losses = [float(one_step(recipe, model, optimizer, step).loss) for step in range(saved + 1, saved + 1 + STEPS)]
     return Course(then, losses, _weights(model))

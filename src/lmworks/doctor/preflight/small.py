@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import Ranks
-from lmworks.parallel.model import ParallelModel
+from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
@@ -122,8 +122,8 @@ def one_step(recipe: Recipe, model: ParallelModel, optimizer: Updates, step: int
     """Train on the random batch of a step."""
     batch = random_batch(step, length)
     return train_step(
-        model, optimizer, batch.sequences(*model.rows(ROWS)), rows=ROWS, valid=batch.valid_tokens, micro_batch_size=1,
-        rate=1.0, clip=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
+        model, optimizer, batch.sequences(*model.rank_sequences(ROWS)), sequences=ROWS, valid_tokens=batch.valid_tokens, micro_batch_size=1,
+        lr_factor=1.0, max_grad_norm=recipe.optimizer.max_grad_norm, bias_update_rate=0.01,
     )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from lmworks.plan.plan import days
 from lmworks.plan.render import size
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.pretrain import build_model, device_for, stages, with_optimizer
+from lmworks.train.curriculum import phase_settings
+from lmworks.train.pretrain import build_model, device_for, with_optimizer
 
 _WATCH = 0.005  # seconds between looks at the memory of a process
 _PATIENCE = 120.0  # seconds; more than this is not for a check
@@ -60,26 +61,26 @@ def first_batches(context: Context) -> Finding:
             model, updates = with_optimizer(recipe, model)
     model.train()
     order = context.batches.order
-    for stage in stages(recipe, context.batches):
-        rows = order.sequences(stage.first_step)[1]
-        micro = min(micro_batch_size(recipe, stage.sequence_length, bool(model.pipeline)), rows)
+    for phase in phase_settings(recipe, context.batches):
+        rows = order.sequences(phase.first_step)[1]
+        micro = min(micro_batch_size(recipe, phase.sequence_length, bool(model.pipeline)), rows)
         taken = min(rows, micro * ranks.size("dp") * (ranks.size("pp") * ranks.layout.pipeline_stages_per_rank if model.pipeline else 1))
-        whole = context.batches.batch(stage.first_step, 0, taken)
-        if stage.rope is not None:
-            model.set_rope(stage.rope)
+        whole = context.batches.batch(phase.first_step, 0, taken)
+        if phase.rope is not None:
+            model.set_rope(phase.rope)
         valid = max(1, whole.valid_tokens)
         with peak(device) as worked:
-            sums = model.total(model.forward_backward(whole.sequences(*model.rows(taken)), taken, micro, 1 / valid))
+            sums = model.sum_over_ranks(model.forward_backward(whole.sequences(*model.rank_sequences(taken)), taken, micro, 1 / valid))
         loss = float(sums.cross_entropy) / valid
-        norm = float(model.clip(0.0))
+        norm = float(model.clip_gradients(0.0))
         if updates is not None:
-            updates.step(finite=False)  # drops the gradients, wherever DeepSpeed has them
+            updates.step(apply=False)  # drops the gradients, wherever DeepSpeed has them
         for parameter in model.parameters():
             parameter.grad = None
-        used, planned = built.bytes + worked.bytes, _planned(context, recipe, stage.index, micro)
-        name = stage.name
+        used, planned = built.bytes + worked.bytes, _planned(context, recipe, phase.index, micro)
+        name = phase.name
         figures |= {f"{name}/loss": loss, f"{name}/peak_bytes": used, f"{name}/planned_bytes": planned}
-        texts.append(f"{name}: {micro} x {stage.sequence_length:,} tokens, loss {loss:.2f}, {size(used)} used, {size(planned)} planned")
+        texts.append(f"{name}: {micro} x {phase.sequence_length:,} tokens, loss {loss:.2f}, {size(used)} used, {size(planned)} planned")
         if not math.isfinite(loss) or not math.isfinite(norm):
             result = 2
             advice.append(

@@ -1,0 +1,290 @@
+"""A model on the ranks of a layout; a single process is a layout of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lmworks.model import Transformer
+from lmworks.model.balance import set_loads, update_biases
+from lmworks.model.moe import MoE
+from lmworks.model.transformer import Loss
+from lmworks.optim.clip import clip_gradients
+from lmworks.optim.ema import Ema
+from lmworks.optim.placement import shards
+from lmworks.parallel import context, data
+from lmworks.parallel.mesh import Ranks, alone
+from lmworks.parallel.pipeline import Pipeline
+from lmworks.parallel.pipeline_stages import pipelined_micro_batch, runnable
+from lmworks.recipe.schema.model import Rope
+from lmworks.shards.format.labels import IGNORE
+from lmworks.shards.order.rank import sequences_of_rank
+from lmworks.shards.read.batch import Batch
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Sums over the valid tokens of a rank's share of a step, and the tokens per expert of each of its MoE layers."""
+
+    cross_entropy: Tensor
+    z: Tensor
+    auxiliary: Tensor
+    mtp: Tensor
+    counts_LE: Tensor | None
+
+
+class ParallelModel:
+    """This rank's parts of a model, and how micro-batches go through them.
+
+    Methods are collective: every rank calls them in the same order. `moe_layer_indices` are the indices of this rank's MoE layers among all
+    MoE layers of the model.
+    """
+
+    def __init__(self, parts: list[Transformer], ranks: Ranks | None = None) -> None:
+        self.parts, self.ranks = parts, ranks or alone()
+        self.config, self.compute_dtype = parts[0].config, parts[0].compute_dtype
+        self.device = next(parts[0].parameters()).device
+        self.moe_layer_indices = [number for part in parts for number in _moe_layer_indices(part)]
+        self.pipeline = Pipeline(parts, self.ranks) if self.ranks.size("pp") > 1 else None
+
+    @property
+    def whole(self) -> Transformer | None:
+        """The model, if this rank runs all of its layers, as generation needs; None with pipeline stages."""
+        return self.parts[0] if self.ranks.size("pp") == 1 else None
+
+    @property
+    def duplicates(self) -> list[Tensor]:
+        """Parameters of this rank that another pipeline stage holds too and accounts for (a tied embedding)."""
+        return self.pipeline.duplicates if self.pipeline else []
+
+    def without_duplicates(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A training state, tensors by kind and name, without the duplicates that another pipeline stage writes to a checkpoint."""
+        held = {id(duplicate) for duplicate in self.duplicates}
+        names = tuple(name for name, parameter in self.named_parameters() if id(parameter) in held)
+        return {kind: {name: value for name, value in found.items() if not name.endswith(names)} for kind, found in state.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self, values: bool = True) -> dict[str, Any]:
+        """Live tensors by their names in one process; with pipeline stages, those of this rank.
+
+        Where they are not live (`state_loaded`), `values` says whether they are needed, or only the places to load them into.
+        """
+        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+
+    def state_loaded(self, state: dict[str, Any]) -> None:
+        """Use a training state that was loaded into the tensors of `state_dict`; no work where those are the live tensors."""
+
+    def moe_layers(self) -> list[MoE]:
+        return [ffn for part in self.parts for ffn in part.moe_layers()]
+
+    def set_rope(self, rope: Rope) -> None:
+        for part in self.parts:
+            part.set_rope(rope)
+
+    @property
+    def training(self) -> bool:
+        return self.parts[0].training
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def set_mtp_loss_weight(self, weight: float) -> None:
+        for part in self.parts:
+            part.mtp_loss_weight = weight
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    @contextmanager
+    def ema_weights(self, ema: Ema | None) -> Iterator[None]:
+        """Within the block, the model has its averaged weights, as evaluation and export use them; no change without an `ema`."""
+        if ema is None:
+            yield
+            return
+        self._release()
+        with ema.in_place():
+            try:
+                yield
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        for part in self.parts:
+            data.release(part)
+
+    def rank_sequences(self, count: int) -> tuple[int, int]:
+        """The sequences [start, stop), of the `count` sequences of a step, that this rank reads; see `lmworks.shards.order.rank`."""
+        return sequences_of_rank(count, self.ranks.rank("dp"), self.ranks.size("dp"))
+
+    def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
+        """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` of them at a
+        time.
+
+        `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
+        are of this rank alone until `sum_over_ranks` adds them up.
+        """
+        if self.pipeline:
+            return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
+        (model,) = self.parts
+        sums, counts = [], []
+        largest = -(-rows // self.ranks.size("dp"))
+        pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
+        if self.config.moe is not None and self.config.moe.balance.method == "aux":
+            self._set_step_loads(model, pieces, self.config.moe.num_experts_per_tok)
+        for index, (piece, real) in enumerate(pieces):
+            loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
+            if real:
+                none = torch.zeros_like(loss.head.z)
+                auxiliary, mtp = (none if value is None else value.detach() for value in (loss.experts.aux, loss.mtp))
+                sums.append(torch.stack((loss.head.cross_entropy, loss.head.z, auxiliary, mtp)))
+            if loss.experts.counts is not None:
+                counts.append(loss.experts.counts * float(real))
+        scalars = torch.stack(sums).sum(0) if sums else torch.zeros(4, device=self.device)
+        cross_entropy, z, auxiliary, mtp = scalars
+        return StepSums(cross_entropy, z, auxiliary, mtp, torch.stack(counts).sum(0) if counts else None)
+
+    @torch.no_grad()
+    def _set_step_loads(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
+        """Count the step's choices of all ranks and micro-batches, which the auxiliary loss of each of them needs, by a forward of their
+        own. Dropout draws other numbers there than in the step."""
+        nothing, found = torch.zeros((), device=self.device), None
+        for piece, real in pieces:
+            counts = model.loss(*self._inputs(piece)).experts.counts
+            assert counts is not None
+            found = counts * float(real) if found is None else found + counts * float(real)
+        counts_LE = self.sum_over_ranks(StepSums(nothing, nothing, nothing, nothing, found)).counts_LE
+        assert counts_LE is not None
+        set_loads(self.moe_layers(), counts_LE[self.moe_layer_indices], top_k)
+
+    def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
+        """Add the gradients of `scale` times the loss of a micro-batch, `last` of its step."""
+        data.hold(model, self.ranks.layout.zero, last)
+        loss = model.loss(*inputs)
+        (loss.total * scale).backward()
+        return loss
+
+    def clip_gradients(self, max_grad_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most `max_grad_norm` (0 leaves them unchanged); returns the norm before."""
+        return clip_gradients(self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates)
+
+    def norm(self, values: Mapping[str, Tensor]) -> float:
+        """The Euclidean norm of a tensor for each parameter, of which every rank gives what it holds of the parameter, by name."""
+        held, square = {id(duplicate) for duplicate in self.duplicates}, torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in held:  # each rank with the same part counts for some of it
+                square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
+        return float(self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt())
+
+    def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
+        """Run `forward_backward` again, to be observed by hooks; all gradients are dropped."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.forward_backward(batch, rows, micro_batch_size, scale)
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
+        """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the
+        batch, they are single rows, and blank ones at the end."""
+        own, rest = divmod(rows, self.ranks.size("dp"))
+        micro_batch_size = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch_size) or 1
+        count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch_size)
+        pieces = list(micro_batches(batch, count, micro_batch_size, blank=micro_batch_size))
+        found, counts_LE = pipeline.forward_backward([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces], scale)
+        cross_entropy, z, auxiliary, mtp = found
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
+
+    @torch.no_grad()
+    def sum_over_ranks(self, sums: StepSums) -> StepSums:
+        """All-reduce the sums of a step; the result has the counts of all MoE layers."""
+        if not self.ranks.distributed:
+            return sums
+        scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
+        scalars = self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")
+        counts_LE = None
+        if (moe := self.config.moe) is not None and (layers := self.num_moe_layers):
+            counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
+            if sums.counts_LE is not None:
+                counts_LE[self.moe_layer_indices] = sums.counts_LE.float()
+            counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
+        cross_entropy, z, auxiliary, mtp = scalars
+        return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
+
+    def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
+        """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`)."""
+        if self.config.moe is not None:
+            update_biases(self.moe_layers(), counts_LE[self.moe_layer_indices], bias_update_rate, self.config.moe.balance, apply)
+
+    @torch.no_grad()
+    def summed_cross_entropy(self, batch: Batch) -> float:
+        """The summed cross-entropy of a whole batch, in nats, without gradients."""
+        own = batch.sequences(*self.rank_sequences(len(batch.tokens)))
+        if self.pipeline:
+            largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
+            at_once = -(-largest // self.pipeline.stages)
+            pieces = list(micro_batches(own, -(-largest // at_once), at_once))
+            found = self.pipeline.cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces])
+            return float(self.ranks.all_reduce(self.ranks.all_reduce(found, "loss"), "pp"))
+        (model,) = self.parts
+        (piece, real), *_ = micro_batches(own, 1, len(batch.tokens))
+        found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
+        return float(self.ranks.all_reduce(found, "loss"))
+
+    def _inputs(self, batch: Batch) -> tuple[Any, ...]:
+        arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
+        whole = tuple(torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
+        return context.split(whole[0], whole[1], whole[2], self.ranks, len(self.parts[-1].mtp)) if self.ranks.size("cp") > 1 else whole
+
+    @torch.no_grad()
+    def largest_biases(self) -> Tensor:
+        """The largest absolute expert bias of each MoE layer, on all ranks."""
+        found = torch.zeros(self.num_moe_layers, device=self.device)
+        for number, ffn in zip(self.moe_layer_indices, self.moe_layers(), strict=True):
+            found[number] = ffn.router.bias.abs().max()
+        return self.ranks.all_reduce(found, "pp")
+
+    @property
+    def num_moe_layers(self) -> int:
+        """MoE layers of the whole model."""
+        moe = self.config.moe
+        assert self.config.num_hidden_layers
+        return (
+            max(0, self.config.num_hidden_layers - moe.first_k_dense_replace)
+            + (self.config.mtp.num_nextn_predict_layers if self.config.mtp else 0)
+            if moe
+            else 0
+        )
+
+
+def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterator[tuple[Batch, bool]]:
+    """`count` micro-batches of at most `rows` rows, and whether each is real: past the batch's end come `blank` rows of nothing."""
+    for start in range(0, count * rows, rows):
+        stop = min(start + rows, len(batch.tokens))
+        if start < stop:
+            yield batch.sequences(start, stop), True
+        else:
+            length = batch.tokens.shape[1]
+            nothing = np.zeros((blank, length), np.int32)
+            starts = np.arange(blank + 1, dtype=np.int32) * length
+            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step), False
+
+
+def _moe_layer_indices(part: Transformer) -> list[int]:
+    """The indices of the MoE layers of a part among those of the whole model, in the order of `moe_layers()`."""
+    moe, layers = part.config.moe, part.config.num_hidden_layers
+    assert layers
+    names = [name.split(".") for name, module in part.named_modules() if isinstance(module, MoE)]
+    return [int(number) + (layers if kind == "mtp" else 0) - moe.first_k_dense_replace for kind, number, *_ in names if moe is not None]

@@ -1,0 +1,190 @@
+"""What is trained, step by step: the trainer's only view of data, phases and learning rates.
+
+Where to look first: `Curriculum.lr_factor(step)` is the schedule's factor on the peak learning rates of a step, and
+`PhaseSettings.bias_update_rate` is the rate at which the expert biases of a phase move (`phase_settings` resolves it from
+`model.moe.balance.bias_update_rate` and `train.phases[].bias_update_rate`). Pretraining and tuning differ in their curriculum and in
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lmworks.optim.schedules import Schedules
+from lmworks.recipe.model import Rope
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.training import Ewc, Phase
+from lmworks.recipe.units import Duration
+from lmworks.shards.batch import Batch, Batches
+from lmworks.shards.tuning import TuningBatches
+from lmworks.train.data.chat import chat_shards
+from lmworks.train.data.mixture import read_changes
+from lmworks.train.load import final_mtp_weight, final_rope
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """Settings that are constant within a phase.
+
+    `rope` and `mtp_loss_weight` are None where the model keeps what it has. `save_every` is in steps, counted from `first_step`; None
+    where the interval of the run holds.
+    """
+
+    index: int
+    name: str
+    first_step: int
+    sequence_length: int
+    rope: Rope | None
+    bias_update_rate: float
+    mtp_loss_weight: float | None = None
+    ewc: Ewc | None = None
+    save_every: int | None = None
+
+
+class Curriculum(Protocol):
+    """Batches, learning rate and phase of each step. Every method is a pure function of the step: a resumed run needs only its number."""
+
+    steps: int
+    tokens: int
+
+    def sequences(self, step: int) -> int:
+        """Sequences of the whole batch of a step, over all ranks and micro-batches."""
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
+        """Sequences [start, stop) of a step."""
+
+    def lr_factor(self, step: int) -> float:
+        """The factor of the learning-rate schedule: a group's learning rate is this times its peak."""
+
+    def phase(self, step: int) -> PhaseSettings:
+        """The settings of the phase that contains a step."""
+
+    def steady_since(self, step: int) -> int:
+        """The first step of the range around `step` in which losses are comparable: after the warm-up of its phase and after the last
+        change of the mixture. It may lie ahead of `step`."""
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of all steps before this one."""
+
+    def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
+        """`count` sequences, each a batch, spread evenly over the data that was trained on before the phase."""
+
+
+class PretrainingCurriculum:
+    """The phases of `train.phases` as a `Curriculum`."""
+
+    def __init__(self, recipe: Recipe, batches: Batches) -> None:
+        self.batches = batches
+        self.timeline = batches.order.timeline
+        self.steps, self.tokens = self.timeline.steps, sum(phase.tokens for phase in self.timeline.phases)
+        self.phases = phase_settings(recipe, batches)
+        self._schedules = Schedules(recipe.train.phases, [phase.steps for phase in self.timeline.phases], self.timeline.tokens_before)
+
+    def sequences(self, step: int) -> int:
+        return self.batches.order.sequences(step)[1]
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
+        return self.batches.batch(step, start, stop)
+
+    def lr_factor(self, step: int) -> float:
+        return self._schedules.lr_factor(step)
+
+    def phase(self, step: int) -> PhaseSettings:
+        return self.phases[self.timeline.phase_of(step)]
+
+    def steady_since(self, step: int) -> int:
+        return max(self._schedules.warmup_end(step), self.batches.order.mixture_since(step))
+
+    def tokens_before(self, step: int) -> int:
+        return self.timeline.tokens_before(step)
+
+    def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
+        return sample_sequences(self.batches, phase.index - 1, count)
+
+
+def phase_settings(recipe: Recipe, batches: Batches) -> list[PhaseSettings]:
+    """The settings of each phase of pretraining.
+
+    RoPE, `bias_update_rate` and the MTP loss weight start with the values of `model` and carry over to later phases until a phase sets
+    its own.
+    """
+    rope = recipe.model.rope
+    bias_update_rate = recipe.model.moe.balance.bias_update_rate if recipe.model.moe else 0.0
+    mtp_loss_weight = recipe.model.mtp.loss_weight if recipe.model.mtp else None
+    timeline, settings = batches.order.timeline, []
+    for index, phase in enumerate(recipe.train.phases):
+        mtp_loss_weight = phase.mtp_loss_weight or mtp_loss_weight
+        rope = phase.rope.apply(rope) if phase.rope else rope
+        bias_update_rate = bias_update_rate if phase.bias_update_rate is None else phase.bias_update_rate
+        first_step = timeline.first_step(index)
+        steps, tokens = timeline.first_step(index + 1) - first_step, timeline.phases[index].tokens
+        save_every = None if phase.save_every is None else interval_in_steps(phase.save_every, steps, tokens)
+        settings.append(PhaseSettings(
+            index, phase.name, first_step, int(phase.sequence_length), rope, bias_update_rate, mtp_loss_weight, phase.ewc, save_every,
+        ))  # fmt: skip
+    return settings
+
+
+def sample_sequences(batches: Batches, phase: int, count: int) -> Iterator[Batch]:
+    """`count` sequences of a phase, each a batch, spread evenly over its steps."""
+    timeline = batches.order.timeline
+    first = timeline.first_step(phase)
+    steps = timeline.first_step(phase + 1) - first
+    for number in range(count):
+        step = first + number * steps // count
+        index = number % batches.order.sequences(step)[1]
+        yield batches.batch(step, index, index + 1)
+
+
+class TuningCurriculum:
+    """The conversations of `tune` as a `Curriculum` of one phase, with the RoPE that pretraining ended with.
+
+    Its `bias_update_rate` is 0: the expert biases stay as pretraining left them.
+    """
+
+    def __init__(self, recipe: Recipe, data: Path) -> None:
+        assert recipe.tune is not None
+        options = recipe.tune
+        self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
+        prefixes, weights = chat_shards(data)
+        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
+        self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
+        self._recipe, self._shards = recipe, data.parents[1] / "shards"
+        self._phase = PhaseSettings(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)
+        # expressed as a phase, so that `Schedules` serves both stages
+        phase = Phase(
+            name="tune", tokens=f"{self.tokens} tokens", mixture={"conversations": 1.0}, sequence_length=options.sequence_length,
+            global_batch_size=f"{self._batch} tokens", learning_rate_scale=options.learning_rate_scale, lr_schedule=options.lr_schedule,
+        )  # fmt: skip
+        self._schedules = Schedules([phase], [self.steps], self.tokens_before)
+
+    def sequences(self, step: int) -> int:
+        return self._batch // self._length
+
+    def batch(self, step: int, start: int, stop: int) -> Batch:
+        return self.batches.batch(step).rows(start, stop)
+
+    def lr_factor(self, step: int) -> float:
+        return self._schedules.lr_factor(step)
+
+    def phase(self, step: int) -> PhaseSettings:
+        return self._phase
+
+    def steady_since(self, step: int) -> int:
+        return self._schedules.warmup_end(step)
+
+    def tokens_before(self, step: int) -> int:
+        return step * self._batch
+
+    def sequences_before(self, phase: PhaseSettings, count: int) -> Iterator[Batch]:
+        """Sequences of the last phase of pretraining."""
+        batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).applied)
+        return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)
+
+
+def interval_in_steps(interval: Duration, steps: int, tokens: int) -> int:
+    """Steps between two events that happen every `interval`, in a curriculum of `steps` and `tokens`; at least 1."""
+    return max(1, interval.steps(step_tokens=max(1, tokens // steps), phase_tokens=tokens))

@@ -1,0 +1,135 @@
+"""Changes of the mixture of a run that has begun: requested in the ledger, and applied from a step whose batch no rank has made yet.
+
+The event `mixture_asked` is a request, `mixture_changed` an applied change. The latter names the first step of the new mixture: the
+requested step, or the first whose batch no rank can have made. A resumed run reads only `mixture_changed`, so a change is never repeated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks import jsonl
+from lmworks.errors import UserError
+from lmworks.files import explain_damage
+from lmworks.parallel.mesh import Ranks
+from lmworks.shards.order.order import MixtureOverride
+from lmworks.shards.read.batches import Batches
+from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.lock import RunLock
+
+LEDGER = "ledger.jsonl"
+_ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes in a ledger: those that were applied, and requests that no run has seen yet, by their number."""
+
+    applied: list[MixtureOverride]
+    pending: dict[int, MixtureOverride]
+
+    @property
+    def all(self) -> list[MixtureOverride]:
+        """All changes, if each request is applied at the requested step."""
+        return [*self.applied, *self.pending.values()]
+
+
+def read_changes(run_dir: Path) -> Changes:
+    """All changes of a run's mixture, applied and pending."""
+    path = Path(run_dir) / LEDGER
+    lines = read_ledger(path)
+    with explain_damage(path):
+        return _changes(lines)
+
+
+def _changes(lines: Sequence[Mapping[str, Any]]) -> Changes:
+    asked = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _ASKED]
+    answered = {line["number"] for line in lines if line["event"] in (_TAKEN, _REFUSED)}
+    taken = [MixtureOverride(line["step"], line["mixture"]) for line in lines if line["event"] == _TAKEN]
+    return Changes(taken, {number: change for number, change in enumerate(asked) if number not in answered})
+
+
+def next_step(run_dir: Path) -> int:
+    """The next step of a run, from its metrics."""
+    lines = jsonl.read(Path(run_dir) / "metrics.jsonl")
+    return max((int(line["step"]) for line in lines), default=0)
+
+
+def validate_change(run_dir: Path, step: int, weights: Sequence[str]) -> dict[str, float]:
+    """Parse `SOURCE=WEIGHT` texts. Raises `UserError` for weights that are malformed or do not sum to 1, and for a past step."""
+    if step < next_step(run_dir):
+        raise UserError(f"step {step} was trained already; the run is at step {next_step(run_dir)}, choose that or a later one with --at")
+    found: dict[str, float] = {}
+    for text in weights:
+        name, _, number = text.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            raise UserError(f"--set {text}: write SOURCE=WEIGHT, for example --set web=0.7") from None
+    if abs(sum(found.values()) - 1) > 1e-6 or min(found.values()) <= 0:
+        total = sum(found.values())
+        raise UserError(f"the weights must be positive and sum to 1; these sum to {total:g}: name every source that is to be read")
+    return found
+
+
+def request_change(run_dir: Path, change: MixtureOverride) -> bool:
+    """Request a change in the ledger; returns whether the run is active and will apply it at once."""
+    line = {"step": change.step, "mixture": dict(change.mixture)}
+    try:
+        lock = RunLock(run_dir)
+    except UserError:  # the run is active and owns the ledger; appending a whole line is safe
+        fd = os.open(Path(run_dir) / LEDGER, os.O_WRONLY | os.O_APPEND)
+        try:
+            jsonl.append(fd, {"event": _ASKED, **line})
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return True
+    with lock, Ledger(Path(run_dir) / LEDGER) as ledger:
+        ledger.write(_ASKED, **line)
+    return False
+
+
+class MixtureUpdates:
+    """Applies requested changes while a run is active, at the same step on all ranks: rank 0 reads the ledger and broadcasts them."""
+
+    def __init__(self, ledger: Ledger, batches: Batches, ranks: Ranks) -> None:
+        self._ledger, self._batches, self._ranks, self._seen = ledger, batches, ranks, -1
+
+    def has_pending(self) -> bool:
+        """On rank 0, whether a request is pending. While the ledger does not grow, this costs one system call."""
+        if not self._ranks.is_first:
+            return False
+        size = self._ledger.path.stat().st_size
+        waiting = size != self._seen and bool(_changes(self._ledger.read()).pending)
+        if not waiting:
+            self._seen = size
+        return waiting
+
+    def apply_pending(self, first: int) -> None:
+        """Apply pending requests from their step on, or from `first` if that is later. All ranks call this in the same step."""
+        if self._ranks.is_first:
+            taken = self._answer(first)
+            self._ranks.broadcast([(change.step, dict(change.mixture)) for change in taken])
+        else:
+            taken = [MixtureOverride(step, mixture) for step, mixture in self._ranks.receive_broadcast()]
+        self._batches.set_mixture_overrides(taken)
+
+    def _answer(self, first: int) -> list[MixtureOverride]:
+        """All applied changes, after each pending request has been answered in the ledger."""
+        changes = _changes(self._ledger.read())
+        taken = changes.applied
+        for number, change in changes.pending.items():
+            change = MixtureOverride(max(change.step, first), change.mixture)
+            try:
+                self._batches.order_with([*taken, change])
+            except UserError as reason:
+                self._ledger.write(_REFUSED, number=number, reason=str(reason))
+                continue
+            self._ledger.write(_TAKEN, number=number, step=change.step, mixture=dict(change.mixture))
+            taken = [*taken, change]
+        return taken

@@ -1,0 +1,149 @@
+"""The first operator whose result is not finite, found by watching every one of a pass, forward and backward (SPEC STB4).
+
+An operator is to blame if it made a NaN from inputs without one, or an infinity from finite inputs. So neither a mask of -inf is, which
+is filled in on purpose, nor what only hands on what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lmworks.model import documents
+from lmworks.optim.placement import local
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.shards.read.batch import Batch
+from lmworks.watch.recheck import tensors_in
+
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}  # memory as it was found
+_FILLS = {"fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+_ATTENTION = "scaled_dot_product"  # its first result is the attention; of a row that sees nothing the others may be infinite
+
+
+class FirstNonFinite(TorchDispatchMode):
+    """Within the block, watches the operators; `found` then describes the first that went wrong, or is None.
+
+    Modules of the `parts` of a model are named in it. The layers run eagerly meanwhile, since compiled code cannot be watched. Costs
+    several times the work of the pass.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._modules = [named for part in parts for named in part.named_modules()]
+        self._where: list[str] = [""]
+        self._backward = ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> FirstNonFinite:
+        for name, module in self._modules:
+            for key, value in (*module._parameters.items(), *module._buffers.items()):
+                if self.found is None and any(_faults(_floats(value))):
+                    self.found = f"{name}.{key}, before the step".removeprefix(".")
+            hooks = (module.register_forward_pre_hook(self._enter(name)), module.register_forward_hook(self._leave, always_call=True))
+            for hook in hooks:
+                self._stack.callback(hook.remove)
+        self._stack.callback(setattr, documents, "attend_flex", documents.attend_flex)
+        documents.attend_flex = self._fused(documents.attend_flex)
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def _enter(self, name: str) -> Any:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            outer = self._where[-1]
+            self._where.append(name)
+            for tensor in tensors_in(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._back(outer))
+
+        return enter
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._where.pop()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._back(name))
+
+    def _back(self, name: str) -> None:
+        """The backward pass has come to a module's output, or left one through its input."""
+        self._backward = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.rpartition("::")[2]
+        if self.found is not None or name in _UNWRITTEN or "c10d" in func.namespace:  # what another rank sent is its fault
+            return func(*args, **kwargs)
+        given = _floats((args, kwargs))
+        before = _faults(given) if func._schema.is_mutable else None  # what it overwrites cannot be looked at afterwards
+        result = func(*args, **kwargs)
+        made = _floats(result)
+        self._judge(name, given, made[:1] if _ATTENTION in name else made, before)
+        return result
+
+    def _fused(self, attend: Any) -> Any:
+        """FlexAttention as one operator, compiled as ever: its eager form makes all scores."""
+
+        def attend_flex(*args: Any) -> Any:
+            with torch.compiler.set_stance("default"), _disable_current_modes():
+                result = attend(*args)
+                if self.found is None:
+                    self._judge("flex_attention", _floats(args[:3]), _floats(result))
+            return result
+
+        return attend_flex
+
+    def _judge(self, name: str, given: list[Tensor], made: list[Tensor], before: tuple[bool, bool] | None = None) -> None:
+        """Blame an operator, if it is to blame; `before` is what was wrong with the tensors given, where they are not as they were."""
+        nan, infinite = _faults(made)
+        if nan or infinite:
+            had_nan, had_infinite = before or _faults(given)
+            if (nan and not had_nan) or (infinite and not (had_infinite or had_nan or name in _FILLS)):
+                self._describe(name, "NaN" if nan and not had_nan else "infinite")
+
+    def _describe(self, name: str, what: str) -> None:
+        # With no node of the backward pass at work, this is the forward, a recomputed one included.
+        backward = torch._C._current_autograd_node() is not None and len(self._where) == 1
+        where = self._backward if backward else self._where[-1]
+        place = f" of {where}" if where else ""
+        self.found = f"{name}{place}, {'backward' if backward else 'forward'} pass: its result is {what}"
+
+
+def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> str | None:
+    """Run forward and backward of a step under watch; this rank's first operator whose result is not finite. The gradients are dropped.
+
+    `batch` is this rank's share of the step's `rows` sequences. A look that fails does not end the run: it says why it found nothing.
+    """
+    watched = FirstNonFinite(model.parts)
+    try:
+        with watched:
+            model.rerun_forward_backward(batch, rows, micro_batch_size, scale)
+    except Exception as error:  # most likely too little memory beside what training holds
+        reason = (str(error).splitlines() or [""])[0]
+        return watched.found or f"an operator that could not be found ({type(error).__name__}: {reason})"
+    return watched.found
+
+
+def _floats(values: Any) -> list[Tensor]:
+    """The floating-point tensors among arguments or results, as this rank holds them."""
+    found: Iterable[Any] = tree_leaves(values)
+    real = [one for one in found if isinstance(one, Tensor) and not isinstance(one, FakeTensor)]  # the others are of a compiler at work
+    return [local(one) for one in real if one.is_floating_point() and one.itemsize > 1 and one.numel()]
+
+
+def _faults(tensors: list[Tensor]) -> tuple[bool, bool]:
+    """Whether any is NaN, and whether any is infinite."""
+    if all(bool(torch.isfinite(one).all()) for one in tensors):
+        return False, False
+    return any(bool(torch.isnan(one).any()) for one in tensors), any(bool(torch.isinf(one).any()) for one in tensors)

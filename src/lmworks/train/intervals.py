@@ -1,0 +1,41 @@
+"""How often a stage of training saves, validates, samples and logs, in steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.units import Duration
+from lmworks.train.curriculum import Curriculum, interval_in_steps
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between two events of each kind; None where the recipe asks for none.
+
+    save, validate, sample, log: `train.save_every` and so on. recheck: `stability.recheck_every`, the test for silent corruption.
+    detail: `metrics.detail_every`, the statistics of each layer.
+    """
+
+    save: int
+    validate: int
+    sample: int
+    log: int
+    recheck: int | None
+    detail: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, curriculum: Curriculum) -> Intervals:
+        def steps(interval: Duration) -> int:
+            return interval_in_steps(interval, curriculum.steps, curriculum.tokens)
+
+        train, recheck, detail = recipe.train, recipe.stability.recheck_every, recipe.metrics.detail_every
+        return cls(
+            steps(train.save_every), steps(train.validate_every), steps(train.sample_every), steps(train.log_every),
+            None if recheck is None else steps(recheck), None if detail is None else steps(detail),
+        )  # fmt: skip
+
+
+def is_due(step: int, interval: int | None) -> bool:
+    """Whether an event that happens every `interval` steps happens after `step` steps."""
+    return interval is not None and step % interval == 0

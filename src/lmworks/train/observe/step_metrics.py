@@ -1,0 +1,148 @@
+"""The metrics of a step: losses, learning rates, expert loads, and the wall time since the last metrics line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lmworks.metrics import system
+from lmworks.model.balance import load_statistics, temperature
+from lmworks.optim.optimizer import Updates
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.recipe import Recipe
+from lmworks.train.curriculum import Curriculum
+from lmworks.train.faults.handler import FaultHandler
+from lmworks.train.phase_boundary import PhaseBoundary
+from lmworks.train.state import TrainingState
+from lmworks.train.step import StepResult
+
+_COMPARE_RANKS_EVERY = 20  # steps
+
+
+@dataclass
+class Clock:
+    """Wall time since the last metrics line, in seconds, and the steps and tokens that were trained in it."""
+
+    step: float = 0.0
+    own: float = 0.0  # of this rank alone, before the first collective of a step
+    data_wait: float = 0.0
+    save: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    def add(self, *, seconds: float, own: float, data_wait: float, tokens: int) -> None:
+        """Add one step."""
+        self.step += seconds
+        self.own += own
+        self.data_wait += data_wait
+        self.steps += 1
+        self.tokens += tokens
+
+    def metrics(self, flops_per_token: float, peak: float) -> dict[str, float]:
+        """`perf/...`; `peak` is in FLOP/s, of all ranks."""
+        return {
+            "perf/tokens_per_second": self.tokens / max(self.step, 1e-9),
+            "perf/step_seconds": self.step / max(1, self.steps),
+            "perf/data_wait": self.data_wait,
+            "perf/save_seconds": self.save,
+            "perf/mfu": system.mfu(flops_per_token * self.tokens, self.step, peak),
+            "perf/memory": system.memory_bytes(),
+        }
+
+
+class StepMetrics:
+    """The metrics line of a step. `clock` counts the time since the last line; `bad_steps` is given with each line."""
+
+    def __init__(
+        self, recipe: Recipe, model: ParallelModel, optimizer: Updates, curriculum: Curriculum, state: TrainingState,
+        boundary: PhaseBoundary, faults: FaultHandler, flops_per_token: Callable[[int], float],
+    ) -> None:  # fmt: skip
+        self.clock = Clock()
+        self._max_grad_norm, self._model, self._optimizer, self._curriculum = recipe.optimizer.max_grad_norm, model, optimizer, curriculum
+        self._state, self._boundary, self._faults, self._flops_per_token = state, boundary, faults, flops_per_token
+        self._peak = system.measure_peak() * model.ranks.world
+
+    def restart_clock(self) -> None:
+        self.clock = Clock()
+
+    def line(self, step: int, result: StepResult, sequence_length: int, lr_factor: float, bad_steps: int) -> dict[str, float]:
+        """All metrics after `step` steps, whose last had this result; all ranks call it together. Restarts the clock."""
+        learning_rates = self._optimizer.learning_rates(lr_factor)
+        phase, tokens_before = self._boundary.phase, self._curriculum.tokens_before
+        values = {
+            "train/tokens": self._trained_tokens(step),
+            "train/batch_tokens": tokens_before(step) - tokens_before(step - 1),
+            "train/sequence_length": sequence_length,
+            "train/phase": phase.index if phase else 0,
+            "train/bad_steps": bad_steps,
+            "train/spikes": self._faults.policy.spike_total,
+            "optim/learning_rate": learning_rates.get("muon", learning_rates.get("adamw", 0.0)),
+            "optim/adam_learning_rate": learning_rates.get("adamw", 0.0),
+            "optim/clipped": float(0 < self._max_grad_norm < float(result.grad_norm)),
+        }
+        moe = self._model.config.moe
+        if moe is not None and moe.temperature_steps:
+            values["experts/temperature"] = temperature(moe, step - 1)
+        if self._boundary.penalty is not None:
+            values["train/ewc"] = self._boundary.penalty.penalty()
+        if self._state.scaler is not None:
+            values["optim/loss_scale"] = self._state.scaler.scale.item()
+        clock = self.clock.metrics(self._flops_per_token(sequence_length), self._peak)
+        values |= loss_metrics(result) | clock | expert_metrics(self._model, result.counts_LE)
+        values |= system.machine_metrics() | system.gpu_metrics() | self._slowest_rank(step)
+        self.restart_clock()
+        return values
+
+    def _trained_tokens(self, step: int) -> int:
+        """Tokens of the steps before `step`, without those that a rollback has skipped."""
+        before = self._curriculum.tokens_before
+        return before(step) - sum(before(stop) - before(start) for start, stop in self._faults.skips.before(step))
+
+    def _slowest_rank(self, step: int) -> dict[str, float]:
+        """`perf/slowest_rank`, in the first line after every 20th step."""
+        clock = self.clock
+        if step // _COMPARE_RANKS_EVERY == (step - clock.steps) // _COMPARE_RANKS_EVERY:
+            return {}
+        rank = self._faults.compare_ranks(step, clock.own / clock.steps, clock.step / clock.steps, self._model.device)
+        return {} if rank is None else {"perf/slowest_rank": rank}
+
+
+def loss_metrics(result: StepResult) -> dict[str, float]:
+    """The losses and the gradient norm of a step."""
+    loss = float(result.loss)
+    values = {
+        "train/loss": loss,
+        "train/perplexity": math.exp(min(loss, 80.0)) if math.isfinite(loss) else loss,
+        "train/z_loss": float(result.z_loss),
+        "train/valid_tokens": result.valid_tokens,
+        "optim/grad_norm": float(result.grad_norm),
+    }
+    if result.auxiliary_loss is not None:
+        values["train/auxiliary_loss"] = float(result.auxiliary_loss)
+    if result.mtp_loss is not None:
+        values["train/mtp_loss"] = float(result.mtp_loss)
+    return values
+
+
+def expert_metrics(model: ParallelModel, counts_LE: Tensor | None) -> dict[str, float]:
+    """`experts/...`: the balance of the load of the experts (L sparse layers, E experts), over all layers and by layer."""
+    moe = model.config.moe
+    if counts_LE is None or moe is None:
+        return {}
+    layers = load_statistics(counts_LE, moe.capacity_factor)
+    bias_L = model.largest_biases()
+    values: dict[str, float] = {}
+    for name, per_layer, whole in (
+        ("load_cv", layers["cv"], layers["cv"].mean()),
+        ("load_max", layers["max_ratio"], layers["max_ratio"].max()),
+        ("load_min", layers["min_ratio"], layers["min_ratio"].min()),
+        ("dead", layers["dead"], layers["dead"].sum()),
+        ("overflow", layers["overflow"], layers["overflow"].mean()),
+        ("bias_max", bias_L, bias_L.max()),
+    ):
+        values[f"experts/{name}"] = float(whole)
+        values |= {f"experts/{name}/{moe.first_k_dense_replace + i}": round(float(value), 6) for i, value in enumerate(per_layer)}
+    return values

@@ -1,0 +1,44 @@
+"""Validation during training: bits per byte per domain, on the same text each time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.tuning_batches import TuningBatches
+
+
+def validate(model: ParallelModel, held_out: Mapping[str, Iterable[Batch]]) -> dict[str, float]:
+    """Metrics `validation/...` per domain and over all domains; the mode of the model (train or eval) is restored."""
+    was_training = model.training
+    model.eval()
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    try:
+        for domain, batches in held_out.items():
+            for batch in batches:
+                measured = (model.summed_cross_entropy(batch), batch.valid_tokens, batch.text_bytes)
+                for key in (domain, ""):
+                    totals[key] = [sum(pair) for pair in zip(totals[key], measured, strict=True)]
+    finally:
+        model.train(was_training)
+    values = {}
+    for domain, (loss, tokens, size) in totals.items():
+        prefix = f"validation/{domain}" if domain else "validation"
+        values[f"{prefix}/loss"] = loss / max(tokens, 1)
+        values[f"{prefix}/bits_per_byte"] = loss / math.log(2) / max(size, 1)
+    return values
+
+
+def validate_conversations(model: ParallelModel, held_out: TuningBatches) -> dict[str, float]:
+    """Mean loss over the assistant's tokens of held-out conversations."""
+    was_training = model.training
+    model.eval()
+    try:
+        batches = [held_out.batch(step) for step in range(held_out.steps)]
+        total, tokens = sum(model.summed_cross_entropy(batch) for batch in batches), sum(batch.valid_tokens for batch in batches)
+    finally:
+        model.train(was_training)
+    return {"validation/loss": total / max(tokens, 1)}

@@ -1,0 +1,58 @@
+"""What changes in the model at the boundary between two phases: RoPE, the MTP loss weight, the penalty of `ewc`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.training import Ewc
+from lmworks.train.curriculum import Curriculum, PhaseSettings
+from lmworks.train.ewc import EwcPenalty
+from lmworks.watch.heartbeat import Heartbeat
+from lmworks.watch.ledger import Ledger
+
+
+class PhaseBoundary:
+    """The phase that is being trained (`phase`, None before the first step) and its penalty (`penalty`, None without `ewc`)."""
+
+    def __init__(
+        self, stage: str, model: ParallelModel, curriculum: Curriculum, checkpoints: Checkpoints, ledger: Ledger, heartbeat: Heartbeat
+    ) -> None:
+        self.phase: PhaseSettings | None = None
+        self.penalty: EwcPenalty | None = None
+        self._stage, self._model, self._curriculum = stage, model, curriculum
+        self._checkpoints, self._ledger, self._heartbeat = checkpoints, ledger, heartbeat
+
+    def enter(self, phase: PhaseSettings, step: int, saved: int, loss_scale: float) -> None:
+        """Apply the settings of a phase before its `step`; weights and optimizer state are left unchanged.
+
+        `saved` is the step of the checkpoint that the run was resumed from, or of the newest since.
+        """
+        self.penalty = None if phase.ewc is None else self._ewc_penalty(phase, phase.ewc, step, saved, loss_scale)
+        if phase.rope is not None:
+            self._model.set_rope(phase.rope)
+        if phase.mtp_loss_weight is not None:
+            self._model.set_mtp_loss_weight(phase.mtp_loss_weight)
+        if step == phase.first_step or self.phase is not None:
+            self._ledger.write("phase", stage=self._stage, phase=phase.name, step=step, sequence_length=phase.sequence_length)
+        self.phase = phase
+
+    def _ewc_penalty(self, phase: PhaseSettings, options: Ewc, step: int, saved: int, loss_scale: float) -> EwcPenalty:
+        """The penalty of a phase: estimated at the weights that the phase begins with, or loaded where the run resumes inside it."""
+        penalty = EwcPenalty(self._model, options)
+        directory = self._directory(phase)
+        if saved > phase.first_step:
+            penalty.load(directory, phase.first_step, self._checkpoints.identity)
+            return penalty
+        before = self._curriculum.phase(max(phase.first_step, 1) - 1)
+        if before.rope is not None:
+            self._model.set_rope(before.rope)
+        self._heartbeat.beat(step, "ewc")
+        penalty.estimate(self._curriculum.sequences_before(phase, options.sequences), loss_scale)
+        penalty.save(directory, phase.first_step, self._checkpoints.identity)
+        self._ledger.write("ewc", stage=self._stage, phase=phase.name, step=step, sequences=options.sequences)
+        return penalty
+
+    def _directory(self, phase: PhaseSettings) -> Path:
+        return self._checkpoints.directory / f"ewc-{phase.name}"

@@ -1,0 +1,81 @@
+"""When and how the trainer saves: intervals, asynchronous saves, failed saves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lmworks.checkpoint.checkpoints import Checkpoints
+from lmworks.errors import UserError
+from lmworks.recipe.recipe import Recipe
+from lmworks.train.curriculum import PhaseSettings
+from lmworks.train.faults.handler import FaultHandler
+from lmworks.train.intervals import is_due
+
+
+class Saver:
+    """The saves of a stage. `saved` is the step of the newest checkpoint; -1 after an asynchronous save has failed."""
+
+    def __init__(self, recipe: Recipe, checkpoints: Checkpoints, faults: FaultHandler, interval: int) -> None:
+        self.saved = 0
+        self._checkpoints, self._faults, self._interval = checkpoints, faults, interval
+        self._asynchronous, self._every_seconds = recipe.checkpoints.asynchronous, recipe.train.save_every_seconds
+        self._in_progress = False  # an asynchronous save whose outcome is not known yet
+        self._saved_at = time.monotonic()
+
+    def start_timer(self) -> None:
+        """Begin to count `train.save_every_seconds`."""
+        self._saved_at = time.monotonic()
+
+    def begin_phase(self, phase: PhaseSettings) -> None:
+        self._faults.saves.every = phase.save_every or self._interval
+
+    def is_due(self, step: int, phase: PhaseSettings | None) -> bool:
+        """Whether a checkpoint is to be saved after `step` steps."""
+        if phase is None or phase.save_every is None:
+            return is_due(step, self._interval)
+        return is_due(step - phase.first_step, phase.save_every)
+
+    def is_due_by_time(self) -> bool:
+        """Whether `train.save_every_seconds` have passed since the last save, by the clock of this rank."""
+        return self._every_seconds is not None and time.monotonic() - self._saved_at > self._every_seconds
+
+    def save(self, step: int, state: Mapping[str, Any], meta: dict[str, Any], metric: float | None, wait: bool) -> None:
+        """Save after `step` steps. With `wait` the save has ended when this returns, and a failure is raised; otherwise `FaultHandler`
+        decides about a failure. `metric` was measured on these weights, for the choice of the best checkpoint."""
+        try:
+            self._checkpoints.save(step, dict(state), meta, metric=metric, wait=wait)
+        except UserError as error:
+            if wait:
+                raise
+            self._faults.save_failed(step, error)
+        else:
+            self.saved, self._in_progress = step, True
+            if wait or not self._asynchronous:
+                self.wait(step)
+        self._saved_at = time.monotonic()
+
+    def wait(self, step: int) -> None:
+        """Wait for the asynchronous save, if there is one, and report its outcome."""
+        try:
+            self._checkpoints.wait()
+        except UserError as error:
+            self.saved = -1
+            self._faults.save_failed(step, error)
+        else:
+            if self._in_progress:
+                self._faults.saves.succeeded()
+        self._in_progress = False
+
+
+def refuse_if_all_damaged(checkpoints: Checkpoints) -> None:
+    """Raise `UserError` where checkpoints were set aside as damaged and no good one is left: training would start over silently."""
+    directory = checkpoints.directory
+    bad = [path.name for path in sorted(directory.glob("step-*.bad-*"), reverse=True)]
+    if bad:
+        reason = f" (the newest: {checkpoints.refused[0][1]})" if checkpoints.refused else ""
+        raise UserError(
+            f"no checkpoint in {directory} is good, and {len(bad)} were set aside as damaged{reason}: {', '.join(bad[:3])}; "
+            "restore one from a copy, or delete that folder to train from the start"
+        )

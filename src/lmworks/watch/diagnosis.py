@@ -1,0 +1,111 @@
+"""Which rank was it? Read from the beats that a broken world has left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmworks.watch.heartbeat import Beat
+
+_OF_A_COLLECTIVE = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|collective", re.IGNORECASE)
+_STEPS_BEHIND = 1
+
+
+@dataclass(frozen=True)
+class FailureDiagnosis:
+    """The ranks that broke the world, their hosts, and in one line why that is believed."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    step: int
+    reason: str
+
+
+def classify_error(error: BaseException) -> str:
+    """`cut` for an exception that tells of other ranks (a collective that timed out or lost its peer), else `failed`."""
+    kind = type(error)
+    return "cut" if _OF_A_COLLECTIVE.search(f"{kind.__module__}.{kind.__name__} {error}") else "failed"
+
+
+def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
+    """Who broke the world that left these beats; None if all its ranks left as they should."""
+    if all(beat.state == "left" for beat in beats):
+        return None
+    failed = [beat for beat in beats if beat.state == "failed"]
+    if failed:
+        return _diagnosis(failed, "; ".join(f"{_who(beat)} failed at step {beat.step}: {beat.reason}" for beat in failed[:3]))
+    waiting = [beat for beat in beats if beat.state == "cut"]
+    missing = _missing(beats, waiting)
+    if not missing:
+        told = f"{_who(waiting[0])}: {waiting[0].reason}" if waiting else "all ended at once (the machine, the launcher or the scheduler)"
+        return _diagnosis(waiting or beats, f"no rank was missing from a collective; {told}")
+    return _diagnosis(missing, "; ".join(_account(beat, waiting) for beat in missing[:3]) + _where(missing[0], waiting))
+
+
+def _diagnosis(beats: Sequence[Beat], reason: str) -> FailureDiagnosis:
+    hosts = tuple(dict.fromkeys(beat.host for beat in beats))
+    return FailureDiagnosis(tuple(beat.rank for beat in beats), hosts, max(beat.step for beat in beats), " ".join(reason.split()))
+
+
+def _missing(beats: Sequence[Beat], waiting: Sequence[Beat]) -> list[Beat]:
+    """Ranks that had not entered a collective in which others gave up. One without a word is missing from all.
+
+    Of ranks that only waited for a rank that waited elsewhere, none is missing: the one that was in no collective is.
+    """
+    silent = [beat for beat in beats if beat.state == "running"]
+    if silent or not waiting:
+        return silent if waiting or len(silent) < len(beats) else []
+    gave_up = min(beat.seen for beat in waiting)
+    late = [beat for beat in beats if any(_came_late(beat, other, gave_up) for other in waiting if other is not beat)]
+    return [beat for beat in late if not _waits(beat, beats)] or late
+
+
+def _came_late(beat: Beat, other: Beat, gave_up: float) -> bool:
+    """Whether the rank had not entered the collective that the other was in when the first rank gave up."""
+    group = _last_group(other)
+    mine = beat.entered.get(group) if group else None
+    return mine is not None and group is not None and (mine.number < other.entered[group].number or mine.time > gave_up)
+
+
+def _waits(beat: Beat, beats: Sequence[Beat]) -> bool:
+    """Whether the rank is in a collective that another rank has not entered."""
+    group = _last_group(beat)
+    return group is not None and any(
+        other.entered[group].number < beat.entered[group].number for other in beats if other is not beat and group in other.entered
+    )
+
+
+def _last_group(beat: Beat) -> str | None:
+    """The group in whose collective the rank was."""
+    return max(beat.entered, key=lambda group: beat.entered[group].time, default=None)
+
+
+def _who(beat: Beat) -> str:
+    return f"rank {beat.rank} on {beat.host} (process {beat.pid})"
+
+
+def _account(beat: Beat, waiting: Sequence[Beat]) -> str:
+    if beat.state == "running":
+        hung = any("timed out" in other.reason.lower() for other in waiting)
+        what = "did not answer any more (frozen, or its machine is gone)" if hung else "ended without a word (killed, perhaps for memory)"
+        return f"{_who(beat)} {what}; it was last heard at step {beat.step}, doing {beat.doing}"
+    busy = beat.seen - beat.time
+    return f"{_who(beat)} was alive but did not come: for {busy:.0f} s it had been at step {beat.step}, doing {beat.doing}"
+
+
+def _where(missing: Beat, waiting: Sequence[Beat]) -> str:
+    for beat in waiting:
+        group = _last_group(beat)
+        if group and (missing.state == "running" or group in missing.entered):
+            asked = beat.entered[group]
+            ranks = ", ".join(str(other.rank) for other in waiting if other.entered.get(group, asked).number == asked.number)
+            return f"; missing from {asked.name} number {asked.number} of group {group}, where {ranks} waited"
+    return ""
+
+
+def find_stalled(beats: Sequence[Beat], patience: float, now: float) -> list[Beat]:
+    """Of a world that is running: the ranks whose main thread has said nothing for `patience` seconds and is not ahead of the others."""
+    running = [beat for beat in beats if beat.state == "running"]
+    first = min((beat.step for beat in running), default=0)
+    return [beat for beat in running if now - beat.time > patience and beat.step < first + _STEPS_BEHIND]

@@ -1,0 +1,50 @@
+"""Who owns which matrix, who sends, and how much is under way at once; without processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from lmworks.optim.matrix_exchange import MatrixRun, _cut, _shared_out
+
+
+def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> MatrixRun:
+    """Matrices with `shards` parts by rows, on `replicas` times as many ranks."""
+    places = np.indices((replicas, shards)).reshape(2, -1).T
+    each = rows // shards
+    boxes = np.array([[(0, count), (each * shard, each * (shard + 1)), (0, cols)] for _, shard in places])
+    shape = (count, rows, cols) if count > 1 else (rows, cols)
+    return MatrixRun("w", torch.empty(shape, device="meta"), 0, count, np.arange(replicas * shards), places, boxes)
+
+
+def test_parts_come_from_the_owners_replica() -> None:
+    """Replicas are farther apart than shards; the owner's own part does not travel."""
+    assert [replace(run(8, 8), owner=owner).senders for owner in range(4)] == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+    assert replace(run(8, 8, replicas=4, shards=1), owner=2).senders == {2}
+
+
+def test_owners_have_alike_to_do() -> None:
+    """The dearest first, each to the rank with the least: at most one matrix apart."""
+    runs = [run(rows, 32) for rows in (8, 32, 16, 8, 24, 32, 8, 16, 8, 8, 24, 8)]
+    load = np.zeros(4)
+    for owned in _shared_out(runs, 4):
+        load[owned.owner_G] += owned.cost
+    assert load.max() - load.min() <= min(one.cost for one in runs)
+
+
+def test_a_bucket_is_bounded() -> None:
+    limit, size = 300, 4
+    for replicas, shards in ((1, 4), (2, 2), (4, 1)):
+        runs = _shared_out([run(8, 16, replicas, shards) for _ in range(37)], size)
+        buckets = _cut(runs, size, limit)
+        assert [one for bucket in buckets for one in bucket] == runs
+        for bucket in buckets:
+            owned, held = np.zeros(size), np.zeros(size)
+            for one in bucket:
+                owned[one.owner_G] += one.elements
+                held[one.members_H] += one.elements_H()
+            assert owned.max() <= limit
+            assert held.max() <= limit or len(bucket) <= size
+        assert all(len(bucket) >= size for bucket in buckets[:-1])  # every rank has something to do
