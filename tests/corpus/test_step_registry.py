@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmworks.recipe.reference import reference
 
 from lmworks.corpus import steps
 from lmworks.corpus.steps.base import StepOptions
 from lmworks.corpus.steps.registry import STEPS
+from lmworks.recipe.loading.reference import reference
 
 ADDED = '''
 """The step `shout`."""
@@ -41,8 +41,8 @@ from lmworks.corpus import steps
 steps.__path__.append(sys.argv[1])
 from lmworks.corpus import prepare
 from lmworks.documents import corpus_files
-from lmworks.recipe.load import load_recipe
-from lmworks.recipe.reference import reference
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.recipe.loading.reference import reference
 import pyarrow.parquet as pq
 
 assert "## Shout" in reference() and "what is appended to the text" in reference()

@@ -72,7 +72,9 @@ def test_a_run_that_was_stopped_goes_on_with_the_change_bit_for_bit(changed: Tin
 
 def test_a_change_whose_step_has_passed_holds_from_the_next_batch_on(tiny_copy: Tiny) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        before_each_step(patch, lambda step: request_change(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None)
+        before_each_step(
+            patch, lambda step: request_change(tiny_copy.run_dir, MixtureOverride(3, {"code": 1.0})) and None if step == 9 else None
+        )
         tiny_copy.pretrain()
     (line,) = events(tiny_copy, "mixture_changed")
     assert 9 < int(str(line["step"])) <= 9 + 5, "behind what was read ahead, and no further"

@@ -33,7 +33,8 @@ A process that is killed before step 8 leaves `.step-00000100.part`, which no re
    each step; all then call `Checkpoints.wait`, which raises the error.
 4. The trainer catches it (`wait` in `lmworks.train.saving`) and calls `save_failed` of its fault handler (`lmworks.train.faults.handler`),
    which writes the event `save_failed` into the ledger and prints a warning. Training goes on.
-5. `lmworks.watch.saves.FailedSaves` schedules the next attempt: after half of the interval between saves, then after a quarter, and so on.
+5. `lmworks.watch.failed_saves.FailedSaves` schedules the next attempt: after half of the interval between saves, then after a quarter,
+   and so on.
    A save that succeeds resets it. After `stability.max_failed_saves` failures in a row it raises the error, which ends the run.
 6. The save at the end of a run, or on a signal, is not retried: its error ends the command with exit code 2. The same command resumes from
    the newest good checkpoint.

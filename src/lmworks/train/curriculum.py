@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 from lmworks.optim.schedules import Schedules
-from lmworks.recipe.model import Rope
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.training import Ewc, Phase
-from lmworks.recipe.units import Duration
-from lmworks.shards.batch import Batch, Batches
-from lmworks.shards.tuning import TuningBatches
+from lmworks.recipe.schema.model import Rope
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Ewc, Phase
+from lmworks.recipe.schema.units import Duration
+from lmworks.shards.read.batches import Batch, Batches
+from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes
 from lmworks.train.load import final_mtp_weight, final_rope
@@ -165,7 +165,7 @@ class TuningCurriculum:
         return self._batch // self._length
 
     def batch(self, step: int, start: int, stop: int) -> Batch:
-        return self.batches.batch(step).rows(start, stop)
+        return self.batches.batch(step).sequences(start, stop)
 
     def lr_factor(self, step: int) -> float:
         return self._schedules.lr_factor(step)

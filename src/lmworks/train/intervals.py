@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.recipe.recipe import Recipe
-from lmworks.recipe.units import Duration
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Duration
 from lmworks.train.curriculum import Curriculum, interval_in_steps
 
 

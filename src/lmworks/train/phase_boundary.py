@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.training import Ewc
+from lmworks.recipe.schema.train import Ewc
 from lmworks.train.curriculum import Curriculum, PhaseSettings
 from lmworks.train.ewc import EwcPenalty
 from lmworks.watch.heartbeat import Heartbeat

@@ -24,10 +24,8 @@ from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
-from lmworks.shards.batch import Batches
 from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
 from lmworks.shards.order.epoch_warnings import epoch_warnings
-from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.errors import UserError
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import PhaseSettings
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.intervals import is_due

@@ -9,7 +9,7 @@ import torch
 from lmworks.optim.optimizer import Updates
 from lmworks.optim.scaler import LossScaler
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.step import StepResult
 
 

@@ -26,8 +26,6 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import is_compiled
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
-from lmworks.recipe.schema.train import Ewc
-from lmworks.recipe.schema.units import Duration
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.prefetch import Prefetch
 from lmworks.train.curriculum import Curriculum

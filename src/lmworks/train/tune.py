@@ -14,10 +14,7 @@ from lmworks.metrics.log import MetricLog, NoMetrics
 from lmworks.parallel.mesh import Ranks, alone
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.train import Phase
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
-from lmworks.shards.read.batch import Batch
-from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import TuningCurriculum

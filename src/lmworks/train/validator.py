@@ -10,7 +10,7 @@ from typing import Any
 from lmworks import progress
 from lmworks.optim.ema import Ema
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.training import EarlyStopping as EarlyStoppingOptions
+from lmworks.recipe.schema.train import EarlyStopping as EarlyStoppingOptions
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.early_stopping import EarlyStopping
 from lmworks.watch.ledger import Ledger

@@ -119,7 +119,7 @@ class _Rewriter:
         return document.with_text(text).with_facts(rewritten_by=self._node.model)
 
     def _path(self, text: str, time: int) -> Path:
-        from lmworks.recipe.fingerprint import canonical
+        from lmworks.recipe.tree.fingerprint import canonical
 
         node = self._node
         again = [time] if time else []

@@ -29,7 +29,9 @@ class Corruption:
         return f"{said}: {self.what}"
 
 
-def find_corruption(model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, communicator: Communicator) -> Corruption | None:
+def find_corruption(
+    model: ParallelModel, optimizer: Updates, batch: Batch, micro_batch_size: int, communicator: Communicator
+) -> Corruption | None:
     """Compare the copies of weights and optimizer state, then run a micro-batch of this rank's share twice. Gradients are dropped."""
     return _copies(model, optimizer) or _arithmetic(
         model, optimizer, batch.sequences(0, min(micro_batch_size, len(batch.tokens))), micro_batch_size, communicator

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.recipe import Recipe
-from lmworks.shards.batch import Batch
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.read.batches import Batch
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.faults.anomaly import first_non_finite
 from lmworks.train.faults.handler import FaultHandler

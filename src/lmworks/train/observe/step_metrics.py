@@ -12,7 +12,7 @@ from lmworks.metrics import system
 from lmworks.model.balance import load_statistics, temperature
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.phase_boundary import PhaseBoundary
