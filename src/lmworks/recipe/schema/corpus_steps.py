@@ -19,9 +19,11 @@ class Quality(Node):
 
     step: Literal["quality"] = Field("quality", description="which step this is")
     model: str = Field(description="the classifier's file, relative to the recipe")
-    threshold: float = Field(0.0, ge=0, le=1, description="documents below it are dropped; a source's quality_threshold goes before it")
-    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="what the score is called, for buckets, reports and later steps")
-    sources: tuple[str, ...] = Field((), description="sources it is meant for; all when empty")
+    threshold: float = Field(
+        0.0, ge=0, le=1, description="documents below it are dropped; the quality_threshold of a source takes precedence"
+    )
+    fact: str = Field("quality", pattern=r"^[a-z][a-z0-9_]*$", description="name of the score, for buckets, reports and later steps")
+    sources: tuple[str, ...] = Field((), description="sources that the step applies to; all when empty")
 
 
 class Rewrite(Node):
@@ -34,17 +36,19 @@ class Rewrite(Node):
 
     step: Literal["rewrite"] = Field("rewrite", description="which step this is")
     endpoint: str = Field(pattern=r"^https?://", description="base URL, for example http://127.0.0.1:8000/v1")
-    model: str = Field(description="which of the endpoint's models")
-    prompt: str = Field(description="what it is asked; {text} stands for the document")
-    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; the others pass untouched")
-    variants: int = Field(0, ge=0, le=100, description="rewritings that are added to each document; 0: one replaces its text")
+    model: str = Field(description="name of the model at the endpoint")
+    prompt: str = Field(description="prompt; {text} is replaced by the document")
+    sources: tuple[str, ...] = Field(min_length=1, description="sources whose documents are rewritten; other documents are unchanged")
+    variants: int = Field(0, ge=0, le=100, description="number of rewritings added per document; 0: one rewriting replaces the text")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable with the API key; an endpoint on loopback needs none")
-    temperature: float = Field(0.7, ge=0, le=2, description="of sampling")
-    max_tokens: int = Field(4096, gt=0, description="longest answer; a document whose answer is cut there is dropped")
-    concurrency: int = Field(16, gt=0, description="requests under way at one time, per process")
-    retries: int = Field(6, ge=0, description="of a request that fails for now (429, 5xx, no connection), each after a longer pause")
-    timeout: Seconds = Field(Seconds.parse("10 min"), description="for one request")
-    cache: str | None = Field(None, description="folder of the answers, relative to the recipe; $LMWORKS_CACHE/rewrites when left out")
+    temperature: float = Field(0.7, ge=0, le=2, description="sampling temperature")
+    max_tokens: int = Field(4096, gt=0, description="maximum length of an answer; a document whose answer is truncated is dropped")
+    concurrency: int = Field(16, gt=0, description="concurrent requests per process")
+    retries: int = Field(
+        6, ge=0, description="retries of a request that fails temporarily (429, 5xx, no connection), with exponential backoff"
+    )
+    timeout: Seconds = Field(Seconds.parse("10 min"), description="time limit of one request")
+    cache: str | None = Field(None, description="folder of the answers, relative to the recipe; $LMWORKS_CACHE/rewrites when omitted")
 
     @model_validator(mode="after")
     def _asks_about_the_text(self) -> Rewrite:
@@ -59,10 +63,10 @@ class Python(Node):
     """A step of your own: a function in a Python file."""
 
     step: Literal["python"] = Field("python", description="which step this is")
-    name: str | None = Field(None, description="what the report calls it; the function's name when left out")
+    name: str | None = Field(None, description="name of the step in reports; that of the function when omitted")
     file: str = Field(description="the Python file, relative to the recipe")
     function: str = Field(description="takes a `Document`, returns one, or `Drop(reason)`")
-    options: dict[str, Any] = Field(default_factory=dict, description="handed to the function by name")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
 
 Step = Annotated[
