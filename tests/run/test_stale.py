@@ -198,7 +198,7 @@ def test_the_tokenizer_stays_under_trained_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["tokenizer.sample_bytes=100kB", "tokenizer.language_balance=0.5"])
 def test_nothing_allows_another_tokenizer(run: Tiny, change: str) -> None:
-    with pytest.raises(UserError, match=rf"trained with: {change.split('=')[0]} \(.*no --allow can mend that.*choose another run_dir$"):
+    with pytest.raises(UserError, match=rf"trained with: {change.split('=')[0]} \(.*no --allow permits that.*choose another run_dir$"):
         run.walk(change, allow=["tokenizer", change.split("=")[0]])
 
 

@@ -1,4 +1,4 @@
-"""Sizes that the experts' grouped matrix products can take: what the plan refuses is what the run refuses."""
+"""Alignment that the grouped matrix products of experts require, checked by the plan and by the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from lmworks.recipe.schema.model import Model
 
-_ALIGNED = 16  # bytes, which every row of an operand must fill
+_ALIGNED = 16  # bytes: every row of an operand must be a multiple
 
 
 def alignment_problems(model: Model, tp: int, element: int) -> Iterator[str]:
-    """Why the products cannot be made of numbers of `element` bytes with experts shared by `tp` ranks; nothing if they can."""
+    """The reasons why grouped products of `element`-byte numbers cannot run with experts split over `tp` ranks; none if they can."""
     if model.moe is None:
         return
     step = _ALIGNED // element

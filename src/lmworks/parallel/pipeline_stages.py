@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages: what the plan counts is what the run builds."""
+"""How a model is cut into pipeline stages, for the plan and for the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from lmworks.recipe.schema.train import Train
 
 
 def pipeline_stage_layers(model: Model, layout: Layout) -> list[range]:
-    """The layers of each stage, in the order of the forward pass; stage s lies on rank s % pp.
+    """The layers of each pipeline stage, in the order of the forward pass; stage s is on rank s % pp.
 
-    Left to us (no `layers_per_pipeline_stage`), the dearest stage is as cheap as can be: a layer costs the parameters that a token meets
-    in it,
-    the embedding counts for the first stage, and the head and multi-token prediction for the last.
+    Without `layers_per_pipeline_stage` the cost of the most expensive stage is minimized. The cost of a layer is its number of active
+    parameters; the embedding adds to the first stage, and the head and multi-token prediction to the last.
     """
     assert model.num_hidden_layers
     counts = layout.layers_per_pipeline_stage or _balanced(_costs(model), layout.pp * layout.pipeline_stages_per_rank)
@@ -26,7 +25,7 @@ def pipeline_stage_layers(model: Model, layout: Layout) -> list[range]:
 
 
 def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Iterator[str]:
-    """Why a model cannot be cut and run as the layout says; nothing if it can."""
+    """The reasons why a model cannot be cut and run as the layout says; none if it can."""
     stages, name = layout.pp * layout.pipeline_stages_per_rank, layout.pipeline_schedule
     assert model.num_hidden_layers
     if layout.pp == 1:
@@ -56,13 +55,13 @@ def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Itera
 
 
 def rank_layers(model: Model, layout: Layout, rank: int) -> list[int]:
-    """All layers that a rank of `pp` holds."""
+    """All layers on a rank of `pp`."""
     return [layer for layers in pipeline_stage_layers(model, layout)[rank :: layout.pp] for layer in layers]
 
 
 @lru_cache(maxsize=16)
 def _costs(model: Model) -> tuple[float, ...]:
-    """Of each layer, with what comes before the first and after the last."""
+    """The cost of each layer; the embedding counts for the first, head and multi-token prediction for the last."""
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
     dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
     of_kind = {layer: sum(p.size * p.active for p in layer_parameters(model, layer)) for layer in (0, model.num_hidden_layers - 1)}
@@ -77,7 +76,7 @@ def _costs(model: Model) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """How many consecutive layers each stage gets, at least one: the least largest sum, and among those the least sum of squares.
+    """The number of consecutive layers of each stage, at least one: least largest sum of costs, and of those least sum of squares.
 
     Raises `ValueError` with fewer layers than stages.
     """
@@ -103,14 +102,14 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def runnable(layout: Layout, micro_batches: int) -> int:
-    """The least number of micro-batches, from `micro_batches` on, that a step's schedule can run."""
+    """The least number of micro-batches, at least `micro_batches`, that the pipeline schedule can run in a step."""
     if layout.pipeline_schedule in ("gpipe", "1f1b"):
         return micro_batches
     # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
     return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)
 
 
-def pipelined_micro_batch(layout: Layout, rows: int, most: int) -> int | None:
-    """The largest micro-batch, of at most `most` rows, that cuts a rank's rows into as many as a step's schedule can run; None without."""
-    sizes = range(min(rows, most), 0, -1)
-    return next((size for size in sizes if rows % size == 0 and runnable(layout, rows // size) == rows // size), None)
+def pipelined_micro_batch(layout: Layout, sequences: int, most: int) -> int | None:
+    """The largest micro-batch size, at most `most`, whose number of micro-batches the pipeline schedule can run; None if there is none."""
+    sizes = range(min(sequences, most), 0, -1)
+    return next((size for size in sizes if sequences % size == 0 and runnable(layout, sequences // size) == sequences // size), None)

@@ -1,4 +1,4 @@
-"""`layout: auto`: one layout for all phases of a run, chosen by the plan's rule before any rank starts, and kept from then on."""
+"""`layout: auto`: one layout for all phases of a run, chosen by the plan before any rank starts and kept from then on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LayoutChoice:
     why: str
 
     def overrides(self) -> list[str]:
-        """What makes a recipe one of this layout."""
+        """The overrides that give a recipe this layout."""
         return [*self.layout.overrides(), f"train.micro_batch_size={self.micro_batch_size}"]
 
 
 def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
-    """The same for the same recipe and devices, wherever it is called. Raises `UserError` if no layout fits all phases."""
+    """Choose the layout, a function of recipe and devices alone. Raises `UserError` if no layout fits all phases."""
     phase, *others = sorted(recipe.train.phases, key=lambda phase: -phase.sequence_length)
     chosen, leanest = automatic(recipe, cluster, phase, recipe.layout.zero, others)
     if chosen is None:
@@ -46,7 +46,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
 
 
 def layout_of_run(run_dir: Path) -> LayoutChoice | None:
-    """What a run that has begun was decided for; its axes but that of the data stay, on however many ranks it goes on."""
+    """The layout of a run that has begun; all its axes except the data axis are kept when it resumes on another number of ranks."""
     path = run_dir / "resolved.json"
     if not path.exists() or not listing.begun(run_dir / "checkpoints"):
         return None

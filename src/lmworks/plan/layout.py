@@ -1,4 +1,4 @@
-"""Which layouts are legal, which fit, and which one to take."""
+"""Legal layouts, whether they fit in memory, and the choice of one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def devices(cluster: Cluster) -> int:
 
 
 def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | None = None) -> Iterator[str]:
-    """Why a layout cannot be; nothing if it is legal. With a phase also whether its batch and length divide."""
+    """The reasons why a layout is not legal; none if it is. With a phase, also whether its batch and sequence length divide."""
     model = recipe.model
     assert (
         model.num_attention_heads and model.num_key_value_heads and model.intermediate_size and model.num_hidden_layers and model.vocab_size
@@ -99,17 +99,17 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
             yield from _micro_batch_problem(recipe, layout, phase, sequences // replicas)
 
 
-def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, rows: int) -> Iterator[str]:
+def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences: int) -> Iterator[str]:
     """Interleaved schedules go in equal rounds. (In a ramp of the batch blank micro-batches fill up.)"""
     most = recipe.train.micro_batch_size or 1
-    if pipelined_micro_batch(layout, rows, most) is not None:
+    if pipelined_micro_batch(layout, sequences, most) is not None:
         return
     ways = []
-    if (larger := next((size for size in range(most, rows + 1) if pipelined_micro_batch(layout, rows, size)), None)) is not None:
+    if (larger := next((size for size in range(most, sequences + 1) if pipelined_micro_batch(layout, sequences, size)), None)) is not None:
         ways.append(f"train.micro_batch_size={larger}")
     ways.append("schedule=1f1b and pipeline_stages_per_rank=1")
     yield (
-        f"the {rows:,} sequences that a rank has of a step of phase {phase.name} do not make micro-batches that schedule "
+        f"the {sequences:,} sequences that a rank has of a step of phase {phase.name} do not make micro-batches that schedule "
         f"{layout.pipeline_schedule} can run over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
     )
 
@@ -245,14 +245,15 @@ def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None)
 
 
 def explain_shortage(placed: Placement, cluster: Cluster) -> str:
-    """How much is missing, and to what."""
+    """The memory that a layout needs, compared with the device, and its three largest components."""
     parts = sorted(placed.memory.components.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts)
     return f"{describe(placed.layout)} needs {placed.memory.total / GIB:,.1f} GiB on a device of {cluster.memory_gib:g} ({largest})"
 
 
 def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
-    """The nearest change that makes the phase, and `others`, fit: a setting first, another number of devices after."""
+    """The nearest change that makes the phase, and `others`, fit: settings first, then other numbers of devices."""
+
     def with_checkpointing(text: str) -> Recipe:
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
         return recipe.model_copy(update={"train": train})

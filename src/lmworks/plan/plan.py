@@ -1,4 +1,4 @@
-"""A run on paper: from a recipe and a cluster to parameters, operations, memory, time, money and disk."""
+"""The plan of a run: parameters, FLOPs, memory, time, money and disk, from a recipe and a cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that can be known before the first device is rented."""
+    """The estimates of a run before it starts."""
 
     recipe: str
     fingerprint: str

@@ -1,4 +1,4 @@
-"""Whether there is text enough for a budget, as far as that can be known before anything is made."""
+"""Whether the sources hold enough text for the token budgets, as far as this is known before the corpus is made."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PLENTY = 1 << 60  # tokens of a source that cannot be looked at
 
 
 def text_shortage(recipe: Recipe, run_dir: Path) -> str | None:
-    """What is short of text, by the token files of the run and, where there are none yet, by the sizes of the sources' files; None if
-    nothing is known to be."""
+    """The sources with too little text, judged by the token files of the run or, before they exist, by the file sizes of the sources;
+    None if no shortage is known."""
     if recipe.time is not None or not recipe.train.phases:
         return None
     try:

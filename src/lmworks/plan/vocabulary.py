@@ -1,4 +1,4 @@
-"""How large the vocabulary of a planned model should be: what an entry costs against the tokens that it saves."""
+"""The best vocabulary size of a planned model: the cost of an entry against the tokens that it saves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Values that follow from others, each with the formula and the reason.
 
-Two moments: `derive_from_size` fills an unfinished tree from `size` alone, before it is checked; `derive_missing` completes a typed
+There are two steps: `derive_from_size` fills an incomplete tree from `size` alone, before it is checked; `derive_missing` completes a typed
 recipe, so that a resolved recipe has no None where a value is derived.
 """
 

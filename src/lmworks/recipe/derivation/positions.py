@@ -1,4 +1,4 @@
-"""The positions of each phase in words, and what is unwise about them."""
+"""The RoPE settings of each phase in words, and warnings about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROWTH = 2  # times longer than where the positions were set, above which a pha
 
 @dataclass(frozen=True)
 class Positions:
-    """What one phase trains under; `text` says it, with what it was before where the phase changes it."""
+    """The RoPE settings of one phase; `text` describes them, and those before it where the phase changes them."""
 
     phase: str
     length: int
@@ -23,7 +23,7 @@ class Positions:
 
 
 def positions(recipe: Recipe) -> list[Positions]:
-    """The positions of each phase: those of the phase before, unless it changes them."""
+    """The RoPE settings of each phase: those of the phase before, unless it changes them."""
     found: list[Positions] = []
     rope = recipe.model.rope
     for phase in recipe.train.phases:

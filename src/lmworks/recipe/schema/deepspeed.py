@@ -14,11 +14,11 @@ LIVE = 1 << 28  # numbers of weights that may be whole at a time under ZeRO-3
 
 
 class DeepSpeed(Node):
-    """ZeRO by DeepSpeed, at the stage `layout.zero`, over the ranks of `layout.dp_shard`: for GPUs too few to hold the training state."""
+    """DeepSpeed ZeRO at stage `layout.zero` over the ranks of `layout.dp_shard`, with offloading of the training state."""
 
-    offload: Place = Field("none", description="where optimizer state lies and is updated: on the GPU, in CPU memory, on a disk")
-    offload_weights: Place = Field("none", description="where weights wait until a layer needs them; with layout.zero 3")
-    path: str | None = Field(None, description="directory on the fast disk of each machine, for nvme; of no use after the run")
+    offload: Place = Field("none", description="where optimizer state is kept and updated: on the GPU, in CPU memory, or on a disk")
+    offload_weights: Place = Field("none", description="where weights are kept until a layer needs them; with layout.zero 3")
+    path: str | None = Field(None, description="nvme: directory on a fast disk of each machine; not needed after the run")
 
     @model_validator(mode="after")
     def _consistent(self) -> DeepSpeed:

@@ -14,8 +14,10 @@ from lmworks.recipe.schema.effect import read_by
 class Generator(Node):
     """A generator of verifiable questions in reasoning-gym. Its name alone may stand for it."""
 
-    name: str = Field(description="of the generator, as in reasoning_gym")
-    options: dict[str, Any] = Field(default_factory=dict, description="how hard its questions are; its own defaults for what is left out")
+    name: str = Field(description="name of the generator in reasoning_gym")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the generator, such as the difficulty; its defaults for omitted options"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -24,13 +26,13 @@ class Generator(Node):
 
 
 class Protected(Node):
-    """An evaluation set of your own, whoever asks it: its items are kept out of all text that is trained on."""
+    """An evaluation set of your own. Its items are removed from all training text, whether lmworks evaluates on it or not."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the set, in reports")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the set in reports")
     path: str = Field(description="file, directory or glob, relative to the working directory; compressed or not")
     kind: Literal["jsonl", "parquet", "text"] = Field("jsonl", description="how it is stored; text: each file is an item")
-    question: str = Field("question", description='the column that is asked, a dotted path, or a template: "{title}\\n\\n{body}"')
-    answer: str | None = Field(None, description="the column with the right answer, which short questions are found by")
+    question: str = Field("question", description='column of the question, a dotted path, or a template: "{title}\\n\\n{body}"')
+    answer: str | None = Field(None, description="column of the answer, by which short questions are found")
 
     @property
     def source(self) -> Source:
@@ -40,28 +42,28 @@ class Protected(Node):
 
 
 class Evaluate(Node):
-    """What the finished models are measured with. What they will be asked is kept out of all text that is trained on."""
+    """Evaluation of the finished models. The items of evaluation sets are removed from all training text."""
 
     effect: ClassVar = read_by("evaluate")
 
     # what an evaluation asks: all text that is trained on is searched for it
     benchmarks: Annotated[tuple[str, ...], read_by("corpus", "shards", "tune", "evaluate")] = Field(
-        (), description="names of the benchmark sets, in cloze form"
+        (), description="names of benchmark sets, scored in cloze form"
     )
-    benchmark_items: int = Field(200, gt=0, description="most items per set")
+    benchmark_items: int = Field(200, gt=0, description="maximum items per set")
     tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "evaluate")] = Field(
-        default_factory=list, description="verifiable questions, answered freely"
+        default_factory=list, description="generators of verifiable questions with free-form answers"
     )
     task_items: Annotated[int, read_by("corpus", "shards", "tune", "evaluate")] = Field(50, gt=0, description="questions per task")
     protect: Annotated[list[Protected], read_by("corpus", "shards", "tune", "evaluate")] = Field(
         default_factory=list, description="evaluation sets of your own, to be kept out of training text"
     )
-    references: bool = Field(True, description="print byte unigram, xz and a text compressor beside the bits per byte")
+    references: bool = Field(True, description="also report a byte unigram, xz and a text compressor as references for bits per byte")
     prompts: tuple[str, ...] | None = Field(
-        None, description="what the base model continues, on the way and at the end; beginnings of held-out documents when left out"
+        None, description="prompts for the base model, during training and at the end; beginnings of held-out documents when omitted"
     )
     questions: tuple[str, ...] = Field(
-        ("Hello! How are you today?", "What can you do for me?"), description="what the tuned model is asked, likewise"
+        ("Hello! How are you today?", "What can you do for me?"), description="questions for the tuned model, during tuning and at the end"
     )
 
     @model_validator(mode="after")

@@ -17,4 +17,4 @@ class Export(Node):
 
     huggingface: bool = Field(True, description="safetensors, config and tokenizer for transformers, vLLM and SGLang")
     gguf: bool = Field(True, description="one file for llama.cpp")
-    dtype: Literal["fp32", "bf16"] = Field("bf16", description="of the exported weights; the router's selection bias stays fp32")
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="type of the exported weights; the router's selection bias stays fp32")

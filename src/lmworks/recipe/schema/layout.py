@@ -14,28 +14,34 @@ _MOST_RANKS = 1 << 20  # of an axis of the mesh
 
 
 class Layout(Node):
-    """How many ranks stand along each axis of the device mesh; `layout: auto` leaves that to the plan, when the ranks are known."""
+    """The size of each axis of the device mesh. With `layout: auto` the plan chooses them once the number of ranks is known."""
 
     renamed: ClassVar = {
         "schedule": "pipeline_schedule", "stages_per_rank": "pipeline_stages_per_rank", "layers_per_stage": "layers_per_pipeline_stage",
     }  # fmt: skip
     effect: ClassVar = RESUME_ONLY
 
-    auto: bool = Field(False, description="choose the axes by the plan's rule before the ranks start; the same as layout: auto")
+    auto: bool = Field(False, description="let the plan choose the axes before the ranks start; the same as layout: auto")
     pp: int = Field(1, gt=0, le=_MOST_RANKS, description="pipeline stages")
     dp_replicate: int = Field(1, gt=0, le=_MOST_RANKS, description="replicas of the sharded model")
-    dp_shard: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a replica's weights are sharded over (FSDP)")
-    cp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a sequence is split over")
-    tp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks a matrix is split over")
-    ep: int = Field(1, gt=0, le=_MOST_RANKS, description="expert ranks; they lie inside dp_shard x cp")
-    zero: Literal[0, 1, 2, 3] = Field(1, description="0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also weights")
+    dp_shard: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks that the weights of a replica are sharded over (FSDP)")
+    cp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks that a sequence is split over (context parallelism)")
+    tp: int = Field(1, gt=0, le=_MOST_RANKS, description="ranks that a matrix is split over (tensor parallelism)")
+    ep: int = Field(
+        1, gt=0, le=_MOST_RANKS, description="ranks that the experts are split over (expert parallelism); they lie inside dp_shard x cp"
+    )
+    zero: Literal[0, 1, 2, 3] = Field(
+        1, description="ZeRO stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also weights"
+    )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
-        "1f1b", description="order of micro-batches in a pipeline"
+        "1f1b", description="pipeline schedule, the order of micro-batches"
     )
     pipeline_stages_per_rank: int = Field(
-        1, gt=0, le=_MOST_RANKS, description="pipeline stages that each rank of pp has; more than 1 if interleaved or zero-bubble"
+        1, gt=0, le=_MOST_RANKS, description="pipeline stages on each rank of pp; more than 1 only with interleaved or zero-bubble"
     )
-    layers_per_pipeline_stage: tuple[int, ...] | None = Field(None, description="of all stages, first to last; left out, balanced by cost")
+    layers_per_pipeline_stage: tuple[int, ...] | None = Field(
+        None, description="layers of each pipeline stage, first to last; balanced by cost when omitted"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -50,10 +56,10 @@ class Layout(Node):
         return self
 
     def overrides(self) -> list[str]:
-        """The same, as `--set` takes it."""
+        """The layout as arguments of `--set`."""
         return [f"layout.{axis}={json.dumps(value)}" for axis, value in self if value is not None]
 
 
 def world_size(layout: Layout) -> int:
-    """Ranks of a layout; `ep` adds none, it lies inside dp_shard x cp."""
+    """The number of ranks of a layout; `ep` adds none, since it lies inside dp_shard x cp."""
     return layout.pp * layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp

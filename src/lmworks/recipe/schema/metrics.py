@@ -12,7 +12,7 @@ from lmworks.recipe.schema.units import Duration
 
 
 class Metrics(Node):
-    """Where the numbers go; JSONL always."""
+    """Where metrics are written. JSONL is always written."""
 
     effect: ClassVar = NO_EFFECT
 
@@ -20,9 +20,13 @@ class Metrics(Node):
     wandb_project: str | None = Field(None, description="also log to this Weights & Biases project")
     prometheus_port: int | None = Field(None, gt=0, description="also serve /metrics on this loopback port")
     dollars_per_hour: float = Field(
-        0.0, ge=0, description="price of a device (a GPU, or the cores of one rank), for the run page; the cluster's if left out"
+        0.0,
+        ge=0,
+        description="price of a device (a GPU, or the cores of one rank), for the run page; the price in the cluster file when omitted",
     )
-    watts: float = Field(0.0, ge=0, description="power that a device draws, for the run page, where it is not measured; likewise")
+    watts: float = Field(
+        0.0, ge=0, description="power draw of a device, for the run page, where it is not measured; that of the cluster file when omitted"
+    )
     detail_every: Duration | None = Field(
-        None, description="distance between signals of each layer (activations, attention logits, gradients, updates); never when left out"
+        None, description="interval between per-layer metrics (activations, attention logits, gradients, updates); never when omitted"
     )

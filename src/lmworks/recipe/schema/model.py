@@ -1,4 +1,4 @@
-"""The decoder as data: one family from a dense 1M model to a 355B mixture of experts."""
+"""The architecture of the decoder, from a dense model of 1M parameters to a mixture of experts of 355B."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ class Rope(Node):
 
     renamed: ClassVar = {"fraction": "partial_rotary_factor", "original_length": "original_max_position_embeddings"}
 
-    theta: float = Field(10_000.0, gt=0, description="base of the frequencies; raising it is ABF (GLM: 10,000, then 1,000,000)")
+    theta: float = Field(
+        10_000.0, gt=0, description="base of the RoPE frequencies; raising it extends the context (ABF; GLM: 10,000, then 1,000,000)"
+    )
     partial_rotary_factor: float = Field(
-        1.0, ge=0, le=1, description="share of each head that is rotated; GLM rotates half, 0 is no RoPE at all"
+        1.0, ge=0, le=1, description="fraction of each head that is rotated; GLM rotates half, 0 means no RoPE"
     )
     scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
         "none", description="linear is position interpolation; llama3 interpolates slow frequencies as Llama 3.1 does"
     )
-    factor: float = Field(1.0, ge=1, description="how many times longer the context becomes under `scaling`")
+    factor: float = Field(1.0, ge=1, description="factor by which `scaling` extends the context")
     original_max_position_embeddings: Tokens | None = Field(None, description="context length before `scaling`")
-    beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is left alone")
-    beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is interpolated in full")
+    beta_fast: float = Field(32.0, description="YaRN: rotations above which a frequency is unchanged")
+    beta_slow: float = Field(1.0, description="YaRN: rotations below which a frequency is fully interpolated")
     low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: rotations within original_max_position_embeddings below which a frequency is interpolated in full"
+        1.0, gt=0, description="llama3: rotations within original_max_position_embeddings below which a frequency is fully interpolated"
     )
     high_freq_factor: float = Field(
-        4.0, gt=0, description="llama3: rotations within original_max_position_embeddings above which a frequency is left alone"
+        4.0, gt=0, description="llama3: rotations within original_max_position_embeddings above which a frequency is unchanged"
     )
 
     @model_validator(mode="after")
@@ -50,7 +52,7 @@ class Rope(Node):
 
 
 class Balance(Node):
-    """How the experts are kept equally busy; without an auxiliary loss by default (Wang et al. 2024, arXiv:2408.15664)."""
+    """Expert load balancing; auxiliary-loss-free by default (Wang et al. 2024, arXiv:2408.15664)."""
 
     renamed: ClassVar = {
         "update": "bias_update", "rate": "bias_update_rate", "clamp": "bias_clamp", "aux_weight": "aux_loss_weight",
@@ -63,16 +65,16 @@ class Balance(Node):
         "extra forward counts first. sinkhorn: tokens of each sequence are assigned evenly in training. The latter two are for comparison",
     )
     bias_update: Literal["sign", "proportional"] = Field(
-        "sign", description="step of the bias: the sign of the load error, or the error itself"
+        "sign", description="update of the bias: the sign of the load error, or the error itself"
     )
     bias_update_rate: float = Field(0.001, ge=0, description="size of the bias update per optimizer step")
-    bias_clamp: float = Field(1.0, gt=0, description="the bias stays within plus and minus this")
+    bias_clamp: float = Field(1.0, gt=0, description="the bias is clamped to plus and minus this value")
     aux_loss_weight: float = Field(0.01, ge=0, description="weight of the auxiliary loss over the whole step when method is aux")
     sequence_aux_loss_weight: float = Field(1e-4, ge=0, description="weight of the sequence-level auxiliary loss; 0 turns it off")
 
 
 class Moe(Node):
-    """Mixture of experts: sigmoid gates, selection bias, shared experts."""
+    """Mixture of experts: sigmoid router scores, selection bias, shared experts."""
 
     renamed: ClassVar = {
         "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "expert_size": "moe_intermediate_size",
@@ -82,18 +84,21 @@ class Moe(Node):
 
     n_routed_experts: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per layer")
     num_experts_per_tok: int = Field(gt=0, le=_MOST_PARTS, description="routed experts per token")
-    moe_intermediate_size: int = Field(gt=0, le=_WIDEST, description="hidden width of one expert")
+    moe_intermediate_size: int = Field(gt=0, le=_WIDEST, description="intermediate size of one expert")
     n_shared_experts: int = Field(
-        1, ge=0, le=_MOST_PARTS, description="experts that see every token; their width is n_shared_experts * moe_intermediate_size"
+        1,
+        ge=0,
+        le=_MOST_PARTS,
+        description="shared experts, which process every token; together they are n_shared_experts * moe_intermediate_size wide",
     )
-    first_k_dense_replace: int = Field(1, ge=0, le=_MOST_LAYERS, description="the first layers that stay dense")
-    scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="how router logits become weights")
-    norm_topk_prob: bool = Field(True, description="the chosen weights are divided by their sum")
+    first_k_dense_replace: int = Field(1, ge=0, le=_MOST_LAYERS, description="number of first layers that are dense")
+    scoring_func: Literal["sigmoid", "softmax"] = Field("sigmoid", description="function that turns router logits into expert weights")
+    norm_topk_prob: bool = Field(True, description="normalize the weights of the selected experts to a sum of 1")
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routed output (GLM-4.6: 2.5)")
     n_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups for group-limited routing")
-    topk_group: int = Field(1, gt=0, le=_MOST_PARTS, description="groups kept per token")
+    topk_group: int = Field(1, gt=0, le=_MOST_PARTS, description="expert groups selected per token")
     capacity_factor: Annotated[float, NO_EFFECT, NOT_ARCHITECTURE] = Field(
-        1.25, gt=0, description="only for the overflow metric: tokens are never dropped"
+        1.25, gt=0, description="only for the overflow metric; tokens are never dropped"
     )
     temperature: Annotated[float, NOT_ARCHITECTURE] = Field(
         1.0, gt=0, description="router temperature at the start; falls linearly to 1 over temperature_steps"
@@ -114,7 +119,7 @@ class Moe(Node):
 
 
 class Mla(Node):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come out of one small latent per token."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are projected from one latent per token."""
 
     renamed: ClassVar = {
         "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "nope_dim": "qk_nope_head_dim",
@@ -122,15 +127,15 @@ class Mla(Node):
     }  # fmt: skip
 
     q_lora_rank: int | None = Field(
-        None, gt=0, le=_WIDEST, description="width of the queries' latent (DeepSeek-V3: 1536); left out, queries have none"
+        None, gt=0, le=_WIDEST, description="rank of the query latent (DeepSeek-V3: 1536); queries have no latent when omitted"
     )
     kv_lora_rank: int = Field(
-        512, gt=0, le=_WIDEST, description="width of the latent that keys and values share; it and the rotated key are what is cached"
+        512, gt=0, le=_WIDEST, description="rank of the latent that keys and values share; the KV cache holds it and the rotated key"
     )
     qk_rope_head_dim: int = Field(
-        64, gt=0, le=_WIDEST, multiple_of=2, description="rotated dimensions of a head; their key is one for all heads"
+        64, gt=0, le=_WIDEST, multiple_of=2, description="rotated dimensions of a head; all heads share their key"
     )
-    qk_nope_head_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key that have no positions")
+    qk_nope_head_dim: int = Field(128, gt=0, le=_WIDEST, description="dimensions of a head's query and key without positions")
     v_head_dim: int = Field(128, gt=0, le=_WIDEST, description="width of a head's value")
     rms_norm_eps: float = Field(
         1e-6,
@@ -140,14 +145,12 @@ class Mla(Node):
 
 
 class Mtp(Node):
-    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each."""
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that each predict one token further ahead."""
 
     renamed: ClassVar = {"layers": "num_nextn_predict_layers", "weight": "loss_weight"}
 
-    num_nextn_predict_layers: int = Field(
-        1, gt=0, le=_MOST_LAYERS, description="layers, each one token further ahead (GLM-4.x and DeepSeek-V3: 1)"
-    )
-    loss_weight: float = Field(0.3, gt=0, description="of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
+    num_nextn_predict_layers: int = Field(1, gt=0, le=_MOST_LAYERS, description="number of these layers (GLM-4.x and DeepSeek-V3: 1)")
+    loss_weight: float = Field(0.3, gt=0, description="weight of their mean loss; a phase may change it (GLM: 0.3, later 0.1)")
 
 
 class Model(Node):
@@ -162,22 +165,22 @@ class Model(Node):
     effect: ClassVar = read_by("pretrain", "tune", "evaluate", "export")
 
     preset: Annotated[str | None, NO_EFFECT, NOT_ARCHITECTURE] = Field(
-        None, description="a file of recipes/models to start from, by name, or a published config.json by path"
+        None, description="model preset: the name of a file in recipes/models, or the path of a config.json"
     )
     vocab_size: int | None = Field(
-        None, gt=0, le=_MOST_ENTRIES, description="rows of the embedding; derived from the tokenizer when left out"
+        None, gt=0, le=_MOST_ENTRIES, description="vocabulary size, the rows of the embedding; that of the tokenizer when omitted"
     )
     hidden_size: int | None = Field(None, gt=0, le=_WIDEST, description="width of the residual stream")
     num_hidden_layers: int | None = Field(None, gt=0, le=_MOST_LAYERS, description="transformer layers")
     num_attention_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="query heads")
     num_key_value_heads: int | None = Field(None, gt=0, le=_MOST_PARTS, description="key/value heads; fewer than heads is GQA, 1 is MQA")
-    head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and heads")
-    intermediate_size: int | None = Field(None, gt=0, le=_WIDEST, description="hidden width of the dense SwiGLU layers")
-    attention_bias: bool = Field(False, description="biases on query, key and value (never on the output)")
-    use_qk_norm: bool = Field(False, description="RMS norm on queries and keys, before RoPE")
+    head_dim: int | None = Field(None, gt=0, le=_WIDEST, description="width of one head; derived from hidden_size and num_attention_heads")
+    intermediate_size: int | None = Field(None, gt=0, le=_WIDEST, description="intermediate size of the dense SwiGLU layers")
+    attention_bias: bool = Field(False, description="biases on the query, key and value projections (never on the output)")
+    use_qk_norm: bool = Field(False, description="RMSNorm on queries and keys, before RoPE")
     qk_norm_over: Literal["head", "all_heads"] = Field(
         "head",
-        description="what qk_norm takes the mean square of: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
+        description="what the norm of use_qk_norm spans: each head, with one weight for all (Qwen3, GLM), or all heads at once (OLMo 2)",
     )
     norm_position: Literal["pre", "post"] = Field(
         "pre",
@@ -186,28 +189,27 @@ class Model(Node):
     )
     mla: Mla | None = None
     rope: Rope = Rope()
-    no_rope_layer_interval: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no positions (SmolLM3: 4); 0 is never")
-    sliding_window: Tokens | None = Field(None, description="window of the layers that slide; none slides when left out")
+    no_rope_layer_interval: int = Field(0, ge=0, le=_MOST_LAYERS, description="every n-th layer has no RoPE (SmolLM3: 4); 0 means none")
+    sliding_window: Tokens | None = Field(
+        None, description="window size of the sliding attention layers; full attention everywhere when omitted"
+    )
     layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = Field(
-        (), description="with a sliding window, which layers slide: one entry per layer, or fewer, which repeat; all slide when left out"
+        (),
+        description="with a sliding window, one entry per layer, or fewer, which repeat; all layers slide when omitted",
     )
     moe: Moe | None = None
     mtp: Mtp | None = None
-    tie_word_embeddings: bool = Field(False, description="the head is the embedding matrix")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMS norms")
+    tie_word_embeddings: bool = Field(False, description="the output head is the embedding matrix")
+    rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm, added to the mean square")
     initializer_range: Annotated[float, read_by("pretrain", "export"), NOT_ARCHITECTURE] = Field(
-        0.02, gt=0, description="standard deviation of the first weights"
+        0.02, gt=0, description="standard deviation of the initial weights"
     )
-    final_logit_softcapping: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 is off")
+    final_logit_softcapping: float = Field(0.0, ge=0, description="tanh cap on the logits; 0 turns it off")
     z_loss_weight: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, description="weight of the squared log-partition term (GLM: 1e-4)")
-    residual_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(
-        0.0, ge=0, lt=1, description="share of residual updates dropped in training"
-    )
-    attention_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(
-        0.0, ge=0, lt=1, description="share of attention weights dropped in training"
-    )
+    residual_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of residual updates")
+    attention_dropout: Annotated[float, NOT_ARCHITECTURE] = Field(0.0, ge=0, lt=1, description="dropout rate of attention weights")
     max_position_embeddings: Annotated[Tokens | None, read_by("evaluate", "export"), NOT_ARCHITECTURE] = Field(
-        None, description="longest context the exported model states; derived from the phases"
+        None, description="context length that the exported config.json states; derived from the phases"
     )
 
     @model_validator(mode="after")
@@ -272,7 +274,7 @@ class Model(Node):
         return self
 
     def has_positions(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) rotates: not under fraction 0, nor on every `no_rope_layer_interval`-th layer."""
+        """Whether the layer (counted from 0) has RoPE: not with partial_rotary_factor 0, nor every `no_rope_layer_interval`-th layer."""
         return self.rope.partial_rotary_factor > 0 and not (self.no_rope_layer_interval and (layer + 1) % self.no_rope_layer_interval == 0)
 
     def slides(self, layer: int) -> bool:

@@ -28,22 +28,24 @@ from lmworks.recipe.schema.units import Seconds
 class Recipe(Node):
     """One run, from raw text to served model."""
 
-    name: Annotated[str, read_by("export")] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run and of its directory")
-    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune")] = Field(
-        1, description="everything random follows from it: order of the data, first weights, samples"
+    name: Annotated[str, read_by("export")] = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run and of its directory"
     )
-    run_dir: Annotated[str | None, NO_EFFECT] = Field(None, description="derived: runs/NAME")
+    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune")] = Field(
+        1, description="random seed of the data order, the initial weights and the samples"
+    )
+    run_dir: Annotated[str | None, NO_EFFECT] = Field(None, description="run directory; runs/NAME when omitted")
     size: Annotated[str | None, NO_EFFECT] = Field(
         None,
-        description="the one dial: a parameter count such as '125M' from which model, budget, batch and rate derive; auto: the size for "
-        "which `time` is compute-optimal on this machine",
+        description="a parameter count such as '125M', from which model, token budget, batch size and learning rate are derived; auto: the "
+        "size that is compute-optimal for `time` on this machine",
     )
     time: Annotated[Seconds | None, RESUME_ONLY] = Field(
         None,
-        description="of `lmworks run` from start to end, such as 10min: the budgets of phases and tuning become proportions, and one "
-        "factor, from the speed measured before the first step, makes them fill it",
+        description="wall time of `lmworks run` from start to end, such as 10min: the token budgets of phases and tuning become "
+        "proportions, scaled by the speed that is measured before the first step",
     )
-    threads: Annotated[int | None, RESUME_ONLY] = Field(None, gt=0, description="CPU threads; derived from the machine")
+    threads: Annotated[int | None, RESUME_ONLY] = Field(None, gt=0, description="CPU threads; all cores of the machine when omitted")
     corpus: Corpus = Corpus()
     tokenizer: Tokenizer = Tokenizer()
     shards: Shards = Shards()

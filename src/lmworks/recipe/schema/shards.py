@@ -12,16 +12,17 @@ from lmworks.recipe.schema.units import Bytes, Duration, Tokens
 
 
 class Cache(Node):
-    """Blocks of token files on a fast local disk, for files on slow or remote storage; shared by the processes of a machine."""
+    """A cache of token blocks on a fast local disk, for shards on slow or remote storage; the processes of a machine share it."""
 
     renamed: ClassVar = {"bytes": "max_bytes", "ahead": "prefetch"}
 
     dir: str = Field(description="a folder on the local disk")
-    max_bytes: Bytes = Field(description="of token blocks, at most; indexes of documents come on top (20 bytes a document)")
+    max_bytes: Bytes = Field(description="maximum size of the cached token blocks; document indexes take another 20 bytes per document")
     remote: str | None = Field(
-        None, description="folder or fsspec URL with a copy of the run's shards folder; when left out, that folder itself is the slow one"
+        None,
+        description="folder or fsspec URL with a copy of the run's shards folder; without it, that folder itself is cached",
     )
-    prefetch: Duration = Field(Duration.parse("64 steps"), description="steps whose blocks are fetched before they are needed")
+    prefetch: Duration = Field(Duration.parse("64 steps"), description="number of steps whose blocks are fetched in advance")
 
     @model_validator(mode="after")
     def _in_steps(self) -> Cache:
@@ -38,19 +39,19 @@ class Shards(Node):
     shard_tokens: Tokens = Field(Tokens.parse("1B"), description="tokens per .bin file")
     imported: Annotated[dict[str, str], read_by("shards", "pretrain")] = Field(
         default_factory=dict,
-        description="further sources by name: folders that `lmworks data import` made, relative to the working directory; mixtures may "
-        "name them",
+        description="additional sources by name: folders written by `lmworks data import`, relative to the working directory; mixtures "
+        "may use them",
     )
     cache: Annotated[Cache | None, NO_EFFECT] = None
     packing: Annotated[Literal["concatenate", "best_fit"], read_by("pretrain")] = Field(
         "concatenate",
-        description="concatenate: end to end, cut into sequences; best_fit: no document is cut that fits, some padding (arXiv:2404.10830)",
+        description="concatenate: documents are joined, then cut; best_fit: documents that fit stay whole, padded (arXiv:2404.10830)",
     )
     max_epochs: Annotated[float, NO_EFFECT] = Field(
         40.0,
         gt=0,
-        description="most readings of a source in a phase; repeated text loses value after about 4, all of it by 40 (arXiv:2305.16264)",
+        description="maximum epochs over a source in a phase; repeated text loses value after about 4 epochs, all by 40 (arXiv:2305.16264)",
     )
     warn_epochs: Annotated[float, NO_EFFECT] = Field(
-        4.0, gt=0, description="readings of a source, in a phase or over all, above which a warning is printed"
+        4.0, gt=0, description="epochs over a source, in a phase or in all phases, above which a warning is printed"
     )

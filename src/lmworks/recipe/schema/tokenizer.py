@@ -12,26 +12,33 @@ from lmworks.recipe.schema.units import Bytes
 
 
 class Tokenizer(Node):
-    """Byte-pair merges over bytes (or characters), named special tokens and a chat template."""
+    """The tokenizer: byte-pair encoding over bytes or characters, special tokens, and a chat template."""
 
     effect: ClassVar = read_by("tokenizer", frozen=True)
 
     path: str | None = Field(
         None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
     )
-    vocab_size: int = Field(4096, ge=320, description="entries, special tokens included")
+    vocab_size: int = Field(4096, ge=320, description="number of entries, including special tokens")
     kind: Literal["bytes", "sentencepiece"] = Field(
         "bytes",
-        description="bytes: byte-level as in GLM-4.x. sentencepiece: characters, rare ones as bytes, each digit alone; encodes slower",
+        description="bytes: byte-level BPE as in GLM-4.x. sentencepiece: characters with byte fallback and single digits; slower to encode",
     )
-    special_tokens: int = Field(64, ge=36, description="GLM-4.x's 36, then 28 for roles, tools and code, then reserved ones")
-    sample_bytes: Bytes = Field(Bytes.parse("16MB"), description="text used for training, drawn by mixture weight")
+    special_tokens: int = Field(
+        64, ge=36, description="number of special tokens: GLM-4.x's 36, then 28 for roles, tools and code, then reserved ones"
+    )
+    sample_bytes: Bytes = Field(
+        Bytes.parse("16MB"), description="amount of text that the tokenizer is trained on, sampled by mixture weight"
+    )
     language_balance: float = Field(
-        0.7, ge=0, le=1, description="languages count by their share to this power: 1 as in the mixture, 0 all alike; code keeps its share"
+        0.7,
+        ge=0,
+        le=1,
+        description="exponent on the share of each language: 1 keeps the mixture, 0 weights all languages equally; code keeps its share",
     )
     max_words: int = Field(
-        2_000_000, ge=10_000, description="distinct words kept while counting, rarest forgotten first; about 0.5 kB of memory each"
+        2_000_000, ge=10_000, description="distinct words counted in training; the rarest are dropped first; about 0.5 kB of memory each"
     )
     chat_template: Annotated[Literal["brief", "glm-4.6"], read_by("tokenizer")] = Field(
-        "brief", description="glm-4.6: as published, each answer opens with its thoughts. brief: the same without empty thoughts"
+        "brief", description="glm-4.6: as published, each answer starts with its reasoning. brief: the same without empty reasoning"
     )

@@ -15,35 +15,37 @@ from lmworks.recipe.schema.units import Duration, Seconds, Tokens
 
 
 class LrSchedule(Node):
-    """The learning rate over one phase, as a share of the peak."""
+    """The learning rate schedule of one phase, as a factor on the peak learning rate."""
 
     renamed: ClassVar = {"final": "min_lr_ratio", "drops": "milestones", "drop_factor": "gamma"}
 
     kind: Literal["constant", "linear", "cosine", "wsd", "multistep"] = Field("wsd", description="shape of the curve after the warm-up")
-    warmup: Duration = Field(Duration.parse("2%"), description="linear, from where the phase before ended (0 at the start)")
-    decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the last part")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="share of the peak at the end (linear, cosine, wsd)")
-    milestones: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions of the drops in the phase")
-    gamma: float = Field(0.316, gt=0, lt=1, description="multistep: the rate after a drop relative to before it")
+    warmup: Duration = Field(
+        Duration.parse("2%"), description="linear warm-up, from the rate at the end of the phase before (0 at the start)"
+    )
+    decay: Duration = Field(Duration.parse("20%"), description="wsd: length of the decay at the end")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate relative to the peak (linear, cosine, wsd)")
+    milestones: tuple[float, ...] = Field((0.8, 0.9), description="multistep: positions in the phase at which the rate drops")
+    gamma: float = Field(0.316, gt=0, lt=1, description="multistep: factor on the rate at each milestone")
 
 
 class BatchRamp(Node):
-    """A batch that grows linearly at the start of a phase."""
+    """A batch size that grows linearly at the start of a phase."""
 
-    start: Tokens = Field(description="tokens per step at first")
-    over: Duration = Field(description="length of the growth")
-    rescale: Literal["none", "sqrt", "linear"] = Field("sqrt", description="how the rate follows the batch")
+    start: Tokens = Field(description="tokens per step at the start")
+    over: Duration = Field(description="length of the ramp")
+    rescale: Literal["none", "sqrt", "linear"] = Field("sqrt", description="how the learning rate scales with the batch size")
 
 
 class RopeChange(Node):
-    """A change of positions at a phase's first step; what is left out stays as it was."""
+    """A change of RoPE at the first step of a phase; keys that are omitted keep their value."""
 
     renamed: ClassVar = {"original_length": "original_max_position_embeddings"}
 
     theta: float | None = Field(None, gt=0, description="new base of the frequencies (ABF)")
-    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = Field(None, description="new kind of extension")
-    factor: float | None = Field(None, ge=1, description="new extension factor")
-    original_max_position_embeddings: Tokens | None = Field(None, description="context before the extension")
+    scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = Field(None, description="new scaling method")
+    factor: float | None = Field(None, ge=1, description="new scaling factor")
+    original_max_position_embeddings: Tokens | None = Field(None, description="context length before the extension")
 
     def apply(self, rope: Rope) -> Rope:
         """The positions after the change."""
@@ -65,7 +67,7 @@ def _check_weights(where: str, mixture: dict[str, float]) -> None:
 
 
 class MixtureChange(Node):
-    """Another mixture from a moment inside a phase on. For a run that has begun, use `lmworks data mixture` instead."""
+    """Another mixture from a point within a phase on. For a run that has begun, use `lmworks data mixture` instead."""
 
     at: Duration = Field(description="from the start of the phase; the first whole step at or after it")
     mixture: dict[str, float] = Field(description="weight of each source from then on; they sum to one")
@@ -77,10 +79,10 @@ class MixtureChange(Node):
 
 
 class EarlyStopping(Node):
-    """The end of a stage before its budget is used up, once validation no longer improves. The last weights are saved and go on to the
-    stages that follow."""
+    """Ends a stage before its budget is used up, once validation no longer improves. The last weights are saved, and later stages use
+    them."""
 
-    patience: int = Field(3, gt=0, description="validations in a row without an improvement after which the stage ends")
+    patience: int = Field(3, gt=0, description="consecutive validations without improvement after which the stage ends")
     min_delta: float = Field(0.0, ge=0, description="least improvement that counts, in the unit of the metric")
     metric: str | None = Field(
         None, pattern=r"^validation/.+",
@@ -100,7 +102,7 @@ class Ewc(Node):
 
 
 class Phase(Node):
-    """One stretch of pretraining."""
+    """One phase of pretraining, with a token budget, a mixture and a learning rate schedule of its own."""
 
     renamed: ClassVar = {
         "batch": "global_batch_size", "ramp": "batch_ramp", "schedule": "lr_schedule", "balance_rate": "bias_update_rate",
@@ -108,27 +110,27 @@ class Phase(Node):
     }  # fmt: skip
     effect: ClassVar = read_by("pretrain")
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="of the phase; the data order is drawn from it")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the phase; the data order depends on it")
     # The tokenizer's sample depends on the budgets too, but a longer run is no reason to retrain the tokenizer before the first step.
-    tokens: Annotated[Tokens, read_by("pretrain", "export")] = Field(description="budget")
-    mixture: Annotated[dict[str, float], read_by("tokenizer", "pretrain")] = Field(description="weight of each source; they sum to one")
-    mixture_changes: list[MixtureChange] = Field(default_factory=list, description="other mixtures from given moments of the phase on")
-    sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="context trained on")
+    tokens: Annotated[Tokens, read_by("pretrain", "export")] = Field(description="token budget")
+    mixture: Annotated[dict[str, float], read_by("tokenizer", "pretrain")] = Field(description="weight of each source; weights sum to one")
+    mixture_changes: list[MixtureChange] = Field(default_factory=list, description="changes of the mixture within the phase")
+    sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="tokens per sequence")
     global_batch_size: Tokens = Field(description="tokens per optimizer step, over all ranks and accumulation")
     batch_ramp: BatchRamp | None = None
-    learning_rate_scale: float = Field(1.0, gt=0, description="this phase's peak relative to optimizer.learning_rate")
+    learning_rate_scale: float = Field(1.0, gt=0, description="peak learning rate of this phase relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
     rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "evaluate", "export")] = None
     bias_update_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
     needle: Annotated[bool, NO_EFFECT] = Field(
-        False, description="validation also hides facts in held-out text and asks for them (metrics needle/...)"
+        False, description="validation also runs the needle-in-a-haystack test on held-out text (metrics needle/...)"
     )
     mtp_loss_weight: Annotated[float | None, read_by("pretrain", "tune")] = Field(
         None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)"
     )
-    ewc: Ewc | None = Field(None, description="hold on to what the phase before has taught")
+    ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of the phase before")
     save_every: Annotated[Duration | None, NO_EFFECT] = Field(
         None, description="replaces train.save_every in this phase; counted from its first step"
     )
@@ -138,16 +140,17 @@ class Phase(Node):
         _check_weights(f"phase {self.name}", self.mixture)
         if self.global_batch_size % self.sequence_length:
             raise ValueError(
-                f"phase {self.name}: batch {self.global_batch_size} is not a multiple of sequence_length {self.sequence_length}"
+                f"phase {self.name}: global_batch_size {self.global_batch_size} is not a multiple of sequence_length {self.sequence_length}"
             )
         if self.tokens < self.global_batch_size:
             raise ValueError(
                 f"phase {self.name}: the budget of {self.tokens} tokens is smaller than one step of {self.global_batch_size}; lower "
-                f"batch or raise it"
+                f"global_batch_size or raise tokens"
             )
         if self.batch_ramp and (self.batch_ramp.start % self.sequence_length or self.batch_ramp.start > self.global_batch_size):
             raise ValueError(
-                f"phase {self.name}: batch_ramp.start {self.batch_ramp.start} must be a multiple of sequence_length and at most batch"
+                f"phase {self.name}: batch_ramp.start {self.batch_ramp.start} must be a multiple of sequence_length and at most "
+                "global_batch_size"
             )
         return self
 
@@ -162,18 +165,18 @@ class Train(Node):
 
     init_from: Annotated[str | None, read_by("pretrain", "export", frozen=True)] = Field(
         None,
-        description="weights to begin with instead of random ones: of a Hugging Face folder, a run, or one of its checkpoints, "
-        "relative to the working directory; the shape of the model and the tokenizer come along, optimizer and schedule begin anew",
+        description="initial weights instead of random ones: a Hugging Face folder, a run, or one of its checkpoints, relative to the "
+        "working directory; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
     )
     # the order of the phases
     phases: Annotated[list[Phase], read_by("pretrain", "evaluate", "export")] = Field(default_factory=list)
     micro_batch_size: Annotated[int | None, RESUME_ONLY] = Field(
-        None, gt=0, description="sequences per forward and rank; derived; changes speed and memory, never the batch"
+        None, gt=0, description="sequences per forward pass on each rank; derived when omitted; changes speed and memory, never the batch"
     )
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], read_by("pretrain", "tune", "evaluate")] = Field(
         "auto",
-        description="of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and accumulated "
-        "gradients stay fp32",
+        description="precision of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and "
+        "accumulated gradients stay fp32",
     )
     compile: Annotated[Literal["auto"] | bool, RESUME_ONLY] = Field(
         "auto",
@@ -181,19 +184,21 @@ class Train(Node):
     )
     activation_checkpointing: Annotated[ActivationCheckpointing, RESUME_ONLY] = Field(
         ActivationCheckpointing(NONE),
-        description="what the backward recomputes: nothing, all but matrix products (selective), or whole layers (full); "
-        "with a share, such as 50% or selective 50%, in so many of the layers, spread evenly",
+        description="what the backward pass recomputes: nothing, all but matrix products (selective), or whole layers (full); "
+        "with a percentage, such as 50% or selective 50%, in that fraction of the layers, spread evenly",
     )
     deepspeed: Annotated[DeepSpeed | None, RESUME_ONLY] = None
     logit_chunk_size: Annotated[Tokens, RESUME_ONLY] = Field(
-        Tokens.parse("1024 tokens"), description="tokens whose logits exist at one time"
+        Tokens.parse("1024 tokens"), description="tokens whose logits are computed at one time"
     )
-    validate_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="distance between validations")
+    validate_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="interval between validations")
     validate_bytes_per_domain: Annotated[int, NO_EFFECT] = Field(
         65_536, gt=0, description="validation text per domain inside the run; the evaluation stage uses all of it"
     )
-    sample_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("25%"), description="distance between sample completions")
-    log_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("1 steps"), description="distance between metric lines")
-    save_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="distance between checkpoints")
-    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(None, description="also save when this long has passed")
-    early_stopping: EarlyStopping | None = Field(None, description="end pretraining early; validations come every train.validate_every")
+    sample_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("25%"), description="interval between sample completions")
+    log_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("1 steps"), description="interval between metric lines")
+    save_every: Annotated[Duration, NO_EFFECT] = Field(Duration.parse("10%"), description="interval between checkpoints")
+    save_every_seconds: Annotated[Seconds | None, NO_EFFECT] = Field(None, description="also save after this time")
+    early_stopping: EarlyStopping | None = Field(
+        None, description="end pretraining early, judged at each validation (train.validate_every)"
+    )

@@ -1,4 +1,4 @@
-"""Fingerprints of recipes, and what a resumed run may change."""
+"""Fingerprints of recipes, and the changes that a resumed run allows."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def require_allowed(changes: Sequence[Change], allowed: Sequence[str] = (), deri
     frozen = [change for change in changes if rule(change.keys) == "never"]
     if frozen:
         raise UserError(
-            f"the recipe changed what the weights of this run were trained with: {_named(frozen)}; no --allow can mend that, since "
+            f"the recipe changed what the weights of this run were trained with: {_named(frozen)}; no --allow permits that, since "
             "their tokens would mean something else: undo it, or choose another run_dir"
         )
     matter = [change for change in changes if not harmless(change)]
