@@ -1,9 +1,9 @@
 """Passages that occur more than once, within a document and across all (Lee et al. 2022, arXiv:2107.06499).
 
-A run of `length` units (words, or characters where a language has no spaces) that occurred earlier is cut, wherever it stands: the
-result is that of comparing all runs with all others, without holding them. First each text gives a few anchors, chosen by winnowing (Schleimer,
-Wilkerson and Aiken 2003): of the k-grams of every run of `length` units the one of the least hash, so that equal runs have an equal
-anchor. All runs are compared only near anchors that occur more than once.
+A run of `length` units (words, or characters where a language has no spaces) that occurred earlier is cut, wherever it stands. The result
+is that of comparing all runs with all others, without holding them in memory. First, each text gives a few anchors, chosen by winnowing
+(Schleimer, Wilkerson and Aiken 2003): of the k-grams of every run of `length` units the one with the least hash, so that equal runs have
+an equal anchor. Runs are then compared only near anchors that occur more than once.
 """
 
 from __future__ import annotations
