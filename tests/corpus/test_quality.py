@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from lmworks.corpus.document import Batch, Document, Drop
 from lmworks.corpus.quality.classifier import Classifier, grams
-from lmworks.corpus.quality.examples import labelled, sample
+from lmworks.corpus.quality.examples import labeled, sample
 from lmworks.corpus.quality.measure import measure
 from lmworks.corpus.quality.train import score_texts, train
 from lmworks.corpus.steps.base import Context
@@ -72,7 +72,7 @@ def test_it_tells_prose_from_the_same_words_in_any_order(prose: list[str], metho
 
 @pytest.mark.parametrize("method", ["logistic", "contrastive"])
 def test_scores_are_probabilities_also_where_labels_are_often_wrong(prose: list[str], method: str) -> None:
-    """One label in five is turned round, so that none can be sure: of fresh documents that score 0.7, 7 in 10 must be labelled good."""
+    """One label in five is turned round, so that none can be sure: of fresh documents that score 0.7, 7 in 10 must be labeled good."""
     draw = random.Random(3)
     modules = [path.read_text("utf-8", "replace") for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("[a-s]*.py"))[:900]]
     code = [text[start : start + 300] for text in modules for start in range(1000, min(len(text) - 300, 6000), 1000)]
@@ -217,13 +217,13 @@ def test_labels_come_as_words_truths_and_scores(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps({"text": f"text {number}", "label": label}) + "\n" for number, label in enumerate(labels)))
         return str(path)
 
-    good, bad = labelled(write(True, False, "good", "bad", 1, 0, 1.0, "hq"), "label", None, 100, 0)
+    good, bad = labeled(write(True, False, "good", "bad", 1, 0, 1.0, "hq"), "label", None, 100, 0)
     assert sorted(good) == ["text 0", "text 2", "text 4", "text 6", "text 7"] and sorted(bad) == ["text 1", "text 3", "text 5"]
-    good, bad = labelled(write(0, 2.5, 3, 5, 1), "label", 3, 100, 0)
+    good, bad = labeled(write(0, 2.5, 3, 5, 1), "label", 3, 100, 0)
     assert (sorted(good), sorted(bad)) == (["text 2", "text 3"], ["text 0", "text 1", "text 4"])
     with pytest.raises(UserError, match=r"labels.jsonl:2 has the score 4; say from which score on a document is good with --minimum"):
-        labelled(write(0, 4), "label", None, 100, 0)
+        labeled(write(0, 4), "label", None, 100, 0)
     with pytest.raises(UserError, match=r"labels.jsonl:1 has the label 'meh'; labels are true or false"):
-        labelled(write("meh"), "label", None, 100, 0)
+        labeled(write("meh"), "label", None, 100, 0)
     with pytest.raises(UserError, match=r"has no 'score'; name the column of the labels with --label-key"):
-        labelled(write(1), "score", None, 100, 0)
+        labeled(write(1), "score", None, 100, 0)

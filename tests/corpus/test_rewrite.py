@@ -139,7 +139,7 @@ def test_nothing_is_asked_twice(endpoint: Endpoint, tmp_path: Path) -> None:
 def test_a_stop_in_the_middle_keeps_what_was_answered(endpoint: Endpoint, tmp_path: Path) -> None:
     run(tmp_path, node(endpoint.url), TEXTS[:5])
     endpoint.failures = [500]
-    with pytest.raises(UserError, match=r"has no answer from http\S+ \(.*the answers so far are kept in .*answers"):
+    with pytest.raises(UserError, match=r"has no answer from http\S+ \(.*the answers so far are cached in .*answers"):
         run(tmp_path, node(endpoint.url, retries=0, concurrency=1), TEXTS)
     kept = len(list((tmp_path / "answers").rglob("*.json")))
     asked = len(endpoint.asked)

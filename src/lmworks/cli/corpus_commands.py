@@ -37,11 +37,11 @@ class _Texts:
 
     def read(self) -> tuple[list[str], list[str]]:
         """The good and the bad."""
-        from lmworks.corpus.quality.examples import labelled, sample
+        from lmworks.corpus.quality.examples import labeled, sample
         from lmworks.recipe.loading.load import load_recipe
 
         if self.labels and not (self.good or self.bad):
-            return labelled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)
+            return labeled(self.labels, self.label_key, self.minimum, 2 * self.most, self.seed, self.text_key)
         if self.labels or not (self.good and self.bad):
             raise UserError("give either --labels PATH, or both --good and --bad with a path or (with --recipe) the name of a source")
         found = load_recipe(self.recipe, corpus_only=True).recipe if self.recipe else None

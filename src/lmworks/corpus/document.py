@@ -1,4 +1,4 @@
-"""What steps work on: documents, some at a time, and what may become of one."""
+"""Documents, batches of them that steps process, and the outcomes of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_VARIANTS = 255  # of one document
 
 @dataclass(slots=True)
 class Document:
-    """A text with its identity, where it came from, and what readers and steps have learnt about it. Never changed in place.
+    """A text with its identity, where it came from, and what readers and steps have learned about it. Never changed in place.
 
     `id` is SOURCE/PART/NUMBER, with .VARIANT behind it if it was made of another, and `origin` the file (or member) and row. `facts` are
     by name: what a reader gives (`url`, `path`,
@@ -34,12 +34,12 @@ class Document:
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     def with_text(self, text: str) -> Document:
-        """The same document saying something else (itself, if it is the same text)."""
+        """The same document with another text (itself, if the text is equal)."""
         same = text == self.text
         return self if same else Document(self.id, text, self.origin, self.source, self.domain, self.language, self.facts)
 
     def with_facts(self, language: str | None = None, **facts: Fact) -> Document:
-        """The same text, about which more is known."""
+        """The same document with further facts."""
         return Document(
             self.id, self.text, self.origin, self.source, self.domain, language or self.language, {**self.facts, **facts}
         )
@@ -47,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The document goes no further. `reason` is a short name that is counted; `detail` is shown beside a sample.
+    """The document is dropped. `reason` is a short name that is counted; `detail` is shown beside a sample.
 
     `facts` are what the step has measured of it: the distribution of a statistic then covers what was dropped by it, too.
     """
@@ -70,7 +70,7 @@ class Variants:
 
 
 Outcome = Document | Drop | Variants
-"""What a step makes of one document."""
+"""The outcome of a step for one document."""
 
 
 def split_id(identity: str) -> tuple[str, int, int, int]:
@@ -89,7 +89,7 @@ def variant_id(original: str, variant: int) -> str:
 
 
 class Batch:
-    """Documents of one source that go through a step together; what several steps need of their texts is computed once."""
+    """Documents of one source that go through a step together; data that several steps need of their texts is computed once."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
@@ -103,7 +103,7 @@ class Batch:
 
     @cached_property
     def compared(self) -> Units:
-        """The same with the symbols of lines that are made of them: what tells copies apart."""
+        """The same with the symbols of lines that are made of them: used to compare documents."""
         from lmworks.corpus.units import units
 
         return units([document.text for document in self.documents], "lines")

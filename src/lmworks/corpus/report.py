@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _MOST_SOURCES = 12
 _MOST_REASONS = 3
-_MOST_TOLD, _PASSAGE = 8, 80
+_MOST_LEAKS, _PASSAGE = 8, 80
 
 
 @dataclass
@@ -49,7 +49,7 @@ class SourceReport:
 
     def add_written(self, counts: Mapping[str, Any]) -> None:
         """The counts of the pass `write` for a part; those of `read` for all parts have come before."""
-        own = [passage.step for passage in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
+        own = [step.step for step in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
         self._add_steps(counts["steps"], own)
         for split, found in self.outputs.items():
             merge(found, counts[split])
@@ -64,8 +64,8 @@ class SourceReport:
     def dropped(self) -> Counts:
         """By reason, over all steps."""
         found: Counts = {}
-        for passage in self.steps:
-            for reason, one in passage.dropped.items():
+        for step in self.steps:
+            for reason, one in step.dropped.items():
                 found.setdefault(reason, Count()).add(one.bytes, one.documents)
         return found
 
@@ -78,7 +78,7 @@ class SourceReport:
         return total(self.outputs["validation"].values())
 
     def as_json(self) -> dict[str, Any]:
-        steps = [{**asdict(passage), "left": asdict(passage.left)} for passage in self.steps]
+        steps = [{**asdict(step), "left": asdict(step.left)} for step in self.steps]
         return {**asdict(self), "steps": steps, "train": asdict(self.train), "validation": asdict(self.validation)}
 
 
@@ -109,7 +109,7 @@ class Report:
 
 
 def total(counts: Iterable[Count]) -> Count:
-    """The sum."""
+    """The sum of counts."""
     found = Count()
     for one in counts:
         found.add(one.bytes, one.documents)
@@ -136,18 +136,18 @@ def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
     if source.not_drawn.documents:
         before, left = left, Count(left.documents - source.not_drawn.documents, left.bytes - source.not_drawn.bytes)
         yield "max_bytes", before, left, "not drawn"
-    for passage in source.steps:
-        added = f"{passage.added.documents:,} variants added; " if passage.added.documents else ""
-        yield passage.step, passage.came, passage.left, added + _most(passage.dropped)
+    for step in source.steps:
+        added = f"{step.added.documents:,} variants added; " if step.added.documents else ""
+        yield step.step, step.came, step.left, added + _most(step.dropped)
 
 
-def _told(report: Report) -> Iterator[tuple[str, str, str]]:
-    """What the gate has let pass, and what it has found very often: (protected text, documents, what became of them)."""
+def _contamination_rows(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Frequent leaks and exempted boilerplate: (protected text, documents, remark)."""
     leaks = [one for one in report.widespread if not one["let_pass"]]
-    for one in leaks[:_MOST_TOLD]:
+    for one in leaks[:_MOST_LEAKS]:
         yield one["against"], f"{one['documents']:,}", f"a leak, however frequent: {_quoted(one['passage'])}"
-    if len(leaks) > _MOST_TOLD:
-        yield "more passages", "", f"{len(leaks) - _MOST_TOLD} in report.json under widespread"
+    if len(leaks) > _MOST_LEAKS:
+        yield "more passages", "", f"{len(leaks) - _MOST_LEAKS} in report.json under widespread"
     if passed := [one for one in report.widespread if one["let_pass"]]:
         most = max(passed, key=lambda one: one["documents"])
         what = f"{len(passed)} passages of held-out text let pass as boilerplate (report.json, widespread); the most frequent: "
@@ -156,13 +156,13 @@ def _told(report: Report) -> Iterator[tuple[str, str, str]]:
         yield one["set"], "", f"{one['runs']:,} runs that its items share are not looked for: {_quoted(one['passage'])}"
 
 
-def _greedy(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Rules that took more than half of what came to them of a source: (source, documents, what to do)."""
+def _rows_of_strict_rules(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Rules that dropped more than half of a source's documents: (source, documents, advice)."""
     for source in report.sources:
-        for passage in (one for one in source.steps if one.step == "rules"):
-            for reason, one in passage.dropped.items():
-                if 2 * one.documents > passage.came.documents:
-                    what = f"of {passage.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); "
+        for step in (one for one in source.steps if one.step == "rules"):
+            for reason, one in step.dropped.items():
+                if 2 * one.documents > step.came.documents:
+                    what = f"of {step.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); "
                     yield source.name, f"{one.documents:,}", what + "if they are sound, choose another domain or rules (docs/rules.md)"
 
 
@@ -188,7 +188,7 @@ def table(report: Report) -> Table:
         if len(report.sources) <= _MOST_SOURCES:
             for step, came, left, reasons in _rows(source):
                 if came == left:
-                    continue  # report.json has the steps that took nothing, too
+                    continue  # report.json also has the steps that dropped nothing
                 shown.add_row(f"  {step}", *_numbers(came, left), reasons, style="dim")
         shown.add_row("  held out", "", "", *_numbers(source.validation, source.validation)[:2], "", style="dim")
     came, kept = total(one.came for one in report.sources), total(one.train for one in report.sources)
@@ -198,7 +198,7 @@ def table(report: Report) -> Table:
         shown.add_row(Text(name, "yellow"), Text("missing", "yellow"), "", "", "", why)
     for name, why in report.unread.items():
         shown.add_row(Text(name, "yellow"), Text("not protected", "yellow"), "", "", "", why)
-    for against, documents, what in (*_greedy(report), *_told(report)):
+    for against, documents, what in (*_rows_of_strict_rules(report), *_contamination_rows(report)):
         shown.add_row(Text(against, "yellow"), documents, "", "", "", what)
     memory = f"comparing all documents held {report.bytes_per_document:.0f} bytes of memory for each"
     shown.caption = "\n".join([memory, *report.advice])

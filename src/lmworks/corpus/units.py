@@ -1,4 +1,4 @@
-"""Text to word hashes, many documents at a time in numpy: the one tokenisation behind the rules, near-duplicates and contamination.
+"""Text to word hashes, many documents at a time in numpy: the one tokenization behind the rules, near-duplicates and contamination.
 
 A unit is a run of letters, digits, marks and underscores, case folded; in scripts written without spaces (Han, kana, Thai, Lao, Khmer,
 Burmese) each character is a unit of its own, so an n-gram of units is one of words or of characters, as the text itself asks.
@@ -121,7 +121,7 @@ class Units:
 
 
 def units(texts: Sequence[str], symbols: Symbols = "") -> Units:
-    """Split texts into hashed units, vectorised over all of them; see above for `symbols`."""
+    """Split texts into hashed units, vectorized over all of them; see above for `symbols`."""
     _, values_of, symbol_values_of, _ = _tables()
     codes, kinds, firsts = _kinds(texts)
     word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0

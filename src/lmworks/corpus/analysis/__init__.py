@@ -1,5 +1,5 @@
-"""What can be known about a corpus that has been made: its figures, samples of it, the way of one document, what differs from another.
+"""Inspection of a prepared corpus: statistics, samples, the trace of one document, and differences from another corpus.
 
-Everything is read from what the corpus stage has left (decisions/, train/, validation/, report.json, staging/job.json) and, for text that
-was dropped, from the sources again.
+Everything is read from the output of the corpus stage (decisions/, train/, validation/, report.json, staging/job.json) and, for dropped
+text, from the sources again.
 """

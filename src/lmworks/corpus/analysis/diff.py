@@ -1,4 +1,4 @@
-"""`lmworks corpus diff`: which documents one corpus has and another has not, and what was decided otherwise."""
+"""`lmworks corpus diff`: the documents that only one of two corpora has, and the decisions that differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass
 class SourceDifference:
-    """What differs in one source. `same` are documents that both have in the same place, `renamed` those of them with another origin."""
+    """The differences in one source. `same` counts documents in the same place in both, `renamed` those of them with another origin."""
 
     name: str
     before: int = 0
@@ -68,7 +68,7 @@ def _compare(difference: SourceDifference, before: Records, after: Records, labe
     for by_origin in (True, False):
         old, new = before.kept(), after.kept()
         left, right = _matched(*((one.texts_at_origins() if by_origin else occurrences(one.rows["text"])) for one in (old, new)))
-        same = _tell_of_equal_texts(difference, old.some(left), new.some(right), labels)
+        same = _compare_equal_texts(difference, old.some(left), new.some(right), labels)
         difference.renamed += 0 if by_origin else same
         before, after = before.without(before.kept_places()[left]), after.without(after.kept_places()[right])
     left, right = _matched(before.keys, after.keys)
@@ -90,7 +90,7 @@ def _matched(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return left, right
 
 
-def _tell_of_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: Labels) -> int:
+def _compare_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: Labels) -> int:
     """Documents with the same texts, side by side; returns how many are in the same place."""
     same_place = old.rows["output"] == new.rows["output"]
     moved = np.flatnonzero(~same_place)
@@ -101,12 +101,12 @@ def _tell_of_equal_texts(difference: SourceDifference, old: Records, new: Record
 
 
 def _in_other_sources(found: dict[str, SourceDifference], old: Records, new: Records, labels: Labels) -> None:
-    """Match what is left by its text; what still is, is lost or gained."""
+    """Match the remaining documents by text across sources; those without a match are lost or gained."""
     left, right = _matched(occurrences(old.rows["text"]), occurrences(new.rows["text"]))
     lost, gained = old.without(left), new.without(right)
     for name, difference in found.items():
         mine = old.rows["source"][left] == labels.source(name)
-        _tell_of_equal_texts(difference, old.some(left[mine]), new.some(right[mine]), labels)
+        _compare_equal_texts(difference, old.some(left[mine]), new.some(right[mine]), labels)
         gone, come = lost.of(labels.source(name)), gained.of(labels.source(name))
         _group(difference, "lost", gone, gone.unread(), "fate", labels)
         _group(difference, "gained", come.unread(), come, "fate", labels)
@@ -126,10 +126,10 @@ def _group(difference: SourceDifference, kind: str, before: Records, after: Reco
 
 
 def differs(differences: Iterable[SourceDifference]) -> bool:
-    """Whether anything does."""
+    """Whether there is any difference."""
     return any(difference.groups for difference in differences)
 
 
 def as_json(differences: Iterable[SourceDifference]) -> list[dict[str, Any]]:
-    """For machines."""
+    """The differences as JSON values."""
     return [asdict(difference) for difference in differences]

@@ -1,4 +1,4 @@
-"""What is counted of one part of a corpus: the decisions, and where asked the texts, before and after."""
+"""Counts of one part of a corpus: decisions and, on request, texts before and after the steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VARIANTS, _NUMBERS, _PARTS = 8, 28, 18  # bits of a packed id; the rest are for
 
 
 def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: CountTokens | None) -> tuple[Tally, str | None]:
-    """What is counted of one part; `texts` says whether its texts are looked at, too.
+    """The counts of one part; `texts` says whether its texts are read too.
 
     Second: None, or why the texts that were dropped could not be read again; those that were kept are measured all the same.
     """
@@ -107,7 +107,7 @@ def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
 
 
 def unpacked(corpus: Prepared, value: int) -> str:
-    """The id again."""
+    """The inverse of `packed`: the id as text."""
     value, variant = divmod(value, 1 << _VARIANTS)
     name = corpus.job.sources[value >> (_PARTS + _NUMBERS)].name
     return variant_id(f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}", variant)
@@ -120,7 +120,7 @@ class _Measure:
         self._model, self._count_tokens = model, count_tokens
 
     def add(self, texts: Sequence[str], belongs: Sequence[Sequence[Texts]], skip: Sequence[bool] = ()) -> None:
-        """Of each text the figures that it counts in; `skip` is true for those that the reference model has learnt."""
+        """Of each text the figures that it counts in; `skip` is true for those that the reference model has learned."""
         sizes = [len(text.encode()) for text in texts]
         words = np.diff(units(texts).bounds).tolist()
         tokens = list(self._count_tokens(texts)) if self._count_tokens else [0] * len(texts)

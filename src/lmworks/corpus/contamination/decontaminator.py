@@ -1,4 +1,7 @@
-"""The gate: what is protected, what training text has of it, and which documents must go. See the package for the rules."""
+"""The decontaminator holds protected text, scans training text for it, and decides which documents are contaminated.
+
+The docstring of the package states the rules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the gate reads a document: without markup between its words, and where it is an escaped dump, unescaped as well."""
+"""The forms in which a document is scanned: without markup between its words and, for an escaped dump, unescaped as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents that are the same by a key: the normalised text, or the normalised address."""
+"""Documents that are the same by a key: the normalized text, or the normalized address."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lmworks.corpus.dedup.sketch import Sketching, similarity
 
-NEIGHBOURS = 32
+NEIGHBORS = 32
 _PAIRS = 1 << 14
 _SHINGLES = 1 << 20
 
@@ -29,14 +29,14 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
     order, ranked = order[crowd], ranked[crowd]  # singles are most of all rows, and done
     bucket = np.concatenate(([0], np.cumsum(ranked[1:] != ranked[:-1])))[: len(order)]
     found = []
-    for step in range(1, NEIGHBOURS + 1):
+    for step in range(1, NEIGHBORS + 1):
         equal = bucket[step:] == bucket[:-step]
         if not equal.any():
             break
         found.append(np.stack((order[:-step][equal], order[step:][equal]), axis=1))
     else:
         heads = np.searchsorted(bucket, bucket, side="left")
-        far = np.arange(len(order)) - heads > NEIGHBOURS
+        far = np.arange(len(order)) - heads > NEIGHBORS
         found.append(np.stack((order[heads], order), axis=1)[far])
     pairs = np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
     return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]

@@ -1,4 +1,4 @@
-"""Documents that say the same in other words: near neighbours among embeddings, found inside clusters (SemDeDup, Abbas et al. 2023).
+"""Semantic deduplication: near neighbors among embeddings, found inside clusters (SemDeDup, Abbas et al. 2023).
 
 An embedding is either the document's words, each a random direction of its own (a random projection of the bag of words: Achlioptas 2003),
 which needs no model and sees through another order and some other words; or what a sentence-embedding model makes of it.
@@ -50,7 +50,7 @@ def hashed(units: Units, dimensions: int) -> np.ndarray:
 def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
     """(N,) for each row the first row kept that is at least `threshold` alike (cosine) in its cluster; itself if there is none.
 
-    A row is compared with rows that are kept, so that likeness is not handed on from neighbour to neighbour. With up to `per_cluster`
+    A row is compared with rows that are kept, so that likeness is not handed on from neighbor to neighbor. With up to `per_cluster`
     rows all are compared with all; beyond that k-means makes clusters of about this size, and a pair that it parts is not found.
     Rows of one value in `originals` are not compared with each other.
     """
@@ -84,7 +84,7 @@ def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarra
 
 
 def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
-    """(N,) spherical k-means (Dhillon and Modha 2001) on a sample, then each row to its nearest centre.
+    """(N,) spherical k-means (Dhillon and Modha 2001) on a sample, then each row to its nearest center.
 
     By hand, because the sums of scikit-learn's threads come in another order each time, and a corpus must come out the same.
     """
@@ -92,19 +92,19 @@ def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
         return np.zeros(len(vectors), dtype=np.int64)
     draw = np.random.default_rng(seed)
     sample = vectors[np.sort(draw.choice(len(vectors), min(len(vectors), count * _SAMPLE_PER_CLUSTER), replace=False))].astype(np.float32)
-    centres = sample[draw.choice(len(sample), count, replace=False)]
+    centers = sample[draw.choice(len(sample), count, replace=False)]
     for _ in range(_ROUNDS):
-        nearest = _nearest(sample, centres)
-        sums = np.zeros_like(centres)
+        nearest = _nearest(sample, centers)
+        sums = np.zeros_like(centers)
         np.add.at(sums, nearest, sample)
-        centres = np.where(np.bincount(nearest, minlength=count)[:, None] > 0, _unit(sums), centres)
+        centers = np.where(np.bincount(nearest, minlength=count)[:, None] > 0, _unit(sums), centers)
     starts = range(0, len(vectors), _BLOCK)
     blocks = (vectors[np.arange(start, min(start + _BLOCK, len(vectors)))].astype(np.float32) for start in starts)
-    return np.concatenate([_nearest(block, centres) for block in blocks])
+    return np.concatenate([_nearest(block, centers) for block in blocks])
 
 
-def _nearest(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    return np.concatenate([(rows[start : start + _BLOCK] @ centres.T).argmax(axis=1) for start in range(0, len(rows), _BLOCK)])
+def _nearest(rows: np.ndarray, centers: np.ndarray) -> np.ndarray:
+    return np.concatenate([(rows[start : start + _BLOCK] @ centers.T).argmax(axis=1) for start in range(0, len(rows), _BLOCK)])
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:

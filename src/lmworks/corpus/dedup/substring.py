@@ -1,9 +1,9 @@
-"""Passages that stand more than once, within a document and across all (Lee et al. 2022, arXiv:2107.06499).
+"""Passages that occur more than once, within a document and across all (Lee et al. 2022, arXiv:2107.06499).
 
-A run of `length` units (words, or characters where a language has no spaces) that stood earlier is cut, wherever it stands: the result is
-that of comparing all runs with all others, without holding them. First each text gives a few anchors, chosen by winnowing (Schleimer,
-Wilkerson and Aiken 2003): of the k-grams of every run of `length` units the one of the least hash, so that equal runs have an equal
-anchor. Only near anchors that occur more than once are all runs looked at.
+A run of `length` units (words, or characters where a language has no spaces) that occurred earlier is cut, wherever it stands. The result
+is that of comparing all runs with all others, without holding them in memory. First, each text gives a few anchors, chosen by winnowing
+(Schleimer, Wilkerson and Aiken 2003): of the k-grams of every run of `length` units the one with the least hash, so that equal runs have
+an equal anchor. Runs are then compared only near anchors that occur more than once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
 
 
 def later(hashes: np.ndarray) -> np.ndarray:
-    """(R,) bool: the runs, in order of priority, that stood earlier."""
+    """(R,) bool: the runs, in order of priority, that occurred earlier."""
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(hashes), dtype=bool)
     again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]
@@ -82,7 +82,7 @@ def later(hashes: np.ndarray) -> np.ndarray:
 
 
 def within(batch: Units, document: int, length: int) -> np.ndarray:
-    """Units of one document where runs begin that stood earlier in it."""
+    """Units of one document where runs begin that occurred earlier in it."""
     hashes = batch.hashes_of(document)
     return np.flatnonzero(later(ngrams(hashes, length))) if len(hashes) > length else np.zeros(0, dtype=np.int64)
 

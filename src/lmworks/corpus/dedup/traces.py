@@ -1,4 +1,4 @@
-"""What stays of each document for comparing it with all others: keys of its text and address, and its sketch. One Arrow file per part,
+"""The data of each document that is compared with all others: keys of its text and URL, and its sketch. One Arrow file per part,
 memory-mapped, so that memory grows with what is looked at.
 """
 
@@ -27,7 +27,7 @@ _ROWS = 1 << 14  # whose bands are worked out together
 
 
 def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
-    """How the documents of a recipe are sketched (None: not at all); its bands serve the lowest threshold of any source."""
+    """The sketch settings of a recipe (None without MinHash); the bands fit the lowest threshold of any source."""
     if dedup.minhash is None:
         return None
     own = [source.dedup.threshold for source in sources if source.dedup.minhash and source.dedup.threshold is not None]

@@ -1,1 +1,1 @@
-"""Learned quality: a linear classifier on hashed n-grams of words, how it is trained, and how well it does."""
+"""Learned quality: a linear classifier on hashed n-grams of words, its training and its evaluation."""

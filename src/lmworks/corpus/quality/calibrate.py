@@ -1,4 +1,4 @@
-"""From evidence to probabilities that hold: of the documents that score 0.7, 7 in 10 are good."""
+"""Calibration: maps evidence to probabilities, so that of the documents that score 0.7, 7 in 10 are good."""
 
 from __future__ import annotations
 

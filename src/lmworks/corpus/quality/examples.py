@@ -19,7 +19,7 @@ from lmworks.recipe.schema.recipe import Recipe
 
 _PART_BYTES = 16_000_000
 _MOST_BYTES = 16_000_000
-_SPARE = 4  # times as many documents are looked at as are taken, so that neighbours in a file are not all that is seen
+_SPARE = 4  # times as many documents are looked at as are taken, so that neighbors in a file are not all that is seen
 _YES, _NO = {"true", "yes", "good", "positive", "hq", "1"}, {"false", "no", "bad", "negative", "lq", "0"}
 
 
@@ -34,7 +34,7 @@ def sample(name: str, most: int, seed: int, recipe: Recipe | None = None, text_k
     return [text for _, text in sorted(found)[:most]]
 
 
-def labelled(path: str, label_key: str, minimum: float | None, most: int, seed: int, text_key: str = "text") -> tuple[list[str], list[str]]:
+def labeled(path: str, label_key: str, minimum: float | None, most: int, seed: int, text_key: str = "text") -> tuple[list[str], list[str]]:
     """(good, bad) texts of the rows at `path` (jsonl or parquet), at most `most` in all.
 
     A label is true or false, a word for it, or a number; a number other than 0 and 1 needs `minimum`, from which on it is good.

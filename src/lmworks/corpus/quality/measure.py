@@ -1,4 +1,4 @@
-"""How well scores tell good documents from bad ones: discrimination, calibration, and what each threshold keeps, with 95% intervals."""
+"""Evaluation of quality scores: discrimination, calibration, and what each threshold keeps, with 95% intervals."""
 
 from __future__ import annotations
 

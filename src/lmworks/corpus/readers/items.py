@@ -1,4 +1,4 @@
-"""What a reader hands over: a document, or something that is none and is counted."""
+"""The items that readers yield: documents, and rows that are none, with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXCERPT = 400
 
 
 class Unavailable(UserError):
-    """A source that cannot be had here (no network, no package). Fatal unless the source is `optional`."""
+    """A source that is not available here (no network, no package). Fatal unless the source is `optional`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Item:
 
 
 def broken(reason: str, origin: str, sample: str | bytes, consumed: int = 0) -> Item:
-    """An item for quarantine, with what can be shown of it."""
+    """An item for quarantine, with an excerpt."""
     excerpt = sample[:EXCERPT]
     text = excerpt.decode("utf-8", "replace") if isinstance(excerpt, bytes) else excerpt.encode("utf-8", "replace").decode()
     return Item(text, origin, consumed, reason)

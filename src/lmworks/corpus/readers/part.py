@@ -48,7 +48,7 @@ def _path(name: str | dict[str, str]) -> str:
 
 
 def packed(files: Iterable[File], part_bytes: int) -> Iterator[Part]:
-    """Neighbouring files together until they reach `part_bytes`."""
+    """Neighboring files together until they reach `part_bytes`."""
     group: list[File] = []
     size = 0
     for file in files:
@@ -62,7 +62,7 @@ def packed(files: Iterable[File], part_bytes: int) -> Iterator[Part]:
 
 
 def spans(sizes: Iterable[int], part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, size): neighbouring pieces of these sizes together until they reach `part_bytes`."""
+    """(first, last, size): neighboring pieces of these sizes together until they reach `part_bytes`."""
     first = last = size = 0
     for last, piece in enumerate(sizes, start=1):
         if last - 1 > first and size + piece > part_bytes:

@@ -23,7 +23,7 @@ def cache_directory() -> Path:
 
 
 def wheel(package: str, sha256: str) -> Path:
-    """Path of the wheel NAME==VERSION with this hash, from the cache or by `pip download` (which honours the user's index settings).
+    """Path of the wheel NAME==VERSION with this hash, from the cache or by `pip download` (which honors the user's index settings).
 
     Raises Unavailable if it cannot be fetched, UserError if what was fetched is another file.
     """

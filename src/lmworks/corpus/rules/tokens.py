@@ -22,7 +22,7 @@ from lmworks.corpus.units import mix
 SENTENCE_ENDS = frozenset(".!?։؝؞؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡")
 
 _ODD = 0x9E3779B97F4A7C15
-_MOST_CHARACTERS = 1 << 24  # remembered, then all is forgotten and learnt again
+_MOST_CHARACTERS = 1 << 24  # remembered, then all is forgotten and learned again
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _OPEN = re.compile(r"\.\.+|…|[\"'“”‘’„«»`´(\[{<*#&§%=¿¡,:;!?\])}>_$£€¥₹—–。、，！？：；「」『』（）《》【】·]|\+(?!\d)")
 _CLOSERS = frozenset("\"'“”‘’„«»`´([{<)]}>*#&…,:;!?¿¡$£€_—–。、，！？：；「」『』（）《》【】·")
