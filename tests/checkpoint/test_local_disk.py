@@ -158,7 +158,7 @@ def copy_on(folder: str) -> str:
         if not here.is_first:
             return "data-00003, told to the first of each machine"
         with pytest.raises(OSError, match="is on no machine") as caught:
-            copy_to.copy_checkpoint(here.place / listing.name_of(1), f"{folder}/far", here.copying)
+            copy_to.copy_checkpoint(here.place / listing.name_of(1), f"{folder}/far", here.copy_to_communicator)
     return str(caught.value)
 
 
