@@ -111,7 +111,7 @@ class IndexedFile:
         self.data: Data = MappedData(bin_path) if data is None else data
         promised = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if sequences else 0
         if len(self.data) != promised:
-            raise damaged(bin_path, f"has {len(self.data)} bytes where its index asks for {promised}")
+            raise damaged(bin_path, f"has {len(self.data)} bytes where its index states {promised}")
         self._count = promised // self.dtype.itemsize
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ def token_files(kind: Format, path: Path) -> list[Path]:
         path = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx") + ".idx")
     found = sorted(path.rglob(f"*{ending}")) if path.is_dir() else [path] if path.exists() else []
     if not found:
-        raise UserError(f"{path} is not a {kind} token file, and contains none (*{ending})")
+        raise UserError(f"{path} is not a token file of {kind}, and contains none (*{ending})")
     return found
 
 
