@@ -118,7 +118,7 @@ def copy_checkpoint(source: Path, target: str, communicator: Communicator | None
 
 def _finish(place: _Directory | _Url, source: Path, absent: list[str], run_files: RunFiles) -> None:
     if absent:
-        raise OSError(f"{absent[0]} of {source} was copied by no machine")
+        raise OSError(f"{absent[0]} of {source} is on no machine")
     if files := run_files():
         with pack(files) as packed:
             place.put_run_files(packed)
