@@ -250,7 +250,7 @@ def test_a_thread_that_copies_outlives_what_fails_after_a_copy(tmp_path: Path, m
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoints_module, "prune", prune)
-    monkeypatch.setattr(local_disk.LocalDisk, "_forget_old", forget)
+    monkeypatch.setattr(local_disk.LocalDisk, "_remove_old", forget)
     with open_(str(tmp_path)) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"model": {"weight": torch.full((5,), float(step))}}, {"step": step})
