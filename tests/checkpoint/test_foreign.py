@@ -61,7 +61,7 @@ def test_a_table_names_files_of_the_manifest_only(saved: Path, tmp_path: Path) -
     for name in (str(secret), "../../secret", "data-00000-00001.bin", listing.META):
         retable(saved, lambda document, name=name: document.update(file=name))
         found = state()
-        with pytest.raises(UserError, match=rf"is damaged: {TABLE} is not as it was written"):
+        with pytest.raises(UserError, match=rf"is damaged: {TABLE} does not match what was written"):
             load(saved, found)
         assert torch.equal(found["model"]["weight"], state()["model"]["weight"])
         with pytest.raises(UserError, match="is damaged"):
@@ -118,7 +118,7 @@ def test_a_manifest_that_is_a_pipe_or_names_what_is_no_file_of_ours_is_none(save
     other.write_bytes(b"x")
     for name in ("..", "", ".hidden", "data-1.bin", "notes.txt"):
         sign(saved, **{name: other})
-        assert "is not as it was written" in newest_good(saved.parent)[1][0][1]
+        assert "does not match what was written" in newest_good(saved.parent)[1][0][1]
     (saved / manifest.NAME).unlink()
     os.mkfifo(saved / manifest.NAME)
     assert "cannot be read" in newest_good(saved.parent)[1][0][1]

@@ -158,7 +158,7 @@ def copy_on(folder: str) -> str:
         if not here.is_first:
             return "data-00003, told to the first of each machine"
         with pytest.raises(OSError, match="is on no machine") as caught:
-            copy_to.copy_checkpoint(here.place / listing.name_of(1), f"{folder}/far", here.copying)
+            copy_to.copy_checkpoint(here.place / listing.name_of(1), f"{folder}/far", here.copy_to_communicator)
     return str(caught.value)
 
 
@@ -177,7 +177,7 @@ def bad_copies(folder: str) -> list[str]:
         patch.setattr(copy_to, "copy_files", spoil)
         with open_(folder, events, keep_last=5) as checkpoints:
             checkpoints.save(1, state(1), {"step": 1}, wait=True)
-            checkpoints._local_disk.settle()  # type: ignore[union-attr]
+            checkpoints._local_disk.wait()  # type: ignore[union-attr]
             assert newest_good(checkpoints.directory)[0] is None
             checkpoints.save(2, state(2), {"step": 2})
     return [event for event, _ in events]
@@ -250,11 +250,11 @@ def test_a_thread_that_copies_outlives_what_fails_after_a_copy(tmp_path: Path, m
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoints_module, "prune", prune)
-    monkeypatch.setattr(local_disk.LocalDisk, "_forget_old", forget)
+    monkeypatch.setattr(local_disk.LocalDisk, "_remove_old", forget)
     with open_(str(tmp_path)) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, {"model": {"weight": torch.full((5,), float(step))}}, {"step": step})
-        checkpoints._local_disk.settle()  # type: ignore[union-attr]
+        checkpoints._local_disk.wait()  # type: ignore[union-attr]
     assert [row["good"] for row in verify(tmp_path / "run" / "checkpoints")] == [True] * 3
 
 

@@ -113,7 +113,7 @@ def test_a_corrupt_shard(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     content[len(content) // 2 & ~1] ^= 1
     path.write_bytes(content)
     error = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}").error
-    assert error.startswith(f"{path} is not what was written (its hash differs); delete the folder ")
+    assert error.startswith(f"{path} is damaged (its hash differs); delete the folder ")
     assert "run the same command again" in error
     assert not listing.directories(tiny_copy.run_dir / "checkpoints")
 
@@ -126,9 +126,9 @@ def test_a_shard_that_goes_bad_later(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     tokens[::50] = 60_000
     tokens.tofile(path)
     done = lmworks("pretrain", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}")
-    assert "is not what was written (its hash differs)" in done.error
+    assert "is damaged (its hash differs)" in done.error
     error = lmworks("data", "batch", tiny_copy.run_dir, 3).error
-    assert re.search(r"docs-00000\.bin is not what was written \(its checksum differs at byte 0\); delete the folder", error)
+    assert re.search(r"docs-00000\.bin is damaged \(its checksum differs at byte 0\); delete the folder", error)
 
 
 def test_a_checkpoint_of_another_model(lmworks: Lmworks, tiny_copy: Tiny) -> None:

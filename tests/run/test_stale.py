@@ -189,7 +189,7 @@ def test_the_tokenizer_stays_under_trained_weights(tmp_path: Path) -> None:
     assert same_bits(checkpoint(made.run_dir), weights) == []
     assert listing.read_meta(listing.directories(made.run_dir / "checkpoints")[-1])["meta"]["tokenizer"] == sha256_file(tokenizer)
     (made.run_dir / "tokenizer" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer.json is lost, and what .*corpus gives now is not the tokenizer that the weights"):
+    with pytest.raises(UserError, match=r"tokenizer.json is lost, and the tokenizer trained on .*corpus now is not the one of the weights"):
         made.walk(last="pretrain")
     assert not tokenizer.exists()
     tokenizer.write_bytes(before)

@@ -37,5 +37,5 @@ def test_a_bucket_may_be_read_on_its_own() -> None:
 def test_an_optional_source_that_could_not_be_had_is_left_out_with_its_buckets() -> None:
     order = Order(recipe({"web": 0.5, "web.low": 0.2, "books": 0.3}, optional=True), {"books": 100_000})
     assert order.left_out == ["web", "web.low"] and {share.source for share in order.shares()} == {"books"}
-    with pytest.raises(UserError, match=r"the mixture names source web, which has no tokens; there are: books"):
+    with pytest.raises(UserError, match=r"the mixture names source web, which has no tokens; available: books"):
         Order(recipe({"web": 0.5, "books": 0.5}), {"books": 100_000})

@@ -219,7 +219,7 @@ FILES = ["train/docs-00001.bin", "train/code-00000.idx", "validation/words-00000
 def test_verify_names_a_file_with_one_flipped_bit(copied_shards: Path, name: str) -> None:
     verify(copied_shards)
     flip(copied_shards / name)
-    with pytest.raises(UserError, match=rf"{name} is not what was written \(its hash differs\); delete the folder .* and run the same"):
+    with pytest.raises(UserError, match=rf"{name} is damaged \(its hash differs\); delete the folder .* and run the same"):
         verify(copied_shards)
     (copied_shards / name).unlink()
     with pytest.raises(UserError, match=rf"{name} is missing; delete the folder"):

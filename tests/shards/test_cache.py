@@ -95,7 +95,7 @@ def test_damage_where_the_files_lie_stops_the_run(folder: Path, tmp_path: Path) 
             data[-1] ^= name.endswith(".bin")
             return bytes(data)
 
-    with pytest.raises(UserError, match=r"train/\w-0000\d\.bin is not what was written \(its checksum differs at byte [\d,]+\); delete"):
+    with pytest.raises(UserError, match=r"train/\w-0000\d\.bin is damaged \(its checksum differs at byte [\d,]+\); delete"):
         Batches(recipe_with(tmp_path, BIG), folder, storage=Flipped(folder)).batch(0)
 
 
@@ -107,7 +107,7 @@ def test_a_flipped_bit_of_a_local_file_stops_the_run_before_it_is_used(folder: P
         data[len(data) // 2 :: BLOCK] = bytes(value ^ 1 for value in data[len(data) // 2 :: BLOCK])
         path.write_bytes(data)
     batches = Batches(recipe, copied)
-    with pytest.raises(UserError, match=r"\.bin is not what was written \(its checksum differs at byte [\d,]+\); delete the folder"):
+    with pytest.raises(UserError, match=r"\.bin is damaged \(its checksum differs at byte [\d,]+\); delete the folder"):
         list(map(batches.batch, range(batches.steps)))
 
 
@@ -142,7 +142,7 @@ def test_storage_that_fails_is_asked_again_and_then_named(
     if failing == 2:
         assert same(batches.batch(0), Batches(recipe_of(PHASES, shards={"max_epochs": 100}), folder).batch(0))
     else:
-        said = r"\.bin could not be read in 3 tries \(TimeoutError: no answer\); see that the storage"
+        said = r"\.bin could not be read in 3 tries \(TimeoutError: no answer\); check that the storage"
         with pytest.raises(UserError, match=said):
             batches.batch(0)
 

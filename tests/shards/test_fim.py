@@ -17,7 +17,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Corpus, Fim, Source
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.build.build_shards import build_shards
-from lmworks.shards.build.fim import MIDDLE, PREFIX, SUFFIX, cut, encode
+from lmworks.shards.build.fim import MIDDLE, PREFIX, SUFFIX, encode_documents, split_document
 from lmworks.shards.format.manifest import Manifest
 from lmworks.tokenizer import Tokenizer, load
 
@@ -51,22 +51,22 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60), st.integers(0, 2**40), st.floats(0, 1), st.floats(0, 1))
 def test_the_pieces_are_the_text(text: str, number: int, rate: float, spm: float) -> None:
-    found = cut(f"code/0/{number}", text, Fim(rate=rate, spm_rate=spm), 1)
+    found = split_document(f"code/0/{number}", text, Fim(rate=rate, spm_rate=spm), 1)
     assert found is None or "".join(found[:3]) == text
-    assert cut(f"code/0/{number}", text, Fim(rate=0, spm_rate=spm), 1) is None
-    always = cut(f"code/0/{number}", text, Fim(rate=1, spm_rate=1), 1)
+    assert split_document(f"code/0/{number}", text, Fim(rate=0, spm_rate=spm), 1) is None
+    always = split_document(f"code/0/{number}", text, Fim(rate=1, spm_rate=1), 1)
     assert always is not None and always[3]
 
 
 def test_places_are_drawn_evenly_and_as_often_as_asked() -> None:
-    found = [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
+    found = [split_document(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
     taken = [one for one in found if one]
     assert len(taken) / 8000 == pytest.approx(0.3, abs=0.02)
     assert np.mean([one[3] for one in taken]) == pytest.approx(0.7, abs=0.03)
     for piece in range(3):  # two even places cut a line in three parts of equal mean length
         assert np.mean([len(one[piece]) for one in taken]) == pytest.approx(100 / 3, abs=2)
-    assert found == [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
-    assert found != [cut(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 6) for number in range(8000)]
+    assert found == [split_document(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 5) for number in range(8000)]
+    assert found != [split_document(f"code/0/{number}", "x" * 100, Fim(rate=0.3, spm_rate=0.7), 6) for number in range(8000)]
 
 
 def test_a_reader_of_the_tokens_can_put_the_document_together(tokenizer: Tokenizer) -> None:
@@ -74,18 +74,18 @@ def test_a_reader_of_the_tokens_can_put_the_document_together(tokenizer: Tokeniz
     texts = [source[start : start + 400 + start % 77] for start in range(0, 60_000, 300)]
     texts += ["", "中文 naïve 🙂", f"{PREFIX} is text {MIDDLE}"]
     ids = [f"code/0/{number}" for number in range(len(texts))]
-    documents = encode(tokenizer, ids, texts, BOTH, 3, 1)
+    documents = encode_documents(tokenizer, ids, texts, BOTH, 3, 1)
     orders = []
     for identity, text, tokens in zip(ids, texts, documents, strict=True):
         order, prefix, middle, suffix = undo(tokenizer, tokens)
         orders.append(order)
         assert prefix + middle + suffix == text  # of SPM the third piece is prefix and middle together
         assert int(tokenizer.byte_lengths[tokens].sum()) == len(text.encode())
-        found = cut(identity, text, BOTH, 3)
+        found = split_document(identity, text, BOTH, 3)
         assert (order == "whole") == (found is None)
     counts = {order: orders.count(order) for order in ("whole", "psm", "spm")}
     assert min(counts.values()) > 30, counts
-    whole = encode(tokenizer, ids, texts, None, 3, 1)
+    whole = encode_documents(tokenizer, ids, texts, None, 3, 1)
     assert all(np.array_equal(a, b) for a, b in zip(whole, tokenizer.encode_batch(texts), strict=True))
 
 
@@ -119,5 +119,5 @@ def test_a_tokenizer_without_the_tokens_is_refused(recipe: Recipe, corpus: Path,
     for token in spec["added_tokens"]:
         token["content"] = token["content"].replace(MIDDLE, "<|other|>")
     (folder / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(UserError, match=r"has no <\|code_middle\|>, which infill needs"):
+    with pytest.raises(UserError, match=r"has no <\|code_middle\|>, which fim needs"):
         build_shards(infilled(recipe), corpus, folder, tmp_path / "shards")

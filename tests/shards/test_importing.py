@@ -107,7 +107,7 @@ def test_files_that_cannot_be_right_are_refused(tokenizer_dir: Path, tmp_path: P
     def take(kind: str, path: Path, **options: object) -> None:
         import_tokens(kind, path, tokenizer_dir, "x", tmp_path / "out", domain="web", **options)  # type: ignore[arg-type]
 
-    with pytest.raises(UserError, match=r"is no olmo token file and holds none \(\*\.npy\)"):
+    with pytest.raises(UserError, match=r"is not a token file of olmo, and contains none \(\*\.npy\)"):
         take("olmo", tmp_path / "nothing.npy")
     tokenizer = load(tokenizer_dir)
     ids = np.array([*tokenizer.encode("Some text that is long enough. " * 20), tokenizer.eos_id], "<u2")

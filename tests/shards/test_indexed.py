@@ -107,10 +107,10 @@ def test_mask_lies_beside_the_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("x.bin", lambda data: data[:-2], r"x\.bin has 16 bytes where its index asks for 18"),
-        ("x.bin", lambda data: b"", r"x\.bin has 0 bytes where its index asks for 18"),
+        ("x.bin", lambda data: data[:-2], r"x\.bin has 16 bytes where its index states 18"),
+        ("x.bin", lambda data: b"", r"x\.bin has 0 bytes where its index states 18"),
         ("x.bin", None, r"x\.bin is missing"),
-        ("x.idx", lambda data: data[:-1], r"x\.idx has 101 bytes where its header asks for 102"),
+        ("x.idx", lambda data: data[:-1], r"x\.idx has 101 bytes where its header states 102"),
         ("x.idx", lambda data: data[:20], r"x\.idx is cut off after 20 bytes"),
         ("x.idx", lambda data: b"P" + data[1:], r"x\.idx is not a Megatron index"),
         ("x.idx", None, r"x\.idx is missing"),

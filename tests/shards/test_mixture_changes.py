@@ -126,7 +126,7 @@ def test_a_change_outside_its_phase_or_out_of_order_is_refused() -> None:
     for changes in ([("0 steps", {"b": 1.0})], [("100 steps", {"b": 1.0})], [("30 steps", {"b": 1.0}), ("20 steps", {"a": 1.0})]):
         with pytest.raises(UserError, match=r"phase one: the mixture change at .* falls on step \d+ of the phase's 100; changes stand in"):
             Order(planned(base, *changes), DATA)
-    with pytest.raises(UserError, match=r"step 5: the mixture names source z, which has no tokens; there are: a, b, c"):
+    with pytest.raises(UserError, match=r"step 5: the mixture names source z, which has no tokens; available: a, b, c"):
         Order(base, DATA, [MixtureOverride(5, {"z": 1.0})])
     with pytest.raises(UserError, match=r"step 100 does not exist"):
         Order(base, DATA, [MixtureOverride(100, {"b": 1.0})])
@@ -136,4 +136,4 @@ def test_a_change_outside_its_phase_or_out_of_order_is_refused() -> None:
 
 def test_readings_count_all_phases_together() -> None:
     order = Order(recipe_of([("one", 100, 16, {"a": 1.0}), ("two", 100, 32, {"a": 0.5, "b": 0.5})]), {"a": 12_800, "b": 12_800})
-    assert order.readings() == {"a": 2.0, "b": 1.0}
+    assert order.epochs_by_source() == {"a": 2.0, "b": 1.0}

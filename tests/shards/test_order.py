@@ -179,7 +179,7 @@ def test_a_share_smaller_than_a_sequence_is_refused() -> None:
 
 
 def test_a_source_without_tokens_is_named() -> None:
-    with pytest.raises(UserError, match=r"phase p: the mixture names source b, which has no tokens; there are: a, c"):
+    with pytest.raises(UserError, match=r"phase p: the mixture names source b, which has no tokens; available: a, c"):
         Order(recipe_of([("p", 10, 16, {"a": 0.5, "b": 0.5})]), {"a": 5000, "c": 5000})
 
 
@@ -188,7 +188,7 @@ def test_an_optional_source_that_could_not_be_had_is_left_out() -> None:
     recipe = recipe_of([("p", 100, 16, {"a": 0.2, "b": 0.5, "c": 0.3})], corpus={"sources": sources})
     order = Order(recipe, {"a": 50_000, "c": 50_000})
     assert order.left_out == ["b"]
-    assert order.mixtures[0].stretches[0][1].slots.tolist() == [4000, 6000]
+    assert order.mixtures[0].segments[0][1].slots.tolist() == [4000, 6000]
     only_b = recipe_of([("p", 100, 16, {"b": 1.0})], corpus={"sources": sources})
-    with pytest.raises(UserError, match=r"phase p: none of its sources could be had \(b\)"):
+    with pytest.raises(UserError, match=r"phase p: none of its sources is available \(b\)"):
         Order(only_b, {"a": 50_000})

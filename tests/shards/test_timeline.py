@@ -56,7 +56,7 @@ def test_a_budget_smaller_than_one_step_is_refused() -> None:
     with pytest.raises(ValidationError, match="the budget of 90 tokens is smaller than one step of 100"):
         phase("one", 90, 10, 100)
     unchecked = phase("one", 100, 10, 100).model_copy(update={"tokens": 90})
-    with pytest.raises(UserError, match=r"phase one: the budget of 90 tokens is smaller than one step of 100; lower batch or raise tokens"):
+    with pytest.raises(UserError, match=r"budget of 90 tokens is smaller than one step of 100; lower global_batch_size or raise tokens"):
         Timeline([unchecked])
 
 

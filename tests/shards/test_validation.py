@@ -91,5 +91,5 @@ def test_it_is_the_same_every_time(batches: Batches) -> None:
 
 def test_an_unknown_domain_is_refused(batches: Batches) -> None:
     assert batches.manifest.domains() == ["code", "docs"]
-    with pytest.raises(UserError, match="no held-out text of domain math; there is some of: code, docs"):
+    with pytest.raises(UserError, match="no held-out text of domain math; available: code, docs"):
         batches.validation("math", 64, sequences=2)

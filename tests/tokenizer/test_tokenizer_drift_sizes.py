@@ -11,7 +11,7 @@ from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load, special
 from lmworks.tokenizer.drift import drift
-from lmworks.tokenizer.sizes import at_sizes
+from lmworks.tokenizer.sizes import evaluate_sizes
 from lmworks.tokenizer.spec import truncated
 from lmworks.tokenizer.train import train
 
@@ -29,12 +29,12 @@ def test_a_cut_tokenizer_is_the_one_that_training_makes_at_that_size(recipe: Rec
 
 def test_larger_vocabularies_make_fewer_tokens(corpus: Path, trained: Path) -> None:
     weights = {"code": 0.5, "docs": 0.3, "world": 0.2}
-    rows = at_sizes(trained, corpus / "validation", [400, 700, 1000, 100, 10**6], weights)
+    rows = evaluate_sizes(trained, corpus / "validation", [400, 700, 1000, 100, 10**6], weights)
     assert [row["entries"] for row in rows] == [400, 700, 1000]
     assert rows[0]["bytes_per_token"] < rows[1]["bytes_per_token"] < rows[2]["bytes_per_token"]
     assert rows[0]["fertility"] > rows[2]["fertility"] > 1
     with pytest.raises(UserError, match="can be cut to 320 to 1022 entries"):
-        at_sizes(trained, corpus / "validation", [10**6], weights)
+        evaluate_sizes(trained, corpus / "validation", [10**6], weights)
 
 
 def test_sources_count_by_their_weight(corpus: Path, trained: Path, tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_sources_count_by_their_weight(corpus: Path, trained: Path, tmp_path: Pa
         write_source(tmp_path, name, [text], "validation")
     each = {name: len(tokenizer.encode(text)) / len(text.encode()) for name, text in texts.items()}
     largest = 1024 - 2
-    (row,) = at_sizes(trained, tmp_path / "validation", [largest], {"code": 0.75, "world": 0.25})
+    (row,) = evaluate_sizes(trained, tmp_path / "validation", [largest], {"code": 0.75, "world": 0.25})
     assert row["tokens_per_byte"] == pytest.approx(0.75 * each["code"] + 0.25 * each["world"])
     with pytest.raises(UserError, match="no source of the mixture has held-out text"):
-        at_sizes(trained, tmp_path / "validation", [largest], {"docs": 1.0})
+        evaluate_sizes(trained, tmp_path / "validation", [largest], {"docs": 1.0})
 
 
 def test_a_new_domain_gains_and_the_others_pay(recipe: Recipe, corpus: Path) -> None:
@@ -70,5 +70,5 @@ def test_the_reserved_tokens_of_a_small_corpus_are_no_entries(recipe: Recipe, tm
     write_source(tmp_path, "docs", ["to be"], "validation")
     report = train(recipe, tmp_path, tmp_path / "out")
     largest = 256 + report["merges"] + len(special.GLM) + len(special.MORE)
-    rows = at_sizes(tmp_path / "out", tmp_path / "validation", [largest, largest + 1], {"docs": 1.0})
+    rows = evaluate_sizes(tmp_path / "out", tmp_path / "validation", [largest, largest + 1], {"docs": 1.0})
     assert [row["entries"] for row in rows] == [largest]

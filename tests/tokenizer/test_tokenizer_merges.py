@@ -14,7 +14,7 @@ from lmworks.tokenizer import special
 from lmworks.tokenizer.bpe import BYTE_OF
 from lmworks.tokenizer.merges import learn
 from lmworks.tokenizer.sample import draw, shares
-from lmworks.tokenizer.words import Words, count, laid_out
+from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
 
 STAND_INS = sorted(BYTE_OF)
 NO_LIMIT = 10**9
@@ -24,7 +24,7 @@ def ours(words: Counter[str], most: int, longest: int = NO_LIMIT) -> list[tuple[
     table = np.zeros(256, dtype=np.int32)
     table[[BYTE_OF[char] for char in STAND_INS]] = np.arange(256)
     texts = list(words)
-    symbols, owner = laid_out(texts, table, "utf-8")
+    symbols, owner = to_symbols(texts, table, "utf-8")
     pieces = list(STAND_INS)
     found = []
     for a, b in learn(symbols, owner, np.array([words[text] for text in texts], dtype=np.int64), [1] * 256, most, longest):
@@ -47,7 +47,7 @@ def theirs(texts: list[str], most: int) -> list[tuple[str, str]]:
 
 def test_merges_are_those_of_tokenizers_on_real_text() -> None:
     texts = [*library("argparse", "ast", "calendar", "datetime", "inspect", "turtle"), *list(ARTICLE.values()) * 3]
-    merges = ours(count(texts, special.SPLIT, NO_LIMIT).counts, 6000)
+    merges = ours(count_words(texts, special.SPLIT, NO_LIMIT).counts, 6000)
     assert len(merges) > 4000
     assert merges == theirs(texts, 6000)
 
@@ -56,7 +56,7 @@ def test_merges_are_those_of_tokenizers_on_real_text() -> None:
 @given(st.lists(st.text(alphabet="ab", max_size=12), max_size=8))
 def test_merges_are_those_of_tokenizers_on_runs_and_ties(texts: list[str]) -> None:
     """Two letters give every way in which pairs overlap, run on and tie."""
-    assert ours(count(texts, special.SPLIT, NO_LIMIT).counts, 40) == theirs(texts, 40)
+    assert ours(count_words(texts, special.SPLIT, NO_LIMIT).counts, 40) == theirs(texts, 40)
 
 
 def test_counts_beyond_32_bits_are_exact() -> None:
@@ -74,9 +74,9 @@ def test_no_merge_is_longer_than_the_limit_and_none_is_seen_once() -> None:
 
 def test_words_are_counted_within_a_bound() -> None:
     texts = [f"common word{n} rare{n}x " for n in range(500)]
-    everything = count(texts, r"\w+|\s", NO_LIMIT)
+    everything = count_words(texts, r"\w+|\s", NO_LIMIT)
     assert (len(everything.counts), everything.lost, everything.counts["common"]) == (1002, 0, 500)
-    bounded = count(texts, r"\w+|\s", 100)
+    bounded = count_words(texts, r"\w+|\s", 100)
     assert len(bounded.counts) <= 100
     assert (bounded.counts["common"], bounded.counts[" "]) == (500, 1500)
     assert bounded.lost + bounded.counts.total() == bounded.occurrences == everything.occurrences
@@ -85,11 +85,11 @@ def test_words_are_counted_within_a_bound() -> None:
 def test_a_word_is_cut_where_it_has_what_is_no_symbol() -> None:
     table = np.full(0x110000, -1, dtype=np.int32)
     table[[ord(char) for char in "ab"]] = (7, 8)
-    symbols, owner = laid_out(["ab人a", "", "b"], table, "utf-32-le")
+    symbols, owner = to_symbols(["ab人a", "", "b"], table, "utf-32-le")
     assert symbols.tolist() == [-1, 7, 8, -1, 7, -1, -1, 8, -1]
     assert owner[[1, 2, 4, 7]].tolist() == [0, 0, 0, 2]
     assert learn(symbols, owner, np.array([5, 1, 1]), [1] * 9, 10, NO_LIMIT) == [(7, 8)]
-    assert isinstance(Words(Counter()).occurrences, int)
+    assert isinstance(WordCounts(Counter()).occurrences, int)
 
 
 def languages(tmp_path: Path) -> dict[str, float]:

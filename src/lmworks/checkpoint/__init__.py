@@ -1,4 +1,8 @@
-"""Checkpoints that are whole or absent, verified before they are read, kept by rule, and loadable on another layout."""
+"""Checkpoints: saved atomically, verified before they are read, pruned by rules, and loadable on another mesh layout.
+
+`save` explains a save step by step, with what is synced when and what happens when the disk is full. `checkpoints` is what training uses,
+`listing` what readers use.
+"""
 
 from lmworks.checkpoint.checkpoints import Checkpoints, load
 from lmworks.checkpoint.listing import list_checkpoints, newest_good, verify

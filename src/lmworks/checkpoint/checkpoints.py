@@ -72,7 +72,7 @@ class Checkpoints:
             clean(self.directory)
 
     def _start_copier(self, target: str, run_files: RunFiles) -> None:
-        self._copier = BackgroundCopier(target, self.report, self._local_disk.copying if self._local_disk else None, run_files)
+        self._copier = BackgroundCopier(target, self.report, self._local_disk.copy_to_communicator if self._local_disk else None, run_files)
 
     def save(
         self, step: int, state: State, meta: dict[str, Any], *, metric: float | None = None, permanent: bool = False, wait: bool = False
@@ -193,8 +193,8 @@ class Checkpoints:
     def _finish_local_copies(self) -> None:
         """Finish the copies from local disks to the run's directory, those of a killed process included."""
         if self._local_disk is not None:
-            self._local_disk.settle()
-            self._local_disk.finish()
+            self._local_disk.wait()
+            self._local_disk.finish_copies()
 
     def _in_background(self, step: int, slices: list[TensorSlice], document: dict[str, Any], begin: float) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Copies of finished checkpoints on other storage, made in the background and verified there."""
+"""Copies of checkpoints in other storage (`checkpoints.copy_to`), made in the background and verified there."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WHAT = "checkpoints.copy_to"
 
 
 class BackgroundCopier:
-    """Copies checkpoints one after the other in a thread. A failed copy is reported and tried again with the next one and at the
-    end; it never stops the run, whose own checkpoints are whole.
+    """Copies checkpoints one after the other in a thread. A failed copy is reported, and retried with the next copy and at the end. It
+    never stops the run, whose own checkpoints are complete.
 
     communicator: the ranks that copy together, each the files that it has; all call `add` and `close` alike. run_files: files of the run
     that go with each copy.
@@ -44,7 +44,7 @@ class BackgroundCopier:
             require_writable(target, _WHAT)
 
     def add(self, path: Path) -> None:
-        """Copy `path`, and what failed before, when its turn comes; until then `protected` names it."""
+        """Queue a copy of `path` and of checkpoints whose copy failed. Until it is made, `protected` contains the path."""
         for one in (*list(self.failed), path):
             self.failed.pop(one, None)
             if one not in self._waiting:
@@ -55,11 +55,11 @@ class BackgroundCopier:
             self._thread.start()
 
     def protected(self) -> set[Path]:
-        """What must not be pruned yet."""
+        """Paths that must not be pruned yet."""
         return set(self._waiting)
 
     def close(self) -> None:
-        """Wait for the copies, and try once more what failed."""
+        """Wait for the copies, and retry failed ones once."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -91,8 +91,9 @@ class BackgroundCopier:
 
 
 def copy_checkpoint(source: Path, target: str, communicator: Communicator | None = None, run_files: RunFiles = no_run_files) -> bool:
-    """Copy a checkpoint below `target` (a directory or an fsspec URL), the manifest last; returns False if it is there and whole already.
-    The `run_files`, where there are any, come right before the manifest: a checkpoint that counts has what belongs to it.
+    """Copy a checkpoint below `target` (a directory or an fsspec URL). Returns False if a complete copy is there already.
+
+    The manifest is copied last: without it a copy does not count. The `run_files`, if any, are copied right before it.
 
     Each rank of `communicator` copies the data files that it has in its `source` and compares the copies with the manifest. Rank 0 adds
     the run files and, last, the manifest. Raises OSError, on all ranks, if a copy differs.
@@ -125,14 +126,14 @@ def _finish(place: _Directory | _Url, source: Path, absent: list[str], run_files
 
 
 class _Directory:
-    """A checkpoint below a directory; it is made aside."""
+    """A copy below a directory: written aside, then renamed."""
 
     def __init__(self, target: str, name: str) -> None:
         self.final = Path(target) / name
         self._aside = listing.aside_name(self.final)
 
     def is_copied(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
-        """Whether the copy is there, and this member's share of it as it should be."""
+        """Whether the copy exists and this rank's share of its files matches the manifest."""
         try:
             return manifest.entries(self.final) == files and manifest.problem(self.final, share) is None
         except (ValueError, OSError):
@@ -161,17 +162,17 @@ class _Directory:
 
 
 class _Url:
-    """A checkpoint below an fsspec URL. An object store has no rename of directories: without its manifest the copy does not count, so
-    that goes first and comes last."""
+    """A copy below an fsspec URL. Object stores cannot rename directories. A copy without a manifest does not count, so the old manifest is
+    removed first and the new one is written last."""
 
     def __init__(self, target: str, name: str) -> None:
         self._filesystem, root = filesystem(target, _WHAT)
         self._target, self._root, self._final = target, root, f"{root}/{name}"
 
     def is_copied(self, source: Path, files: dict[str, manifest.Entry], share: tuple[int, int]) -> bool:
-        """Whether the copy has been sealed; each file was compared before that."""
-        seal = f"{self._final}/{manifest.NAME}"
-        return bool(self._filesystem.exists(seal) and self._filesystem.cat_file(seal) == manifest.read_document(source / manifest.NAME))
+        """Whether the copy has its manifest, which is written after all other files were verified."""
+        path = f"{self._final}/{manifest.NAME}"
+        return bool(self._filesystem.exists(path) and self._filesystem.cat_file(path) == manifest.read_document(source / manifest.NAME))
 
     def prepare(self) -> None:
         make_directory(self._filesystem, self._final)
@@ -193,12 +194,12 @@ class _Url:
         self._filesystem.put_file(str(source / manifest.NAME), f"{self._final}/{manifest.NAME}")
 
     def clear(self) -> None:
-        """What is not sealed does not count."""
+        """Nothing to do: a copy without a manifest does not count."""
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy files between directories, synced. What arrived is for the caller to compare; nothing of it is left in memory, so that
-    comparing asks the disk."""
+    """Copy and sync files between directories. The caller verifies the copies; they are dropped from the page cache, so that reading them
+    back reads the disk."""
     for name in names:
         with manifest.open_regular(source / name) as reader, open(target / name, "xb") as writer:
             shutil.copyfileobj(reader, writer, _BLOCK)

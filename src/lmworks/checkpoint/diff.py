@@ -1,4 +1,4 @@
-"""How two checkpoints differ: what they say of themselves, and how far each tensor has moved."""
+"""How two checkpoints differ: metadata, recipe, and the relative change of each tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lmworks.recipe.tree.fingerprint import changed_keys
 
 
 def diff(before: Path, after: Path) -> dict[str, Any]:
-    """What differs between two checkpoints, as JSON things.
+    """The differences between two checkpoints, as JSON values.
 
     steps; meta and recipe (by key, the values of both where they differ); only_before and only_after (names of tensors); tensors: one
     row each, the largest change first: name, shape, norm_before, norm_after, change = |after - before| / |before|, or null where that is
     no number.
-    Norms are summed in fp64 over boxes of 64 MB, so that memory does not depend on the size of the model.
+    Norms are summed in fp64 over slices of 64 MB, so that memory does not depend on the size of the model.
     """
     old, new = Reader(before), Reader(after)
     documents = [listing.read_meta(path) for path in (before, after)]

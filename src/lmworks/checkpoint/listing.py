@@ -1,4 +1,4 @@
-"""Looking at a directory of checkpoints without changing it; safe while a run writes into it."""
+"""Read-only access to a directory of checkpoints; safe while a run writes into it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def aside_name(final: Path) -> Path:
 
 
 def marker(final: Path) -> Path:
-    """What says that a checkpoint is whole on the machines' own disks, and not yet here."""
+    """The marker of a checkpoint that is complete on the machines' own disks, and not yet in the run's directory."""
     return final.with_name(f".{final.name}.local")
 
 
@@ -49,7 +49,7 @@ def begun(directory: Path) -> bool:
 
 
 def free_name(path: Path, why: str) -> Path:
-    """`step-00000100.WHY-1`, or -2 and so on: where a checkpoint is kept that no reader should find."""
+    """`step-00000100.WHY-1`, or -2 and so on: the name of a checkpoint that readers must ignore."""
     number = 1
     while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
         number += 1
@@ -84,7 +84,7 @@ def step_of(path: Path) -> int:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The checkpoint's own document: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values.
+    """The meta.json of a checkpoint: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values.
 
     `ValueError` for any other document.
     """
@@ -102,12 +102,12 @@ def parse_meta(data: bytes) -> dict[str, Any]:
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         right = False
     if not right:
-        raise ValueError(f"{META} is not as it was written")
+        raise ValueError(f"{META} does not match what was written")
     return document
 
 
 def saved(directory: Path) -> list[Saved]:
-    """What retention needs, of every checkpoint whose document can be read; the others it must not touch."""
+    """The facts that retention needs. Checkpoints whose meta.json cannot be read are left out, and so are never pruned."""
     found = []
     for path in directories(directory):
         try:
@@ -139,8 +139,8 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path) -> list[dict[str, Any]]:
-    """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte, and looks whether
-    the chunks of each tensor add up to it."""
+    """One row per checkpoint, oldest first: path, step, good, problem (None if good). Reads and hashes every byte, and checks that
+    the slices of each tensor add up to it."""
     found, rows = directories(directory), []
     if not found:
         return []
@@ -165,7 +165,7 @@ def _incomplete(path: Path) -> str | None:
         names = incomplete_tensors(read_table(path))
     except (OSError, ValueError) as error:
         return str(error)
-    return f"parts of {len(names)} tensors were never saved, the first is {names[0]}" if names else None
+    return f"slices of {len(names)} tensors were never saved, the first is {names[0]}" if names else None
 
 
 def newest_good(directory: Path) -> tuple[Path | None, list[tuple[Path, str]]]:

@@ -1,4 +1,4 @@
-"""From a checkpoint into a live state, on any layout."""
+"""Loading a checkpoint into a state, on any mesh layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(
     small, files = communicator.broadcast(communicator.run_on_all(lambda: _documents(path) if communicator.is_first else ({}, {})))
     try:
         document, table = listing.parse_meta(small[listing.META]), parse_table(small[TABLE], files)
-    except ValueError as error:  # alike on all, who have the same bytes
+    except ValueError as error:  # on all ranks alike: they have the same bytes
         raise _damaged(path, str(error)) from None
     if identity is not None:
         states.refuse_other_identity(str(path), as_json(identity), document["identity"])
@@ -52,7 +52,7 @@ def load(
 
 
 def local_slices(state: State) -> list[Any]:
-    """What this rank holds of the tensors of a state, as parts to be filled."""
+    """The slices of the tensors of a state that this rank holds, to be filled by `Reader.fill`."""
     from lmworks.checkpoint import state as states
     from lmworks.checkpoint.save_plan import local_slice
 
@@ -61,14 +61,14 @@ def local_slices(state: State) -> list[Any]:
 
 
 def refuse_damaged(path: Path, communicator: Communicator = SINGLE_PROCESS) -> None:
-    """Raise `UserError` if a byte of the checkpoint is not as it was written."""
+    """Raise `UserError` if a file of the checkpoint does not match its hash."""
     reasons = communicator.all_gather(manifest.problem(path, share=(communicator.rank, communicator.size)))
     if (reason := next((one for one in reasons if one), None)) is not None:
         raise _damaged(path, reason)
 
 
 def _documents(path: Path) -> tuple[dict[str, bytes], dict[str, manifest.Entry]]:
-    """What a checkpoint says of itself, and the files that its manifest names."""
+    """The metadata files of a checkpoint, and the files that its manifest names."""
     from lmworks.checkpoint.tensor_files import TABLE
 
     try:
@@ -82,5 +82,5 @@ def _damaged(path: Path, reason: str) -> UserError:
 
 
 def as_json(value: Any) -> Any:
-    """What comes back from JSON: tuples become lists, keys become text."""
+    """The value as JSON returns it: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))

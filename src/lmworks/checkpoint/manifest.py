@@ -1,10 +1,10 @@
-"""The manifest: size and hash (BLAKE3) of each file of a checkpoint, written last, and of itself.
+"""The manifest: size and BLAKE3 hash of each file of a checkpoint. It is written last.
 
-A directory without a manifest is no checkpoint. Every byte of a checkpoint is covered: the files by their hashes, the manifest by
-the hash that it carries over its other entries and by being written in one canonical form only.
+A directory without a manifest is not a checkpoint. Every byte of a checkpoint is covered: the files by their hashes, the manifest by a
+hash over its own entries and by its canonical form.
 
-The hashes tell what a disk has spoilt, not who wrote it: anybody can sign anew. So whatever a checkpoint says, only regular files that
-lie in it under one of the names below are ever opened, and documents are read up to a bound.
+The hashes detect damage, not forgery: anybody can compute them. So whatever a manifest names, only regular files in the directory with
+one of the names below are opened, and metadata files are read up to a size limit.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Entry:
 
 
 def entry_of(data: bytes) -> Entry:
-    """What a manifest says of a file of these bytes."""
+    """The manifest entry of a file with these bytes."""
     return Entry(len(data), blake3(data).hexdigest())
 
 
 def canonical(files: dict[str, Entry]) -> bytes:
-    """The one way in which a manifest of `files` is written."""
+    """The canonical bytes of the manifest of `files`."""
     body: dict[str, Any] = {"format": 2, "files": {name: vars(files[name]) for name in sorted(files)}}
     body["blake3"] = blake3(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body, indent=1).encode() + b"\n"
 
 
 def write_synced(path: Path, data: bytes) -> Entry:
-    """Write a new file and sync it; returns what a manifest says of it."""
+    """Write a new file, sync it, and return its manifest entry."""
     with open(path, "xb") as handle:
         handle.write(data)
         handle.flush()
@@ -63,25 +63,25 @@ def write_synced(path: Path, data: bytes) -> Entry:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a file to read; `OSError` for a link, a pipe, a device or a directory, without waiting for any of them."""
+    """Open a file to read; `OSError` for a link, a pipe, a device or a directory, without blocking on any of them."""
     handle = FileIO(str(path), "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
         handle.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return handle
 
 
 def read_document(path: Path) -> bytes:
-    """The bytes of a small file of a checkpoint; `OSError` for what is no regular file, or none of a document's size."""
+    """The bytes of a metadata file. `OSError` if it is not a regular file, or too large."""
     with open_regular(path) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > MOST_DOCUMENT:
-            raise OSError(errno.EFBIG, f"its {size:,} bytes are too many for a document", str(path))
+            raise OSError(errno.EFBIG, f"its {size:,} bytes are too many for a metadata file", str(path))
         return handle.readall()
 
 
 def entries(directory: Path) -> dict[str, Entry]:
-    """The files that the manifest names; `ValueError` with the reason if the manifest is missing or not as it was written."""
+    """The files that the manifest names; `ValueError` with the reason if the manifest is missing or damaged."""
     try:
         data = read_document(directory / NAME)
     except FileNotFoundError:
@@ -93,14 +93,14 @@ def entries(directory: Path) -> dict[str, Entry]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{NAME} is not readable") from None
     if canonical(files) != data or any(not _NAMES.fullmatch(name) or entry.bytes < 0 for name, entry in files.items()):
-        raise ValueError(f"{NAME} is not as it was written")
+        raise ValueError(f"{NAME} does not match what was written")
     return files
 
 
 def problem(directory: Path, share: tuple[int, int] = (0, 1), advance: Callable[[int], None] | None = None) -> str | None:
     """Why the directory is not a good checkpoint, or None. Hashes in parallel threads.
 
-    share: (rank, ranks); each rank hashes its part of the files, so that many machines verify a large checkpoint together.
+    share: (rank, ranks); each rank hashes its share of the files, so that many machines verify a large checkpoint together.
     advance: called with the bytes that were hashed, from several threads.
     """
     try:
@@ -112,7 +112,7 @@ def problem(directory: Path, share: tuple[int, int] = (0, 1), advance: Callable[
 
 
 def differing(directory: Path, files: dict[str, Entry], advance: Callable[[int], None] | None = None) -> str | None:
-    """Which of the files are not as the manifest says, or None. Hashes in parallel threads."""
+    """The files that do not match the manifest, with reasons, or None. Hashes in parallel threads."""
     reasons: dict[str, str] = {}
     parallel(lambda name: _check(directory / name, files[name], reasons, advance), sorted(files))
     return "; ".join(reasons[name] for name in sorted(reasons)) or None
@@ -125,7 +125,7 @@ def hash_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
 
 
 def hash_of(handle: Any, advance: Callable[[int], None] | None = None) -> str:
-    """Hex BLAKE3 of what is left to read of an open binary file, wherever it lies."""
+    """Hex BLAKE3 of the rest of an open binary file."""
     hasher, block = blake3(), memoryview(bytearray(_BLOCK))
     while count := handle.readinto(block):
         hasher.update(block[:count])

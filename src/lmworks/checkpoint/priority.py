@@ -1,4 +1,4 @@
-"""Threads that hash and write run when training leaves them time."""
+"""A lower priority for the threads that hash and write checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint gets its name, keeps it, and loses it."""
+"""Renaming and removing checkpoint directories: publish, set aside, prune, clean up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 
 
 def publish(aside: Path, final: Path) -> None:
-    """Give a finished checkpoint its name; one that has it already is whole until then."""
+    """Rename a complete checkpoint to its final name and sync the parent directory. An older one of that name stays until the rename."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         os.replace(final, replaced)
@@ -24,7 +24,7 @@ def publish(aside: Path, final: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint to `step-00000100.WHY-1` (or -2 and so on), where no reader looks; returns the new path."""
+    """Rename a checkpoint to `step-00000100.WHY-1` (or -2 and so on), a name that readers ignore; returns the new path."""
     aside = listing.free_name(path, why)
     os.replace(path, aside)
     sync_directory(path.parent)
@@ -34,9 +34,9 @@ def set_aside(path: Path, why: str) -> Path:
 def prune(
     directory: Path, options: Options, newest: int, total_tokens: int | None = None, protected: Collection[Path] = (), *, dry: bool = False
 ) -> list[int]:
-    """Remove the checkpoints that the options do not keep, or with `dry` only say which; returns their steps.
+    """Remove the checkpoints that the options do not keep, and return their steps. With `dry` nothing is removed.
 
-    newest: the step that always stays. protected: what must not go yet.
+    newest: the step that always stays. protected: paths that must not be removed yet.
     """
     found = listing.saved(directory)
     kept = retention.keep(found, options, newest, total_tokens)
@@ -49,7 +49,7 @@ def prune(
 
 
 def clean(directory: Path) -> None:
-    """Remove what killed saves and prunings left; bring back a checkpoint that was about to be replaced by another of its step."""
+    """Remove the remains of killed saves and prunings. Restore a checkpoint that was about to be replaced by another of its step."""
     if not directory.is_dir():
         return
     for path in directory.iterdir():
@@ -61,4 +61,4 @@ def clean(directory: Path) -> None:
 
 
 def do_nothing() -> None:
-    """What the others do while the first does something."""
+    """The work of the ranks that only take part in `Communicator.run_on_all`."""

@@ -13,7 +13,7 @@ from lmworks.recipe.schema.units import Duration
 
 @dataclass(frozen=True)
 class Saved:
-    """What retention knows of a checkpoint. metric: lower is better."""
+    """The facts about a checkpoint that retention depends on. metric: lower is better."""
 
     path: Path
     step: int
@@ -23,7 +23,7 @@ class Saved:
 
 
 def keep(saved: list[Saved], options: Options, newest: int, total_tokens: int | None = None) -> dict[int, str]:
-    """step -> why it is kept; the others may go. `newest` is the step just saved, which always stays.
+    """The steps to keep, each with the reason. `newest` is the step just saved, which always stays.
 
     keep_every keeps the first checkpoint in each interval, so that it also works when saves do not fall on its multiples.
     """

@@ -1,4 +1,4 @@
-"""New checkpoints from old ones, a box at a time, so that no tensor need fit into memory: a reset optimizer, an average of weights."""
+"""New checkpoints from old ones: a reset optimizer, an average of weights. Works slice by slice, so that no tensor need fit into memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WEIGHTS = ("model/", "average/")
 
 
 def reset_optimizer(path: Path) -> Path:
-    """Replace a checkpoint by one whose optimizer state is zero, as at the start of a run; all else stays.
+    """Replace a checkpoint by one whose optimizer state is zero, as at the start of a run; the rest is copied.
 
     The old one is kept as `step-00000100.before-reset-1`, which is returned. The checkpoint must have been verified.
     """
@@ -40,7 +40,7 @@ def reset_optimizer(path: Path) -> Path:
 
     def keep_and_publish(aside: Path) -> Path:
         kept = listing.free_name(path, "before-reset")
-        # Links, not a rename: at no moment is there no checkpoint of this step.
+        # Links instead of a rename: a checkpoint of this step exists at all times.
         shutil.copytree(path, kept, copy_function=_link_or_copy)
         publish(aside, path)
         return kept
@@ -64,8 +64,8 @@ def _link_or_copy(source: str, target: str) -> None:
 def average(paths: Sequence[Path], weights: Sequence[float], target: Path) -> Path:
     """Write a checkpoint of the weighted mean of the weights of several checkpoints of one model into the directory `target`.
 
-    weights: relative, one per checkpoint. Sums are made in fp64. What is not a floating-point number is taken from the last one.
-    It holds no optimizer state: it is there to be evaluated, tuned and exported. The checkpoints must have been verified.
+    weights: relative, one per checkpoint. Sums are computed in fp64. Tensors of integers are taken from the last checkpoint. The result has
+    no optimizer state: it can be evaluated, tuned and exported. The checkpoints must have been verified.
     """
     readers, metas = [Reader(path) for path in paths], [listing.read_meta(path) for path in paths]
     last, shares = readers[-1], [weight / sum(weights) for weight in weights]
@@ -104,7 +104,7 @@ def _mean(
 
 
 def _write(final: Path, parts: Sequence[TensorSlice], document: dict[str, Any], finish: Callable[[Path], Path]) -> Path:
-    """Write a checkpoint aside and let `finish` name it; whatever stops it, `final` is as it was."""
+    """Write a checkpoint aside and let `finish` rename it. If anything fails, `final` is unchanged."""
     aside = listing.aside_name(final)
     with explain_os_errors(final.parent), bar(f"writing {final.name}", sum(part.bytes for part in parts)) as progress:
         shutil.rmtree(aside, ignore_errors=True)

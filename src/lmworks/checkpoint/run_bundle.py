@@ -1,6 +1,6 @@
-"""The small files of a run that go with the copies of its checkpoints, as one object: what it needs elsewhere to go on as it would have.
+"""The small files of a run that are stored beside the copies of its checkpoints, so that the run can resume on another machine.
 
-An object in a bucket is replaced as a whole or not at all, so these files are always of one moment.
+They are one object, `run.gz`. An object in a bucket is replaced atomically, so its files are always consistent with each other.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lmworks.errors import UserError
 
 BUNDLE = "run.gz"
 _NAME = re.compile(r"(?!.*(?:^|/)\.)[^/\0\n]{1,200}(?:/[^/\0\n]{1,200}){0,4}")
-_LEFT_OUT = ("lock", credentials.NAME, "report.html")  # a process holds it, only this machine may know them, it is made anew
+_LEFT_OUT = ("lock", credentials.NAME, "report.html")  # a process lock, credentials, and a page that is generated again
 _LONGEST_LINE = 10_000
 
 RunFiles = Callable[[], Mapping[str, Path]]
 
 
 def no_run_files() -> dict[str, Path]:
-    """Of checkpoints that belong to no run."""
+    """No files: for checkpoints that belong to no run."""
     return {}
 
 
 def run_files_of(run_dir: Path, checkpoints: Path) -> dict[str, Path]:
-    """By their names below `run_dir`: the files that lie right in it and in the folders down to `checkpoints`, and the tokenizer."""
+    """The files directly in `run_dir` and in the folders down to `checkpoints`, and the tokenizer, by their names below `run_dir`."""
     folders = [checkpoints, *checkpoints.parents][: len(checkpoints.relative_to(run_dir).parts) + 1]
     found = {str(path.relative_to(run_dir)): path for folder in (*folders, run_dir / "tokenizer") for path in _files(folder)}
     return {name: path for name, path in sorted(found.items()) if name not in _LEFT_OUT}
@@ -47,7 +47,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def pack(files: Mapping[str, Path]) -> Iterator[Path]:
-    """A temporary file with these: for each a line of JSON with its name and size, and its bytes. One that grows is cut where it was."""
+    """A temporary file that contains `files`: for each a line of JSON with its name and size, then that many bytes."""
     with tempfile.NamedTemporaryFile(prefix="lmworks-run-") as target:
         with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as packed:
             for name, path in files.items():
@@ -60,14 +60,14 @@ def pack(files: Mapping[str, Path]) -> Iterator[Path]:
 
 
 def unpack(packed: Path, to: Path) -> None:
-    """Write the files below `to`. `UserError` if they are not what was packed."""
+    """Write the files below `to`. Raises `UserError` if the bundle is damaged."""
     try:
         with gzip.open(packed, "rb") as stream:
             while line := stream.readline(_LONGEST_LINE):
                 entry = json.loads(line)
                 name, size = entry["name"], entry["bytes"]
                 if not isinstance(name, str) or not _NAME.fullmatch(name) or type(size) is not int or size < 0:
-                    raise ValueError("a name or size in it is none")
+                    raise ValueError("a name or size in it is invalid")
                 path = to / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "xb") as file:
@@ -80,6 +80,6 @@ def _copy(source: IO[bytes] | gzip.GzipFile, target: IO[bytes] | gzip.GzipFile, 
     while size:
         block = source.read(min(size, 1 << 20))
         if not block:
-            raise EOFError("it ends too early")
+            raise EOFError("it is truncated")
         target.write(block)
         size -= len(block)

@@ -1,7 +1,7 @@
-"""Which rank writes which part of which tensor, found by each rank for itself.
+"""Which rank writes which slice of which tensor, computed by each rank without a coordinator.
 
-A plan gathered by one rank grows with ranks times tensors: gigabytes for a large model on thousands of ranks. Here the holders of
-the same part take turns by a rule that all of them can compute, and only a hash of eight bytes per rank is exchanged.
+A plan gathered on one rank grows with ranks times tensors: gigabytes for a large model on thousands of ranks. Here the ranks that hold
+the same slice share the writing by a rule that each of them can compute. They exchange one hash of 8 bytes per rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmworks.checkpoint.communicator import Communicator
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A box of a tensor: `offsets` and `sizes` in the whole of `shape`. `values()` are its elements, on any device."""
+    """A rectangular slice of a tensor: `offsets` and `sizes` within the global `shape`. `values()` returns its elements, on any device."""
 
     name: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class TensorSlice:
 
 
 def local_slice(name: str, tensor: Tensor) -> TensorSlice | None:
-    """What this rank holds of a tensor: all of a plain one, its shard of a DTensor; None if that is nothing."""
+    """The slice of a tensor that this rank holds: all of a plain tensor, the local shard of a DTensor. None if it is empty."""
     if not isinstance(tensor, DTensor):
         plain = tensor.detach()
         return TensorSlice(name, tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim(), tuple(tensor.shape), lambda: plain)
@@ -44,7 +44,7 @@ def local_slice(name: str, tensor: Tensor) -> TensorSlice | None:
         return None
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-    assert not any(placement.is_partial() for placement in tensor.placements), f"{name} is not yet summed"
+    assert not any(placement.is_partial() for placement in tensor.placements), f"{name} is a partial sum"
     (item,) = create_default_local_save_plan({name: tensor}, False).items
     assert item.tensor_data is not None
     box, local = item.tensor_data.chunk, tensor.to_local().detach()
@@ -55,27 +55,27 @@ def local_slice(name: str, tensor: Tensor) -> TensorSlice | None:
 
 
 def slices_to_write(tensors: dict[str, Tensor], communicator: Communicator) -> list[TensorSlice]:
-    """The parts that this rank writes, by name. Each part of each tensor is written by one of the ranks that hold it, and those
-    share the bytes evenly. Called by all ranks of the communicator, which may hold different tensors; plain ones of one name are equal."""
+    """The slices that this rank writes, sorted by name. Each slice of each tensor is written by one of the ranks that hold it; these share
+    the bytes evenly. Called by all ranks of the communicator, which may hold different tensors. Plain tensors of one name must be equal."""
     holders_of = _holders(tensors, communicator)
     load: dict[tuple[int, ...], dict[int, int]] = {}
     mine = []
     for name in sorted(tensors):
-        part = local_slice(name, tensors[name])
-        if part is None:
+        one = local_slice(name, tensors[name])
+        if one is None:
             continue
         holders = holders_of(name, tensors[name])
-        # All that hold a part of these holders see the same list of such parts, so they all count alike.
+        # All ranks in `holders` see the same slices with these holders, so all of them count alike.
         taken = load.setdefault(holders, dict.fromkeys(holders, 0))
         writer = min(holders, key=lambda rank: taken[rank])
-        taken[writer] += part.bytes
+        taken[writer] += one.bytes
         if writer == communicator.rank:
-            mine.append(part)
+            mine.append(one)
     return mine
 
 
 def _holders(tensors: dict[str, Tensor], communicator: Communicator) -> Callable[[str, Tensor], tuple[int, ...]]:
-    """A function to the ranks that hold the same part of a tensor as this rank."""
+    """A function that returns the ranks that hold the same slice of a tensor as this rank."""
     kinds = [_kind(name, tensor) for name, tensor in sorted(tensors.items()) if not isinstance(tensor, DTensor)]
     plain = _plain_holders(kinds, communicator)
     found: dict[object, tuple[int, ...]] = {}
@@ -99,8 +99,8 @@ def _kind(name: str, tensor: Tensor) -> str:
 
 
 def _plain_holders(kinds: Sequence[str], communicator: Communicator) -> dict[str, tuple[int, ...]]:
-    """Which ranks hold the plain tensors that this rank holds. Ranks whose lists are equal are told apart from the others by a hash,
-    and one of each kind of rank (such as a pipeline stage) says its list."""
+    """The ranks that hold each plain tensor of this rank. Ranks with equal lists of tensors are grouped by a hash of the list, and one rank
+    of each group (such as a pipeline stage) broadcasts its list."""
     if communicator.group is None:
         return dict.fromkeys(kinds, (0,))
     own = int.from_bytes(hashlib.sha256("\n".join(kinds).encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""From a training state to named tensors and plain values, and back."""
+"""Conversion of a training state to named tensors and plain values, and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def split(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def put_values(state: State, values: dict[str, Any]) -> None:
-    """Replace the plain values of `state` by the saved ones; a tuple stays a tuple."""
+    """Replace the plain values of `state` by the saved ones. Tuples stay tuples."""
     for path, holder, key in list(leaves(state)):
         if not isinstance(holder[key], Tensor):
             holder[key] = tuple(values[path]) if isinstance(holder[key], tuple) else values[path]
@@ -57,7 +57,7 @@ def refuse_other_tensors(where: str, state: State, table: Table, values: dict[st
     """Raise `UserError` naming the first tensors whose names, shapes or types differ from those of the checkpoint at `where`.
 
     Only the top-level parts that `state` has are compared, so that a reader of the weights need not know the optimizer. Together
-    the ranks must hold everything; one alone may hold a part.
+    the ranks must hold every tensor; a single rank may hold some of them.
     """
     tensors, plain = split(state)
     here = {name: _kind(tensor.shape, str(tensor.dtype)) for name, tensor in tensors.items()} | dict.fromkeys(plain, "a value")
@@ -83,7 +83,7 @@ def _kind(shape: Any, dtype: str) -> str:
 
 
 class Staging:
-    """A copy of the state that training may not touch, in memory that is reused by the next save (pinned beside a GPU)."""
+    """A copy of the state in CPU memory, which later saves reuse (pinned if there is a GPU)."""
 
     def __init__(self) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -93,11 +93,11 @@ class Staging:
             StagingOptions(use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
         )
 
-    def copy(self, parts: Sequence[TensorSlice]) -> list[TensorSlice]:
-        """The parts, copied to CPU memory when this returns. What the call before returned is overwritten."""
-        staged = self._stager.stage({part.name: part.values() for part in parts})
+    def copy(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+        """The slices, copied to CPU memory. The slices that the previous call returned are overwritten."""
+        staged = self._stager.stage({one.name: one.values() for one in slices})
         assert isinstance(staged, dict), "asynchronous staging is off"
-        return [replace(part, values=partial(staged.__getitem__, part.name)) for part in parts]
+        return [replace(one, values=partial(staged.__getitem__, one.name)) for one in slices]
 
     def close(self) -> None:
         """Free the memory."""

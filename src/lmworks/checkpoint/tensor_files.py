@@ -1,8 +1,8 @@
-"""How tensors lie in a checkpoint: raw bytes in `data-WRITER-NUMBER.bin`, and a table that says which box of which tensor lies where.
+"""The files of tensors in a checkpoint: raw bytes in `data-WRITER-NUMBER.bin`, and a table of the slices in them (`tensors.jsonl.gz`).
 
-A tensor is saved in boxes, as the ranks hold it, and read as any other boxes: that is all there is to resharding. The table has a line
-of JSON per file; each writer compresses its own lines and the first rank only strings them together, so that it need not look at
-the boxes of thousands of ranks. PyTorch's own storage keeps its table as a pickle, which runs code when a checkpoint is opened.
+A tensor is saved in the slices that the ranks hold, and can be read in any other slices: this is how a checkpoint is resharded. The table
+has one line of JSON per data file. Each writer compresses its own lines and rank 0 only concatenates them, so that its work does not grow
+with the slices of thousands of ranks. (PyTorch's distributed checkpoint stores its table as a pickle, which runs code when it is opened.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class Written:
-    """What one writer has written: what the manifest says of its files, and its lines of the table, compressed."""
+    """The output of one writer: the manifest entries of its files, and its lines of the table, compressed."""
 
     files: dict[str, manifest.Entry]
     table: bytes
@@ -44,7 +44,7 @@ class Written:
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """A saved box of a tensor, and where it lies: byte offset in a file."""
+    """A saved slice of a tensor, and its place: `at` is a byte offset in `file`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,7 +54,7 @@ class SavedSlice:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A saved tensor: its type, its shape, and the chunks that it consists of."""
+    """A saved tensor: its dtype, its shape, and the slices that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,14 +69,14 @@ Table = dict[str, SavedTensor]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in row-major order as bytes; no copy if they lie so in CPU memory."""
+    """The elements of a tensor in row-major order as bytes. No copy if the tensor is contiguous in CPU memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def write_slices(directory: Path, writer: int, parts: Iterable[TensorSlice], *, file_bytes: int | None = None) -> Written:
-    """Write the files of one writer into `directory`, in a few threads. Every file is hashed as it is written, synced, and read back
-    before it counts. Raises OSError."""
+    """Write the data files of one writer into `directory`, in a few threads. Each file is hashed while it is written, synced, read back and
+    compared with memory. Raises OSError."""
     groups = list(enumerate(_split(parts, file_bytes or _FILE_BYTES)))
     found: dict[str, tuple[manifest.Entry, str]] = {}
 
@@ -102,7 +102,7 @@ def _write_file(path: Path, parts: Sequence[TensorSlice]) -> tuple[manifest.Entr
                     block = block[handle.write(block):]
             offset += data.nbytes
         os.fsync(handle.fileno())
-        # Forget the cached pages, so that reading back asks the disk.
+        # Drop the cached pages, so that reading back reads the disk.
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     entry = manifest.Entry(offset, hasher.hexdigest())
     if not _reads_back(path, parts):
@@ -111,7 +111,7 @@ def _write_file(path: Path, parts: Sequence[TensorSlice]) -> tuple[manifest.Entr
 
 
 def _reads_back(path: Path, parts: Sequence[TensorSlice]) -> bool:
-    """Whether the disk returns what memory holds. Comparing asks for less of what training could use than hashing again."""
+    """Whether the file on disk equals memory. Comparing takes less CPU time from training than hashing again."""
     found = bytearray()  # compared as one piece of memory, eighty times as fast as a memoryview of it
     with open(path, "rb", buffering=0) as handle:
         for part in parts:
@@ -126,7 +126,7 @@ def _reads_back(path: Path, parts: Sequence[TensorSlice]) -> bool:
 
 
 def line_of(file: str, parts: Sequence[TensorSlice]) -> str:
-    """The line of the table for a file: its parts in their order, each with its byte offset."""
+    """The line of the table for a file: its slices in file order, each with its byte offset."""
     rows, offset = [], 0
     for part in parts:
         rows.append((part.name, str(part.dtype).removeprefix("torch."), part.shape, part.offsets, part.sizes, offset))
@@ -135,12 +135,12 @@ def line_of(file: str, parts: Sequence[TensorSlice]) -> str:
 
 
 def compressed(lines: Sequence[str]) -> bytes:
-    """Lines of the table as they are stored; such pieces may be strung together."""
+    """Lines of the table, compressed. Compressed pieces may be concatenated."""
     return gzip.compress("".join(line + "\n" for line in lines).encode(), mtime=0) if lines else b""
 
 
 def _split(parts: Iterable[TensorSlice], limit: int) -> list[list[TensorSlice]]:
-    """Parts in order, in groups of about `limit` bytes; whole tensors, which other ranks read too, apart from shards, which they do not."""
+    """Slices in groups of about `limit` bytes, one per file. Whole tensors, which other ranks read too, are not mixed with shards."""
     groups: list[list[TensorSlice]] = []
     room = 0
     for part in sorted(parts, key=lambda part: part.sizes != part.shape):
@@ -153,7 +153,7 @@ def _split(parts: Iterable[TensorSlice], limit: int) -> list[list[TensorSlice]]:
 
 
 def metadata_files(written: Sequence[Written], small: dict[str, Any]) -> dict[str, bytes]:
-    """The files that make a checkpoint of what the writers wrote: `small` ones as JSON, the table, and the manifest, which comes last."""
+    """The metadata files of a checkpoint, by name, in the order in which they are written: `small` as JSON, the table, the manifest."""
     made = {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in small.items()}
     made[TABLE] = b"".join(one.table for one in written)
     files = {name: entry for one in written for name, entry in one.files.items()}
@@ -162,16 +162,16 @@ def metadata_files(written: Sequence[Written], small: dict[str, Any]) -> dict[st
 
 
 def write_metadata(directory: Path, made: dict[str, bytes]) -> None:
-    """Write the documents, synced, in their order."""
+    """Write and sync the metadata files in their order, then sync the directory."""
     for name, data in made.items():
         manifest.write_synced(directory / name, data)
     sync_directory(directory)
 
 
 def parse_table(data: bytes, files: Mapping[str, manifest.Entry], names: Collection[str] | None = None) -> Table:
-    """By name, what is saved of each tensor (or of those in `names`), in `files` of the manifest.
+    """The saved tensors (or those in `names`) by name; `files` are those of the manifest.
 
-    Raises `ValueError` for a table that is not ours: one that names other files, places beyond their ends, or no tensors.
+    Raises `ValueError` for an invalid table: one that names other files, offsets beyond their ends, or things that are not tensors.
     """
     table: Table = {}
     for line in _lines(data, sum(entry.bytes for entry in files.values())):
@@ -183,7 +183,7 @@ def parse_table(data: bytes, files: Mapping[str, manifest.Entry], names: Collect
                 chunk = SavedSlice(_numbers(offsets), _numbers(sizes), file, *_numbers([at]))
                 record = SavedTensor(_DTYPES[dtype], _numbers(shape), [])
                 if not len(record.shape) == len(chunk.offsets) == len(chunk.sizes):
-                    raise ValueError(f"a box of {name} has another number of dimensions")
+                    raise ValueError(f"a slice of {name} has another number of dimensions")
                 if at + math.prod(chunk.sizes) * record.dtype.itemsize > size:
                     raise ValueError(f"{name} reaches beyond the end of {file}")
                 if names is None or name in names:
@@ -192,7 +192,7 @@ def parse_table(data: bytes, files: Mapping[str, manifest.Entry], names: Collect
                         raise ValueError(f"{name} has two types or shapes")
                     known.slices.append(chunk)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{TABLE} is not as it was written ({error})") from None
+            raise ValueError(f"{TABLE} does not match what was written ({error})") from None
     return table
 
 
@@ -201,25 +201,25 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError("a place is no number")
+        raise ValueError("an offset or size is not a number")
     return tuple(values)
 
 
 def _lines(data: bytes, described: int) -> list[bytes]:
-    """The lines of a compressed table of so many bytes of tensors; it takes less room than these, but for a model of a few numbers."""
+    """The lines of a compressed table that describes `described` bytes of tensors. Its size is bounded, against decompression bombs."""
     most = min(manifest.MOST_DOCUMENT, (1 << 24) + described)
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             text = file.read(most + 1) if data else b""
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{TABLE} is not as it was written ({error})") from None
+        raise ValueError(f"{TABLE} does not match what was written ({error})") from None
     if len(text) > most:
         raise ValueError(f"{TABLE} is longer than {most:,} bytes, too long for the tensors that it describes")
     return text.splitlines()
 
 
 def read_table(directory: Path) -> Table:
-    """By name, every tensor in a checkpoint. `UserError` for a table that is not ours."""
+    """All tensors in a checkpoint, by name. Raises `UserError` for an invalid table."""
     try:
         return parse_table(manifest.read_document(directory / TABLE), manifest.entries(directory))
     except ValueError as error:
@@ -227,28 +227,28 @@ def read_table(directory: Path) -> Table:
 
 
 class Reader:
-    """Reads boxes of the tensors of a checkpoint; its files lie in `directory`, or where `local_files` says."""
+    """Reads slices of the tensors of a checkpoint in `directory`. `local_files` maps names of files to copies that are read instead."""
 
     def __init__(self, directory: Path, table: Table | None = None, local_files: Mapping[str, Path] | None = None) -> None:
         self.directory, self.table, self._local_files = directory, read_table(directory) if table is None else table, local_files or {}
 
     def files(self, parts: Iterable[TensorSlice]) -> set[str]:
-        """The data files that are needed to fill these parts."""
+        """The data files that contain these slices."""
         return {chunk.file for part in parts for chunk, _ in self._overlaps(part)}
 
     def fill(self, parts: Iterable[TensorSlice]) -> None:
-        """Read the values of the parts, in a few threads. Raises OSError if a file ends too early or a part is not all there."""
+        """Read the values of the slices, in a few threads. Raises OSError if a file is truncated or elements of a slice were not saved."""
         manifest.parallel(self._fill, list(parts), _THREADS)
 
     def read_slice(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """One box, in CPU memory."""
+        """One slice, in CPU memory."""
         record = self.table[name]
         values = torch.empty(sizes, dtype=record.dtype)
         self._fill(TensorSlice(name, record.dtype, record.shape, offsets, sizes, lambda: values))
         return values
 
     def _overlaps(self, part: TensorSlice) -> list[tuple[SavedSlice, list[tuple[int, int]]]]:
-        """The chunks that share elements with a part, and the bounds of what they share in each dimension."""
+        """The saved slices that overlap with `part`, and the bounds of the overlap in each dimension."""
         found = []
         for chunk in self.table[part.name].slices:
             bounds = [
@@ -269,10 +269,10 @@ class Reader:
             self._read(chunk, part.dtype, bounds, to)
             left -= to.numel()
         if left:
-            raise OSError(f"{self.directory}: {left} elements of {part.name} are nowhere in it")
+            raise OSError(f"{self.directory}: {left} elements of {part.name} were never saved")
 
     def _read(self, chunk: SavedSlice, dtype: torch.dtype, bounds: list[tuple[int, int]], to: Tensor) -> None:
-        """Only the rows that are wanted are read, straight into their place where they lie there as they do in the file."""
+        """Read only the rows that overlap, directly into the target if its memory has the same layout as the file."""
         path = self._local_files.get(chunk.file, self.directory / chunk.file)
         row = math.prod(chunk.sizes[1:]) * dtype.itemsize
         first = (bounds[0][0] - chunk.offsets[0]) * row if bounds else 0
@@ -289,7 +289,7 @@ class Reader:
 
 
 def split_rows(record: SavedTensor, limit: int = 1 << 26) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A tensor cut along its first dimension into (offsets, sizes) of about `limit` bytes, so that it need not fit into memory."""
+    """Slices (offsets, sizes) of about `limit` bytes along the first dimension, so that the tensor need not fit into memory."""
     if not record.shape:
         return [((), ())]
     rows, rest = record.shape[0], record.shape[1:]
@@ -299,7 +299,7 @@ def split_rows(record: SavedTensor, limit: int = 1 << 26) -> list[tuple[tuple[in
 
 
 def incomplete_tensors(table: Table) -> list[str]:
-    """Names of tensors whose chunks do not add up to the whole."""
+    """Names of tensors whose saved slices do not add up to the whole tensor."""
     return [name for name, one in table.items() if sum(math.prod(chunk.sizes) for chunk in one.slices) != math.prod(one.shape)]
 
 
@@ -307,5 +307,5 @@ def _read_into(fd: int, offset: int, target: memoryview, path: Path) -> None:
     while target:
         count = os.preadv(fd, [target], offset)
         if not count:
-            raise OSError(f"{path} ends too early")
+            raise OSError(f"{path} is truncated")
         target, offset = target[count:], offset + count

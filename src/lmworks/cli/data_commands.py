@@ -67,7 +67,7 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({
             "shares": [asdict(share) | {"epochs": share.epochs} for share in order.shares()],
-            "readings": order.readings(),
+            "readings": order.epochs_by_source(),
             "shared_documents": [{"before": before, "after": after, "id": span.id} for before, after, span in shared],
             "waste": [{"source": source, "sequence_length": length, **asdict(one)} for (source, length), one in lost.items()],
             "warnings": list(epoch_warnings(order, limit)),
@@ -174,7 +174,7 @@ def _print_shares(batches: Batches) -> None:
     for share in batches.order.shares():
         length = batches.order.length_of(share.phase)
         table.add_row(share.phase, share.source, f"{share.start:,} to {share.stop:,}", f"{share.planned * length:,}", f"{share.epochs:.2f}")
-    for source, times in batches.order.readings().items():
+    for source, times in batches.order.epochs_by_source().items():
         table.add_row("all phases", source, "", "", f"{times:.2f}", style="bold")
     console().print(table)
     for line in epoch_warnings(batches.order, batches.recipe.shards.warn_epochs):

@@ -63,7 +63,7 @@ def sizes(
     from lmworks.plan.vocabulary import compare_sizes, table
     from lmworks.run.walk import require_run
     from lmworks.tokenizer.sample import source_weights
-    from lmworks.tokenizer.sizes import at_sizes
+    from lmworks.tokenizer.sizes import evaluate_sizes
     from lmworks.tokenizer.train import train
 
     recipe, corpus, folder = require_run(Path(run)), Path(run) / "corpus", Path(run) / "tokenizer"
@@ -73,5 +73,5 @@ def sizes(
             options = recipe.tokenizer.model_copy(update={"vocab_size": train_to, "path": None})
             folder = Path(temporary)
             train(recipe.model_copy(update={"tokenizer": options}), corpus, folder)
-        rows = compare_sizes(recipe.model, length, at_sizes(folder, corpus / "validation", size, source_weights(recipe, corpus)))
+        rows = compare_sizes(recipe.model, length, evaluate_sizes(folder, corpus / "validation", size, source_weights(recipe, corpus)))
     print_json(rows) if as_json else console().print(table(rows))

@@ -35,7 +35,7 @@ def to_bytes(token: str) -> bytes:
 
 @dataclass(frozen=True)
 class Bpe:
-    """What a tokenizer.json says."""
+    """The contents of a tokenizer.json."""
 
     pieces: dict[int, bytes]  # the bytes that each ordinary token stands for
     merges: list[tuple[bytes, bytes]]
@@ -55,7 +55,7 @@ class Bpe:
 
 
 def read(spec: dict[str, Any], where: str) -> Bpe:
-    """Understand the parsed tokenizer.json `spec`; `UserError` naming `where` if it is anything but lossless BPE.
+    """Interpret the parsed tokenizer.json `spec`. Raises a `UserError` that names `where` if it is not lossless BPE.
 
     That is byte-level BPE as in GLM-4.x, or BPE over characters with byte fallback and no other spaces than the text's own.
     """

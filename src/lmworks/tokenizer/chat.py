@@ -1,4 +1,4 @@
-"""Conversations to one string and to ids, with the assistant's part marked.
+"""Conversations to one string and to token ids, with a mask of the tokens that the assistant wrote.
 
 The template is `chat_template.jinja`, rendered as `transformers` renders it. Its form is GLM-4.x's, here in full and `brief`:
 
@@ -20,7 +20,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.rendering import Refused, Render, apart, compiled
+from lmworks.tokenizer.rendering import Refused, Render, compiled, compiled_in_process
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ _MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 def shipped_template(name: str = "brief") -> str:
-    """The chat template that a tokenizer made here carries; "glm-4.6" gives the same strings as the published one."""
+    """The chat template of tokenizers that lmworks trains; "glm-4.6" renders the same strings as the published one."""
     source = files("lmworks.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
     return source if name == "brief" else source.replace("set brief = true", "set brief = false", 1)
 
 
 class Template:
-    """A compiled chat template. A template is a program that arrives with somebody's model: one that lmworks does not ship runs in
-    jinja2's sandbox, in a process with limits."""
+    """A compiled chat template. Templates are untrusted code: one that lmworks does not ship runs in jinja2's sandbox, in a process with
+    limits."""
 
     def __init__(self, source: str, where: str) -> None:
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
         self._where = where
         try:
-            self._render: Render = compiled(source) if shipped else apart(source)
+            self._render: Render = compiled(source) if shipped else compiled_in_process(source)
         except Refused as reason:
             raise UserError(f"{where} is not a chat template: {reason}") from None
 
@@ -117,8 +117,8 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
-    What looks like one inside a message is broken up with a marker before rendering and mended after cutting. So is the beginning of
-    one at the end of a text (white space aside, which templates strip): the next part of the message could complete it.
+    Text of a message that looks like one is broken up with a marker before rendering; the marker is removed after splitting. So is the
+    beginning of one at the end of a text (apart from white space, which templates strip): the next part of the message could complete it.
     """
     messages = checked(messages)
     marker = _unused_marker(messages, tools)
@@ -133,7 +133,7 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
 
     protected = [_map_text(message, partial(protect, allowed=OPEN if message["role"] == "user" else ())) for message in messages]
     text = template.render(protected, _map_text(tools, protect), add_generation_prompt, thinking)
-    return tokenizer.encode_parts(tokenizer.split_special(text), mend=lambda part: part.replace(marker, ""))
+    return tokenizer.encode_parts(tokenizer.split_special(text), transform=lambda part: part.replace(marker, ""))
 
 
 def _unused_marker(messages: Sequence[Any], tools: Any) -> str:
@@ -157,13 +157,13 @@ def _map_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Sequence[int],
-                   given: Sequence[Sequence[int]]) -> list[bool]:
-    """For each id whether the assistant wrote it: after <|assistant|>, up to and with the token that ends the turn.
+                   prompt_ids: Sequence[Sequence[int]]) -> list[bool]:
+    """For each id, whether the assistant wrote it: the ids after <|assistant|>, up to and including the token that ends the turn.
 
-    `given` are for each of its turns the ids that it did not write although they stand behind <|assistant|>, as far as they agree.
-    A turn that runs into <|system|> or another <|assistant|> is learned without an end, for generation does not stop at those.
+    `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is masked.
+    A turn that is followed by <|system|> or another <|assistant|> is learned without an end, since generation does not stop at those.
     """
-    mask, speaking, turns = [False] * len(ids), False, iter(given)
+    mask, speaking, turns = [False] * len(ids), False, iter(prompt_ids)
     prompt: list[int] = []
     for at, token in enumerate(ids):
         if token == assistant:

@@ -1,4 +1,4 @@
-"""How well a tokenizer suits its text, per source, beside others (Rust et al. 2021, arXiv:2012.15613)."""
+"""Evaluation of tokenizers per source and language: bytes per token and fertility (Rust et al. 2021, arXiv:2012.15613)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Codec(Protocol):
 
 
 class _Foreign:
-    """Any tokenizer.json, through `tokenizers`: only to be compared with."""
+    """Any tokenizer.json, through `tokenizers`, for comparison only."""
 
     def __init__(self, path: Path) -> None:
         import tokenizers

@@ -1,4 +1,4 @@
-"""Chat templates as programs: compiled and run here for those that lmworks ships, in a process with limits for all others."""
+"""Compiling and running chat templates: in this process for those that lmworks ships, in a process with limits for all others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Render = Callable[..., str]
 
 
 class Refused(Exception):
-    """Why a template is none, or made nothing of a conversation."""
+    """A template does not compile, or fails to render a conversation."""
 
 
 def compiled(source: str) -> Render:
-    """A template as a function of its variables, which raises `Refused`. Nothing but jinja2's sandbox keeps it in bounds."""
+    """A template as a function of its variables, which raises `Refused`. Only jinja2's sandbox restricts it."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -30,14 +30,14 @@ def compiled(source: str) -> Render:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    template = _told(environment.from_string, source)
-    return lambda **variables: _told(template.render, **variables)
+    template = _raise_refused(environment.from_string, source)
+    return lambda **variables: _raise_refused(template.render, **variables)
 
 
-def _told(call: Callable[..., Any], *arguments: Any, **variables: Any) -> Any:
+def _raise_refused(call: Callable[..., Any], *arguments: Any, **variables: Any) -> Any:
     try:
         return call(*arguments, **variables)
-    except Exception as error:  # a program of any origin may raise anything
+    except Exception as error:  # untrusted code may raise anything
         raise Refused(" ".join(str(error).split()) or type(error).__name__) from None
 
 
@@ -46,18 +46,18 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def apart(source: str) -> Render:
-    """What `compiled` gives, in a process of its own, which ends when it takes too much time or memory and is started again when needed."""
+def compiled_in_process(source: str) -> Render:
+    """Like `compiled`, but in a separate process, which is killed if it takes too much time or memory, and restarted when needed."""
     limited = LimitedProcess("lmworks.tokenizer.rendering:renderer", SECONDS, MEMORY)
 
     def render(**variables: Any) -> str:
-        return _ask(limited, source, variables)
+        return _request(limited, source, variables)
 
-    _ask(limited, source, None)
+    _request(limited, source, None)
     return render
 
 
-def _ask(limited: LimitedProcess, source: str, variables: dict[str, Any] | None) -> str:
+def _request(limited: LimitedProcess, source: str, variables: dict[str, Any] | None) -> str:
     try:
         return str(json.loads(limited(json.dumps([source, variables]).encode())))
     except ProcessDied:
@@ -69,8 +69,8 @@ def _ask(limited: LimitedProcess, source: str, variables: dict[str, Any] | None)
 
 
 def renderer() -> Callable[[bytes], bytes]:
-    """What the process does: from a template and its variables to the text; without variables the template is only compiled."""
-    import jinja2.ext  # noqa: F401  which is no part of the first call's time
+    """The function of the separate process: renders a template with variables; without variables it only compiles the template."""
+    import jinja2.ext  # noqa: F401  imported here, so that the first call is not charged for it
     import jinja2.sandbox  # noqa: F401
 
     latest = lru_cache(1)(compiled)

@@ -1,4 +1,4 @@
-"""What the assistant wrote, taken apart: thoughts, the answer, and tool calls in OpenAI's form. The way back from the chat template."""
+"""Parsing replies of the assistant into reasoning, answer, and tool calls in OpenAI's form: the inverse of the chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ToolCall:
 
 @dataclass
 class Reply:
-    """Parts of an answer; of a whole one, or of what has just come in."""
+    """The parts of a reply, or of a piece of it."""
 
     reasoning: str = ""
     content: str = ""
@@ -33,11 +33,11 @@ class Reply:
 
 
 class ReplyReader:
-    """Text of an answer in pieces, as it is generated, to its parts.
+    """Parses a reply incrementally, while it is generated.
 
-    Thoughts stand at the beginning, between <think> and </think>; calls anywhere after them. The joined parts do not depend on how the
-    text is cut into pieces. Text without such markup comes out as it went in. White space that only sets off markup is left out; a call
-    that is not whole, or not well formed, stays text. `tools` are those offered: without any, nothing is a call. `thinking`: whether
+    Reasoning is at the beginning, between <think> and </think>; tool calls are anywhere after it. The joined parts do not depend on how the
+    text is cut into pieces. Text without such markup comes out as it went in. White space around markup is left out; a call
+    that is incomplete or malformed stays text. `tools` are those offered: without any, nothing is a call. `thinking`: whether
     the prompt left it to the model to think.
     """
 
@@ -53,7 +53,7 @@ class ReplyReader:
         return self._read(last=False)
 
     def finish(self) -> Reply:
-        """No more text comes: what was held back."""
+        """End of the text: returns what was held back."""
         return self._read(last=True)
 
     def _read(self, last: bool) -> Reply:
@@ -109,7 +109,7 @@ class ReplyReader:
 
 
 def read(text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True) -> Reply:
-    """The parts of a whole answer."""
+    """The parts of a whole reply."""
     reader = ReplyReader(tools, thinking)
     first, rest = reader.push(text), reader.finish()
     return Reply(first.reasoning + rest.reasoning, first.content + rest.content, first.calls + rest.calls)

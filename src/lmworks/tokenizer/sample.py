@@ -1,4 +1,4 @@
-"""A sample of the corpus in the proportions of the training mixture, its languages balanced."""
+"""A sample of the corpus in the proportions of the training mixture, with balanced languages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lmworks.recipe.derivation.buckets import expand
 from lmworks.recipe.schema.recipe import Recipe
 
 Shares = dict[tuple[str, str], float]  # (source, language) -> share of the sample's bytes
-_LOOKED_AT = 64  # row groups of a source from which its languages are estimated
+_SAMPLED = 64  # row groups of a source from which its languages are estimated
 
 
 def source_weights(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str] = ()) -> dict[str, float]:
     """The share of each output that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases.
 
-    Those to `leave_out` have none; `UserError` if one of them is not there, or nothing else is.
+    Sources in `leave_out` have none. Raises `UserError` if one of them does not exist, or if no source is left.
     """
     available = corpus_files(corpus_dir, "train")
     for name in leave_out:
@@ -49,7 +49,7 @@ def shares(corpus_dir: Path, weights: Mapping[str, float], balance: float, seed:
     """The share of each language of each source, from the sources' `weights`.
 
     Languages are drawn in proportion to their bytes to the power of `balance` (arXiv:1901.07291): 1 leaves the mixture as it is, 0
-    gives every language as much. Code keeps its share: it is not a language that others could be short of.
+    gives every language the same share. Code keeps its share: it does not compete with natural languages.
     """
     files = corpus_files(corpus_dir, "train")
     found: Shares = {}
@@ -69,7 +69,7 @@ def shares(corpus_dir: Path, weights: Mapping[str, float], balance: float, seed:
 def _languages(paths: list[Path], source: str, seed: int) -> Counter[str]:
     """Bytes of each language in the first row groups of the order in which `draw` reads."""
     sizes: Counter[str] = Counter()
-    for file, group, _ in islice(_row_groups(paths, source, seed), _LOOKED_AT):
+    for file, group, _ in islice(_row_groups(paths, source, seed), _SAMPLED):
         rows = file.read_row_group(group, columns=["text", "language"])
         lengths = pc.binary_length(rows.column("text"))
         for language, size in zip(rows.column("language").to_pylist(), lengths.to_pylist(), strict=True):
@@ -78,7 +78,7 @@ def _languages(paths: list[Path], source: str, seed: int) -> Counter[str]:
 
 
 def text_bytes(corpus_dir: Path, sources: Collection[str]) -> int:
-    """Bytes of text that these outputs hold, as the files' own statistics have it."""
+    """Bytes of text in these outputs, by the statistics in the files."""
     size = 0
     for path in (path for source, paths in corpus_files(corpus_dir, "train").items() if source in sources for path in paths):
         metadata = pq.read_metadata(path)
@@ -88,7 +88,9 @@ def text_bytes(corpus_dir: Path, sources: Collection[str]) -> int:
 
 
 def draw(corpus_dir: Path, wanted: Shares, size: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (source, language, text) until `size` bytes of UTF-8, each its share; what one is short of, the others give.
+    """Yield (source, language, text) up to `size` bytes of UTF-8, in proportion to the shares.
+
+    If a source or language runs out, the others fill its share.
 
     The same documents in the same order for the same arguments. Memory holds one row group for each source and language.
     """

@@ -1,4 +1,4 @@
-"""One training, many sizes: the merges of a small vocabulary are the first merges of a large one."""
+"""Evaluation of several vocabulary sizes from one training: the merges of a small vocabulary are the first merges of a large one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmworks.tokenizer.spec import truncated
 from lmworks.tokenizer.tokenizer import load
 
 
-def at_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Mapping[str, float]) -> list[dict[str, Any]]:
+def evaluate_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Mapping[str, float]) -> list[dict[str, Any]]:
     """Measure the tokenizer of `directory` cut to each of `sizes` on the held-out text of `documents`, sources by their `weights`.
 
     A row has `entries`, `tokens_per_byte`, `bytes_per_token` and `fertility`. Sizes that its text had no merges for are left out;
@@ -25,11 +25,11 @@ def at_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Ma
     spec = read_json(path)
     merges, symbols = len(spec["model"]["merges"]), len(spec["model"]["vocab"]) - len(spec["model"]["merges"])
     named = [token for token in spec["added_tokens"] if not token["content"].startswith("<|reserved_")]
-    spec = spec | {"added_tokens": named}  # what a corpus too small has left over is no part of a smaller vocabulary
+    spec = spec | {"added_tokens": named}  # reserved tokens that fill up a vocabulary are not part of a smaller one
     smallest, largest = symbols + len(named), symbols + merges + len(named)
     fitting = sorted({size for size in sizes if smallest <= size <= largest})
     if not fitting:
-        raise UserError(f"{path} can be cut to {smallest} to {largest} entries; none of the sizes asked for lies between")
+        raise UserError(f"{path} can be cut to {smallest} to {largest} entries; none of the requested sizes is in this range")
     rows = []
     for size in fitting:
         with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def at_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Ma
 
 
 def _mean(measured: list[dict[str, Any]], weights: Mapping[str, float]) -> dict[str, float]:
-    """Over the bytes of the mixture: each source counts by its weight, not by how much of it happens to be held out."""
+    """The mean over the mixture: each source counts by its weight, not by the size of its held-out text."""
     held: dict[str, int] = {}
     for row in measured:
         held[row["source"]] = held.get(row["source"], 0) + row["bytes"]

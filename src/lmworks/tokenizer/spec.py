@@ -1,4 +1,4 @@
-"""tokenizer.json as data: from merges to the file that `tokenizers` and `transformers` load."""
+"""Building and editing tokenizer.json, the file that `tokenizers` and `transformers` load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _spec(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[st
             "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model}
 
 
-def mend_specials(spec: dict[str, Any]) -> dict[str, str]:
+def complete_specials(spec: dict[str, Any]) -> dict[str, str]:
     """Give a foreign tokenizer the special tokens that it lacks, as far as this needs no new ids; returns the names that were replaced.
 
     Its own end of text becomes ours, and its reserved tokens become what else is missing: the ids, and so the rows of weights, stay.

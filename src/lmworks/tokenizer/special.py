@@ -17,7 +17,7 @@ GLM = (END, "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", SYSTEM, USER, ASSI
        *(f"<|{edge}_of_{kind}|>" for kind in ("image", "video", "audio", "transcription") for edge in ("begin", "end")),
        CODE_PREFIX, CODE_MIDDLE, CODE_SUFFIX, NO_THINKING, *MARKUP, "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>")
 
-# Names for what GLM-4.x has no token for. Nothing here writes them; a run that wants one finds it trained into its vocabulary.
+# Names that GLM-4.x has no token for. lmworks does not use them; they are in the vocabulary for runs that need them.
 MORE = ("<|developer|>", "<|context|>", "<|critic|>",  # roles
         "<|tool_plan|>", "<|tool_error|>", "<|code_interpreter|>", "<|begin_of_citation|>", "<|end_of_citation|>",  # function calling
         "<|repository|>", "<|file|>", "<|code_pad|>", "<|test|>", "<|terminal|>",  # code
@@ -25,13 +25,13 @@ MORE = ("<|developer|>", "<|context|>", "<|critic|>",  # roles
         "<|notebook_text|>", "<|notebook_code|>", "<|notebook_output|>",
         "<|masked_address|>", "<|masked_email|>", "<|masked_ip|>", "<|masked_key|>", "<|masked_name|>", "<|masked_number|>")
 
-# Without these there is no chat and no end; a tokenizer that is taken over gets those that it lacks.
+# Chat and document ends need these. An adopted tokenizer gets those that it lacks.
 REQUIRED = (END, "[gMASK]", "<sop>", SYSTEM, USER, ASSISTANT, OBSERVATION)
 
-# Any of these ends the assistant's turn. The role that speaks next is the model's way of falling silent, as in GLM-4.x.
+# Any of these ends the assistant's turn. The model ends its turn by generating the next role token, as in GLM-4.x.
 STOPS = (END, USER, OBSERVATION)
 
-# The one control that a user may type, as in GLM-4.x: it speaks in nobody's role.
+# The only special token that a user may type, as in GLM-4.x: it does not change the role.
 OPEN = (NO_THINKING,)
 
 # The split of cl100k and GLM-4, letter for letter: llama.cpp's pre-tokenizer "glm4" implements this one.

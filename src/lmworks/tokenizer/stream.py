@@ -1,4 +1,4 @@
-"""Ids to text one at a time, for text that is shown while it is written."""
+"""Incremental decoding of ids to text, for text that is shown while it is generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class StreamDecoder:
     """Never emits part of a UTF-8 character: its bytes are kept until it is complete.
 
-    All that `push` returned and then `finish()` is the text of `Tokenizer.decode`; bytes that are no UTF-8 become U+FFFD.
+    All that `push` returned and then `finish()` is the text of `Tokenizer.decode`; invalid UTF-8 becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: TextTokenizer, skip_special: bool = False) -> None:
@@ -20,7 +20,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, perhaps none; none of an id behind the vocabulary, which only pads the embedding."""
+        """The text that `token` completes, possibly empty. Ids beyond the vocabulary, which only pad the embedding, have no text."""
         if token >= self._tokenizer.vocab_size:
             return ""
         return self._utf8.decode(self._tokenizer.token_bytes(token, self._skip))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-# tiktoken's regex engine dies on about a million spaces in a row. Such a text goes through `tokenizers`, slower, with the same ids.
+# tiktoken's regex engine fails on about a million consecutive spaces. Such a text is encoded by `tokenizers`, slower, with the same ids.
 _LONG = 100_000
 # A match begins only where a run of spaces begins: tried at each of its spaces, the search would be quadratic in the run's length.
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_LONG}}}")
@@ -29,10 +29,11 @@ _PARALLEL_BYTES = 1 << 20
 
 
 class TextTokenizer:
-    """BPE. `encode` gives the ids that `tokenizers` and `transformers` give for the same tokenizer.json; byte-level BPE runs on tiktoken.
+    """A BPE tokenizer. `encode` returns the ids that `tokenizers` and `transformers` return for the same tokenizer.json. Byte-level BPE
+    runs on tiktoken.
 
-    Text never becomes a special token: "<|user|>" in a document or a message is encoded as the letters it consists of, unless the
-    caller says `allow_special=True`. (`transformers` makes it special always; there the ids differ, on purpose.)
+    Text never becomes a special token: "<|user|>" in a document or a message is encoded as plain text, unless the
+    caller passes `allow_special=True`. (`transformers` always encodes it as the special token, so its ids differ.)
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,14 +66,14 @@ class TextTokenizer:
             return self._ordinary_by_reference(text)
         return self._tiktoken.encode_ordinary(text)
 
-    def encode_parts(self, parts: Sequence[str], mend: Callable[[str], str] = lambda text: text) -> list[int]:
-        """Encode alternating text and special tokens, beginning with text; `mend` is applied to the text."""
+    def encode_parts(self, parts: Sequence[str], transform: Callable[[str], str] = lambda text: text) -> list[int]:
+        """Encode alternating text and special tokens, beginning with text; `transform` is applied to the text."""
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number % 2:
                 ids.append(self.special[part])
             elif part:
-                ids.extend(self.encode(mend(part)))
+                ids.extend(self.encode(transform(part)))
         return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[np.ndarray]:
@@ -116,7 +117,7 @@ class TextTokenizer:
 
     @cached_property
     def reference(self) -> tokenizers.Tokenizer:
-        """The same tokenizer in `tokenizers`, which the ids are measured against."""
+        """The same tokenizer in `tokenizers`: the reference for the ids."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_file(str(self.directory / "tokenizer.json"))
@@ -129,7 +130,7 @@ class TextTokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. `skip_special` leaves out control tokens, but not <think>."""
+        """The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` leaves out control tokens, but not <think>."""
         return b"".join(self.token_bytes(token, skip_special) for token in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, skip_special: bool = False) -> bytes:

@@ -35,14 +35,14 @@ class Tokenizer(TextTokenizer):
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
-        """Ids of the conversation, and for each whether the assistant wrote it (its ending token included).
+        """The ids of the conversation, and for each whether the assistant wrote it (including the token that ends its turn).
 
-        Special tokens come from the template only; the same characters inside a message stay text, so nobody can speak in
-        another's role. Where the template leaves the last answer open, <|endoftext|> closes it here: something must be learned
+        Special tokens come from the template only; the same characters inside a message stay text, so that text cannot
+        impersonate another role. If the template leaves the last answer open, <|endoftext|> is appended, so that the model learns
         to end it.
         """
         ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
         if messages[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:
             ids.append(self.eos_id)
-        given = prompts(self, self._template, messages, thinking)
-        return ids, assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, given)
+        prompt_ids = prompts(self, self._template, messages, thinking)
+        return ids, assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, prompt_ids)

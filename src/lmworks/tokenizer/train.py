@@ -1,4 +1,4 @@
-"""Train a tokenizer, or take over a given one, and write it so that `transformers` loads it."""
+"""Trains a tokenizer, or adopts a given one, and writes it so that `transformers` loads it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
 from lmworks.tokenizer.merges import GAP, learn
 from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
-from lmworks.tokenizer.spec import add_specials, mend_specials
+from lmworks.tokenizer.spec import add_specials, complete_specials
 from lmworks.tokenizer.tokenizer import load
-from lmworks.tokenizer.words import Words, count, laid_out
+from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
 
 _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation fill the vocabulary
 _RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, one in so many of the text, become bytes
@@ -39,8 +39,8 @@ def train(
     `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries; a corpus too small for that many
     merges leaves the rest as reserved tokens, and the report says how many. Equal input gives an equal file.
 
-    `trained` is the hash of the tokenizer.json that there are weights for, empty where it is not known: such a file stays as it is, and
-    only what lies beside it is written anew. If it is lost, it has to come out the same; raises UserError where it does not.
+    `trained` is the hash of the tokenizer.json that weights were trained with, empty if it is unknown. Such a file is never replaced; only
+    the files beside it are written again. If it is lost, the result must have the same hash; otherwise a UserError is raised.
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     started = time.monotonic()
@@ -53,8 +53,8 @@ def train(
         text = json.dumps(spec, ensure_ascii=False, indent=1) + "\n"
         if trained and hashlib.sha256(text.encode()).hexdigest() != trained:
             raise UserError(
-                f"{path} is lost, and what {corpus_dir} gives now is not the tokenizer that the weights of this run were trained with; put "
-                "that file back, which an export of the run holds too, or choose another run_dir"
+                f"{path} is lost, and the tokenizer trained on {corpus_dir} now is not the one of the weights of this run; "
+                "restore that file (an export of the run has it too), or choose another run_dir"
             )
         write_text(path, text)
     write_text(out_dir / "chat_template.jinja", shipped_template(recipe.tokenizer.chat_template))
@@ -83,7 +83,7 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
                 progress.advance(size)
                 yield text
 
-        words = count(texts(), special.SPLIT if options.kind == "bytes" else special.SPLIT_DIGITS, options.max_words)
+        words = count_words(texts(), special.SPLIT if options.kind == "bytes" else special.SPLIT_DIGITS, options.max_words)
     if not words.counts:
         raise UserError(f"{corpus_dir / 'train'} holds no text to train a tokenizer on")
     least = len(names) + (256 if options.kind == "bytes" else 320)
@@ -100,14 +100,14 @@ def _learn(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str]) -> tupl
                   "seed": recipe.seed}
 
 
-def _byte_level(words: Words, ordinary: int) -> dict[str, Any]:
+def _byte_level(words: WordCounts, ordinary: int) -> dict[str, Any]:
     table = np.zeros(256, dtype=np.int32)
     for number, stand_in in enumerate(sorted(bpe.BYTE_OF)):
         table[bpe.BYTE_OF[stand_in]] = number
     return spec_.byte_level(_merges(words, table, "utf-8", [1] * 256, ordinary - 256))
 
 
-def _sentencepiece(words: Words, ordinary: int) -> dict[str, Any]:
+def _sentencepiece(words: WordCounts, ordinary: int) -> dict[str, Any]:
     """The alphabet holds the most frequent characters, together all but one in `_RARE` of the text, in at most half of the entries."""
     seen: Counter[str] = Counter()
     for word, number in words.counts.items():
@@ -126,9 +126,9 @@ def _sentencepiece(words: Words, ordinary: int) -> dict[str, Any]:
     return spec_.sentencepiece("".join(alphabet), _merges(words, table, "utf-32-le", lengths, ordinary - len(lengths)))
 
 
-def _merges(words: Words, table: np.ndarray, encoding: str, lengths: list[int], most: int) -> list[tuple[int, int]]:
+def _merges(words: WordCounts, table: np.ndarray, encoding: str, lengths: list[int], most: int) -> list[tuple[int, int]]:
     texts = list(words.counts)
-    symbols, owner = laid_out(texts, table, encoding)
+    symbols, owner = to_symbols(texts, table, encoding)
     counts = np.array([words.counts[text] for text in texts], dtype=np.int64)
     with bar("tokenizer: merging", total=most) as progress:
         return learn(symbols, owner, counts, lengths, most, _LONGEST_TOKEN, progress.advance)
@@ -143,7 +143,7 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     if composes:
         spec["normalizer"] = None  # composed text, which is nearly all, has the same ids; other text comes back as it was
     given = bpe.read(spec, str(path))
-    renamed = mend_specials(spec)
+    renamed = complete_specials(spec)
     missing = [name for name in special.REQUIRED if name not in given.added and name not in renamed.values()]
     size, needed = recipe.tokenizer.vocab_size, given.vocab_size + len(missing)
     if needed > size:

@@ -1,4 +1,4 @@
-"""Text to word counts: what byte-pair merging learns from, in memory that has a bound."""
+"""Word counts in bounded memory: the input of byte-pair merging."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from lmworks.tokenizer.merges import GAP
 
 
 @dataclass
-class Words:
-    """How often each word occurs; `occurrences` and `lost` say how many were seen, and how many of them forgotten."""
+class WordCounts:
+    """How often each word occurs. `occurrences` is how many words were seen, `lost` how many of them were dropped."""
 
     counts: Counter[str]
     occurrences: int = 0
     lost: int = 0
 
 
-def count(texts: Iterable[str], pattern: str, most: int) -> Words:
+def count_words(texts: Iterable[str], pattern: str, most: int) -> WordCounts:
     """Count the pieces into which `pattern` cuts the texts, keeping at most `most` distinct ones.
 
-    When there are more, the rarest are forgotten and count from nothing if they come again (lossy counting, Manku and Motwani 2002).
+    When there are more, the rarest are dropped and counted from 0 if they occur again (lossy counting, Manku and Motwani 2002).
     """
     import regex
 
     find = regex.compile(pattern).findall
-    words = Words(Counter())
+    words = WordCounts(Counter())
     for text in texts:
         pieces = find(text)
         words.occurrences += len(pieces)
         words.counts.update(pieces)
         if len(words.counts) > most:
-            _forget(words, most * 3 // 4)  # not just as many as must be, or every text would forget again
+            _drop_rarest(words, most * 3 // 4)  # fewer than `most`, or every further text would drop words again
     return words
 
 
-def _forget(words: Words, most: int) -> None:
+def _drop_rarest(words: WordCounts, most: int) -> None:
     least = sorted(words.counts.values(), reverse=True)[most]
     words.lost += sum(number for number in words.counts.values() if number <= least)
     words.counts = Counter({word: number for word, number in words.counts.items() if number > least})
 
 
-def laid_out(words: list[str], table: np.ndarray, encoding: str) -> tuple[np.ndarray, np.ndarray]:
-    """The words as `merges.learn` wants them: symbols (P,) int32 with a GAP around each word, and the word of each symbol (P,) int32.
+def to_symbols(words: list[str], table: np.ndarray, encoding: str) -> tuple[np.ndarray, np.ndarray]:
+    """The words as symbols (P,) int32 with a GAP around each word, and the index of the word of each symbol (P,) int32.
 
     `table` maps units of `encoding` (bytes of utf-8, code points of utf-32-le) to symbol ids, or to GAP where a unit is no symbol.
     """

@@ -1,4 +1,4 @@
-"""Clean documents to token shards: encoded, shuffled, with lineage and hashes."""
+"""Builds token shards from clean documents: encoded, shuffled, with lineage and hashes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.shards.build.decontaminate import decontaminate
 from lmworks.shards.build.encode import Encoded, encode_part, find_encoded, open_parquet
-from lmworks.shards.build.shuffle import cuts, write_shard
+from lmworks.shards.build.shuffle import shard_borders, write_shard
 from lmworks.shards.format.indexed import token_dtype, with_ending
 from lmworks.shards.format.manifest import MANIFEST, TOKEN_BYTES, Manifest, Shard, SourceShards, Split, SplitName
 from lmworks.shards.packing.row_plans import FOLDER as ROWS
 from lmworks.tokenizer import Tokenizer
 
-_FORMAT = 2  # of what is written; another one has shards made anew
+_FORMAT = 2  # of the written files; if it changes, shards are built again
 _ASIDE, _DONE = "encoded", "done.json"
 _SPLITS: tuple[SplitName, ...] = ("train", "validation")
-_WORTH_A_PROCESS = 16 << 20  # bytes that are encoded while a process starts
-_QUICKER = 64  # times as many are hashed
+_WORTH_A_PROCESS = 16 << 20  # bytes that one process encodes in the time that it takes to start another
+_HASH_SPEED = 64  # bytes that are hashed in the time that one byte is encoded
 
 
 def build_shards(
-    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Decontaminator | None = None, searched: str = ""
+    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Decontaminator | None = None, protected_sha256: str = ""
 ) -> Manifest:
     """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
 
@@ -46,7 +46,7 @@ def build_shards(
     shard is a fair sample of the source. Works in `threads` processes, part by part and then shard by shard. Memory: some text in each
     process, and in this one 4 bytes per document of the largest source. Disk: the tokens twice while it works. Killed and started again
     it keeps what was finished from the same inputs; the result is the same, whatever the number of processes. Imported sources are
-    searched with `gate`, whose protected texts have the hash `searched`.
+    searched with `gate`, whose protected texts have the hash `protected_sha256`.
 
     Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that loses bytes.
     """
@@ -55,11 +55,11 @@ def build_shards(
     corpus_dir, tokenizer_dir, out_dir = Path(corpus_dir), Path(tokenizer_dir), Path(out_dir)
     tokenizer, tokenizer_sha256 = load(tokenizer_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     with explain_os_errors(out_dir):
-        return _build(recipe, corpus_dir, tokenizer, tokenizer_sha256, out_dir, gate, searched)
+        return _build(recipe, corpus_dir, tokenizer, tokenizer_sha256, out_dir, gate, protected_sha256)
 
 
 def _build(
-    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None, searched: str
+    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None, protected_sha256: str
 ) -> Manifest:
     out_dir.mkdir(parents=True, exist_ok=True)
     with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
@@ -79,9 +79,9 @@ def _build(
     for job, split in shuffled(waiting, out_dir, recipe.seed, int(recipe.shards.shard_tokens), recipe.threads or 1):
         finished[job.inputs] = split
     manifest = _with_sources(manifest, jobs, finished)
-    imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, gate, searched))
+    imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, gate, protected_sha256))
     manifest = manifest.model_copy(update={"sources": (*manifest.sources, *imported)})
-    _remove_strangers(out_dir, manifest)
+    _remove_stale_files(out_dir, manifest)
     manifest.save(out_dir / MANIFEST)
     if (out_dir / _ASIDE).exists():
         shutil.rmtree(out_dir / _ASIDE)
@@ -98,7 +98,7 @@ class Job:
     parts: tuple[Path, ...]
     digests: tuple[str, ...]
     inputs: str
-    infill: Fim | None
+    fim: Fim | None
 
     def folder(self, out_dir: Path) -> Path:
         return out_dir / _ASIDE / self.split / self.name
@@ -112,7 +112,7 @@ class Job:
 
 
 def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
-    """All that there is to make, sources in the order of their names."""
+    """All jobs, sorted by source."""
     splits = {split: corpus_files(corpus_dir, split) for split in _SPLITS}
     if not splits["train"]:
         raise UserError(f"{corpus_dir}/train holds no .parquet file; make the corpus first with: lmworks run RECIPE")
@@ -121,25 +121,25 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
         if not filled["train", name]:
             raise UserError(f"{corpus_dir}/train/{name} has no documents; take source {name} out of the recipe, or loosen its rules")
     paths = [path for some in filled.values() for path in some]
-    processes = _processes(recipe.threads or 1, sum(path.stat().st_size for path in paths) // _QUICKER)
+    processes = _processes(recipe.threads or 1, sum(path.stat().st_size for path in paths) // _HASH_SPEED)
     sha256 = {task[0]: digest for task, digest in map_unordered(processes, sha256_file, [(path,) for path in paths])}
-    infills = {output: source.fim for source in recipe.corpus.sources for output in source.outputs}
+    fim_by_output = {output: source.fim for source in recipe.corpus.sources for output in source.outputs}
     jobs = []
     for name in splits["train"]:
         for split in _SPLITS:
             if some := filled.get((split, name)):
-                infill = infills.get(name) if split == "train" else None
-                order = [as_tree(infill), recipe.seed] if infill else []
+                fim = fim_by_output.get(name) if split == "train" else None
+                order = [as_tree(fim), recipe.seed] if fim else []
                 digests = tuple(_digest([_FORMAT, sha256[path], tokenizer_sha256, *order]) for path in some)
                 inputs = _digest([_FORMAT, digests, recipe.seed, int(recipe.shards.shard_tokens), split, name])
-                jobs.append(Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs, infill))
+                jobs.append(Job(name, split, _first(filled["train", name][0], "domain"), tuple(some), digests, inputs, fim))
     return jobs
 
 
 def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: Path) -> None:
     """Every part to tokens, in the order of the corpus: reading text in shuffled order would unpack a group of rows for each document."""
     missing = [
-        (path, job.prefix(out_dir, number), digest, job.infill)
+        (path, job.prefix(out_dir, number), digest, job.fim)
         for job in jobs
         for number, (path, digest) in enumerate(zip(job.parts, job.digests, strict=True))
         if find_encoded(job.prefix(out_dir, number), digest) is None
@@ -147,7 +147,7 @@ def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: P
     total = sum(path.stat().st_size for path, *_ in missing)
     processes = min(_processes(recipe.threads or 1, total), max(1, len(missing)))
     threads = max(1, (recipe.threads or 1) // processes)
-    tasks = [(path, tokenizer_dir, prefix, digest, threads, infill, recipe.seed) for path, prefix, digest, infill in missing]
+    tasks = [(path, tokenizer_dir, prefix, digest, threads, fim, recipe.seed) for path, prefix, digest, fim in missing]
     with bar("tokens", total) as progress:
         for task, _ in map_unordered(processes, encode_part, tasks):
             progress.advance(task[0].stat().st_size)
@@ -161,7 +161,7 @@ def shuffled(jobs: Sequence[Job], out_dir: Path, seed: int, shard_tokens: int, t
     tasks: dict[str, tuple[Job, int, Path]] = {}
     work = []
     for job in jobs:
-        begins = cuts(parts[job], seed, job.name, shard_tokens)
+        begins = shard_borders(parts[job], seed, job.name, shard_tokens)
         shards[job] = [None] * (len(begins) - 1)
         for number, (start, stop) in enumerate(pairwise(begins)):
             name, marker = f"{job.split}/{job.name}-{number:05d}", job.folder(out_dir) / f"shard-{number:05d}.json"
@@ -189,7 +189,7 @@ def _found(job: Job, number: int, out_dir: Path) -> Encoded:
 
 
 def _marked(marker: Path, inputs: str, out_dir: Path) -> Shard | None:
-    """A shard that an earlier try finished, from these inputs."""
+    """The shard that an earlier run finished from these inputs, if it is intact."""
     made = read_json(marker) if marker.exists() else {}
     if made.get("inputs") != inputs:
         return None
@@ -198,7 +198,7 @@ def _marked(marker: Path, inputs: str, out_dir: Path) -> Shard | None:
 
 
 def _finish(job: Job, shards: Sequence[Shard | None], parts: Sequence[Encoded], out_dir: Path) -> Split:
-    """Write down that the job is done, and make room."""
+    """Record that the job is done, and remove its encoded parts."""
     split = Split(
         tokens=sum(part.tokens for part in parts),
         bytes=sum(part.bytes for part in parts),
@@ -214,7 +214,7 @@ def _finish(job: Job, shards: Sequence[Shard | None], parts: Sequence[Encoded], 
 
 
 def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, Split]) -> Manifest:
-    """The manifest with the sources whose text to train on is there."""
+    """The manifest with the sources that have training text."""
     made: dict[str, dict[str, Split]] = {}
     domains: dict[str, str] = {}
     for job in jobs:
@@ -225,9 +225,9 @@ def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, 
 
 
 def _imported(
-    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Decontaminator | None, searched: str
+    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Decontaminator | None, protected_sha256: str
 ) -> Iterator[SourceShards]:
-    """The sources that `lmworks data import` made, where they lie, but for shards in which `gate` found protected text."""
+    """The imported sources, in place, except for shards in which `gate` found protected text: these are written again."""
     before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}
     for name, folder in sorted(recipe.shards.imported.items()):
         place = Path(os.path.expanduser(folder)).resolve()
@@ -241,12 +241,12 @@ def _imported(
             raise UserError(f"shards.imported.{name}: the corpus has a source of this name too; give one of them another name")
         train = other.source(name).train
         if any(Path(shard.prefix).is_absolute() for shard in train.shards):
-            raise UserError(f"shards.imported.{name}: {place} is no folder that `lmworks data import` made; its token files lie elsewhere")
+            raise UserError(f"shards.imported.{name}: {place} was not made by `lmworks data import`: its token files are elsewhere")
         shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
         train = train.model_copy(update={"shards": shards})
         if gate is not None and recipe.corpus.decontaminate is not None:
             what = recipe.corpus.decontaminate.action
-            inputs = _digest([train.inputs, str(place), searched, gate.ngram, what])
+            inputs = _digest([train.inputs, str(place), protected_sha256, gate.ngram, what])
             made = before[name].train if name in before else None
             if made is not None and made.inputs == inputs and all(_intact(out_dir, shard) for shard in made.shards):
                 train = made
@@ -256,14 +256,14 @@ def _imported(
 
 
 def _finished(recipe: Recipe, jobs: Sequence[Job], out_dir: Path) -> dict[str, Split]:
-    """What an earlier try completed and is still there in full, by the hash of its inputs."""
+    """The splits that an earlier run completed and whose files are intact, by the hash of their inputs."""
     marked = [Split.model_validate(read_json(path)) for job in jobs if (path := job.folder(out_dir) / _DONE).exists()]
     sources = Manifest.load(out_dir).sources if (out_dir / MANIFEST).exists() else ()
     there = {split.inputs: split for source in sources for split in (source.train, source.validation) if split}
     there |= {split.inputs: split for split in marked}
     splits = {job.inputs: there[job.inputs] for job in jobs if job.inputs in there}
     tasks = [(out_dir, shard) for split in splits.values() for shard in split.shards]
-    processes = _processes(recipe.threads or 1, sum(sum(shard.size.values()) for _, shard in tasks) // _QUICKER)
+    processes = _processes(recipe.threads or 1, sum(sum(shard.size.values()) for _, shard in tasks) // _HASH_SPEED)
     broken = {task[1].prefix for task, good in map_unordered(processes, _intact, tasks) if not good}
     return {inputs: split for inputs, split in splits.items() if not any(shard.prefix in broken for shard in split.shards)}
 
@@ -273,8 +273,8 @@ def _intact(out_dir: Path, shard: Shard) -> bool:
     return all(path.exists() and sha256_file(path) == shard.sha256[ending] for ending, path in paths.items())
 
 
-def _remove_strangers(out_dir: Path, manifest: Manifest) -> None:
-    """Delete what killed tries and sources that are gone left behind, and rows of packing of other shards."""
+def _remove_stale_files(out_dir: Path, manifest: Manifest) -> None:
+    """Delete the remains of killed runs and removed sources, and row plans of other shards."""
     ours = {with_ending(out_dir / shard.prefix, ending) for shard in manifest.shards() for ending in shard.sha256}
     before = Manifest.load(out_dir).fingerprint() if (out_dir / MANIFEST).exists() else None
     for path in [*out_dir.glob("train/*"), *out_dir.glob("validation/*"), *out_dir.glob("*.part")]:

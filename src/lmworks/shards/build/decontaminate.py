@@ -1,4 +1,4 @@
-"""Imported token files searched for protected text, and made again without the documents that hold some."""
+"""Decontamination of imported token files: documents with protected text are removed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _AT_ONCE = 1 << 18  # tokens that are decoded at one time
 _SHOWN = 200
 
 
-def decontaminate(name: str, split: Split, tokenizer: Tokenizer, gate: Decontaminator, what: str, out_dir: Path) -> Split:
-    """The split without the documents that hold protected text, which are written to `out_dir`/imported-NAME.json.
+def decontaminate(name: str, split: Split, tokenizer: Tokenizer, gate: Decontaminator, action: str, out_dir: Path) -> Split:
+    """The split without the documents that contain protected text; these are listed in `out_dir`/imported-NAME.json.
 
-    `what` is that of `corpus.decontaminate.action`. Shards with such documents are written anew below `out_dir`, the others stay where
-    they lie. Raises UserError where nothing would be left, and where the gate is to fail.
+    `action` is `corpus.decontaminate.action`. Shards with such documents are written again below `out_dir`; the others stay in place.
+    Raises UserError if no document would be left, and if the action is to fail.
     """
     with bar(f"search {name}", 2 * split.tokens) as progress:
         found = []
@@ -51,13 +51,13 @@ def decontaminate(name: str, split: Split, tokenizer: Tokenizer, gate: Decontami
         for document, matches in part.items()
     ]
     write_json(out_dir / f"imported-{name}.json", {"documents": split.documents, "contaminated": len(report), "passages": report[:_SHOWN]})
-    if not report or what == "report":
+    if not report or action == "report":
         return split
-    said = f"{len(report)} of its {split.documents} documents hold protected text, the first that of {report[0]['against']}"
-    if what == "fail":
-        raise UserError(f"shards.imported.{name}: {said}; set corpus.decontaminate.action to drop, or take them out of its files")
+    finding = f"{len(report)} of its {split.documents} documents hold protected text, the first that of {report[0]['against']}"
+    if action == "fail":
+        raise UserError(f"shards.imported.{name}: {finding}; set corpus.decontaminate.action to drop, or take them out of its files")
     if len(report) == split.documents:
-        raise UserError(f"shards.imported.{name}: {said}, and nothing is left")
+        raise UserError(f"shards.imported.{name}: {finding}, and nothing is left")
     shards = [
         _without(shard, sorted(part), out_dir, f"train/{name}-{number:05d}") if part else shard
         for number, (shard, part) in enumerate(zip(split.shards, leaks, strict=True))

@@ -1,7 +1,7 @@
-"""One part of the corpus to tokens, in the order in which its documents stand there: the first half of making shards.
+"""Encoding of one part of the corpus, in corpus order: the first half of building shards.
 
-An encoded part is a `.bin` and `.idx` and, as `.about.arrow`, one row per document with what its lineage will say. Both are memory-mapped
-by whoever shuffles them. A `.json` beside them, written last, says what the part was made from.
+An encoded part is a `.bin` and `.idx` and, as `.about.arrow`, one row per document with its lineage. Both are memory-mapped
+when the documents are shuffled. A `.json` beside them, written last, records the inputs of the part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from lmworks.errors import UserError
 from lmworks.files import atomic_path, read_json, sha256_file, write_json
 from lmworks.recipe.schema.corpus import Fim
-from lmworks.shards.build.fim import encode
+from lmworks.shards.build.fim import encode_documents
 from lmworks.shards.format.indexed import IndexedWriter, token_dtype, with_ending
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ABOUT_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class Encoded:
-    """A part as it lies on the disk. `bytes` are those of the text."""
+    """An encoded part on disk. `bytes` are those of the text."""
 
     prefix: Path
     documents: int
@@ -89,7 +89,7 @@ class EncodedWriter:
 
 
 def find_encoded(prefix: Path, inputs: str) -> Encoded | None:
-    """The part, if it was made from these inputs and is whole."""
+    """The encoded part, if it was made from these inputs and is complete."""
     path = with_ending(prefix, ".json")
     whole = all(with_ending(prefix, ending).exists() for ending in (".json", ".bin", ".idx", ABOUT))
     made = read_json(path) if whole else {}
@@ -97,22 +97,22 @@ def find_encoded(prefix: Path, inputs: str) -> Encoded | None:
 
 
 def encode_part(
-    path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int, infill: Fim | None = None, seed: int = 0
+    path: Path, tokenizer_dir: Path, prefix: Path, inputs: str, threads: int, fim: Fim | None = None, seed: int = 0
 ) -> None:
-    """Encode the documents of a corpus file, some of them in `infill`ing order; a UserError if the tokenizer loses bytes of one."""
+    """Encode the documents of a corpus file, some of them in `fim` order; a UserError if the tokenizer loses bytes of one."""
     tokenizer = _load(tokenizer_dir, sha256_file(tokenizer_dir / "tokenizer.json"))
     number = 0
     with EncodedWriter(prefix, token_dtype(tokenizer.vocab_size), inputs) as writer:
         for batch in _texts(open_parquet(path)):
             texts: list[str] = batch.column("text").to_pylist()
             known = list(zip(*(batch.column(name).to_pylist() for name in _KNOWN), strict=True))
-            encoded = encode(tokenizer, [about[0] for about in known], texts, infill, seed, threads)
+            encoded = encode_documents(tokenizer, [about[0] for about in known], texts, fim, seed, threads)
             for text, ids, about in zip(texts, encoded, known, strict=True):
                 size = len(text) if text.isascii() else len(text.encode())
                 if int(tokenizer.byte_lengths[ids].sum()) != size:
                     raise UserError(
                         f"the tokenizer does not give back document {number} of {path} byte for byte; "
-                        "use a byte-level tokenizer without normalisation"
+                        "use a byte-level tokenizer without normalization"
                     )
                 writer.add(np.append(ids, tokenizer.eos_id), size, about)
                 number += 1

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): a document is cut in three, and the model learns to write the middle last.
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): a document is split in three, and the model learns to write the middle last.
 
 A cut document lies in the shards in one of two orders, with the tokenizer's own tokens between the pieces:
 
@@ -6,7 +6,7 @@ A cut document lies in the shards in one of two orders, with the tokenizer's own
     <|code_prefix|> <|code_suffix|> suffix <|code_middle|> prefix middle            SPM, which keeps what is typed next to what comes
 
 Whether a document is cut, where, and in which order follow from the seed and its id alone. The special tokens are put in as ids, after the
-text was encoded: no text, here as elsewhere, can become one.
+text was encoded: text never becomes a special token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 
 
-def encode(
-    tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str], infill: Fim | None, seed: int, threads: int | None
+def encode_documents(
+    tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str], fim: Fim | None, seed: int, threads: int | None
 ) -> list[np.ndarray]:
-    """The tokens of each text, (T,) uint32 without the closing one; those that are drawn for it in infilling order."""
-    if infill is None:
+    """The tokens of each text, (T,) uint32 without the closing one; those that are drawn for it in FIM order."""
+    if fim is None:
         return tokenizer.encode_batch(texts, threads=threads)
     prefix, middle, suffix = (_special(tokenizer, name) for name in (PREFIX, MIDDLE, SUFFIX))
-    cuts = [cut(identity, text, infill, seed) for identity, text in zip(ids, texts, strict=True)]
+    cuts = [split_document(identity, text, fim, seed) for identity, text in zip(ids, texts, strict=True)]
     pieces = [piece for text, found in zip(texts, cuts, strict=True) for piece in (found[:3] if found else (text,))]
     encoded = iter(tokenizer.encode_batch(pieces, threads=threads))
     documents = []
@@ -48,20 +48,20 @@ def encode(
     return documents
 
 
-def cut(identity: str, text: str, infill: Fim, seed: int) -> tuple[str, str, str, bool] | None:
-    """(prefix, middle, suffix, whether the suffix comes first) of a document; None for one that stays whole.
+def split_document(identity: str, text: str, fim: Fim, seed: int) -> tuple[str, str, str, bool] | None:
+    """(prefix, middle, suffix, whether the suffix comes first) of a document; None for a document that is not split.
 
-    The two places are drawn evenly over all between characters, as the paper found best: so pieces may begin inside a word, or be empty.
+    The two positions are drawn uniformly over characters, as the paper found best: pieces may begin inside a word, or be empty.
     """
     digest = hashlib.blake2b(identity.encode(), key=f"{seed}/infill".encode()[:64], digest_size=32).digest()
     chosen, order, *places = (int.from_bytes(digest[start : start + 8], "little") for start in range(0, 32, 8))
-    if chosen >= infill.rate * 2**64:
+    if chosen >= fim.rate * 2**64:
         return None
     first, last = sorted(place % (len(text) + 1) for place in places)
-    return text[:first], text[first:last], text[last:], order < infill.spm_rate * 2**64
+    return text[:first], text[first:last], text[last:], order < fim.spm_rate * 2**64
 
 
 def _special(tokenizer: Tokenizer, name: str) -> int:
     if name not in tokenizer.special:
-        raise UserError(f"the tokenizer in {tokenizer.directory} has no {name}, which infill needs: set infill to null, or train one anew")
+        raise UserError(f"the tokenizer in {tokenizer.directory} has no {name}, which fim needs: set fim to null, or train a new tokenizer")
     return tokenizer.special[name]

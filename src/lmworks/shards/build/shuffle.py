@@ -1,4 +1,4 @@
-"""Encoded parts to shards, their documents shuffled over the whole source: the second half of making shards."""
+"""Shuffling of encoded parts into shards, over the whole source: the second half of building shards."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lmworks.shards.format.indexed import IndexedFile, IndexedWriter, with_endin
 from lmworks.shards.format.manifest import Shard
 from lmworks.shards.order.permute import derive_key, permute
 
-_AT_ONCE = 1 << 20  # documents whose place is computed at one time
+_AT_ONCE = 1 << 20  # documents whose places are computed at a time
 _MOST_OPEN = 256
 
 
 def order_key(seed: int, source: str) -> np.ndarray:
-    """The key of the permutation in which the documents of a source lie."""
+    """The key of the permutation of the documents of a source."""
     return derive_key(seed, "documents", source)
 
 
-def cuts(parts: Sequence[Encoded], seed: int, source: str, shard_tokens: int) -> list[int]:
-    """Where shards begin among the shuffled documents, and the end: a shard closes with the document that fills it.
+def shard_borders(parts: Sequence[Encoded], seed: int, source: str, shard_tokens: int) -> list[int]:
+    """The first document of each shard in shuffled order, and the number of documents. A shard ends with the document that fills it.
 
     Memory: 4 bytes per document of the source.
     """

@@ -1,4 +1,4 @@
-"""The bytes of a token file, each block compared with its checksum when it is first read.
+"""Block checksums: each block of a token file is verified when it is first read.
 
 A shard of a terabyte source cannot be hashed before each start, and its first batch may touch any part of it. So `PREFIX.crc` holds a
 CRC-32 for each 16 KiB of `PREFIX.bin`, itself under the manifest's SHA-256; a flipped bit stops the run before it reaches a batch.
@@ -22,7 +22,7 @@ _AGAIN = "delete the folder {folder} and run the same command again to have it m
 
 
 class Data(Protocol):
-    """Where the tokens of a shard are read from."""
+    """A source of the bytes of a shard."""
 
     def __len__(self) -> int:
         """Bytes in the file."""
@@ -43,26 +43,26 @@ def fingerprints(path: Path) -> tuple[str, np.ndarray]:
 
 
 def read_checksums(path: Path, expected_sha256: str, size: int) -> np.ndarray:
-    """The `.crc` of a shard whose `.bin` has `size` bytes; UserError unless it is what was written."""
+    """The `.crc` of a shard whose `.bin` has `size` bytes; UserError if it is damaged."""
     data = read_whole(path, expected_sha256)
     if len(data) != 4 * -(-size // BLOCK):
-        raise damaged(path, f"has {len(data)} bytes where {size:,} bytes of tokens ask for {4 * -(-size // BLOCK)}")
+        raise damaged(path, f"has {len(data)} bytes where {size:,} bytes of tokens need {4 * -(-size // BLOCK)}")
     return np.frombuffer(data, "<u4")
 
 
 def read_whole(path: Path, expected_sha256: str) -> bytes:
-    """A small file beside a shard; UserError unless it is what was written."""
+    """A small file beside a shard; UserError if it is damaged."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
     if hashlib.sha256(data).hexdigest() != expected_sha256:
-        raise damaged(path, "is not what was written (its hash differs)")
+        raise damaged(path, "is damaged (its hash differs)")
     return data
 
 
 class MappedData:
-    """A file on this machine, through a memory map. Without `checksums` nothing is compared."""
+    """A memory-mapped file. Without `checksums` nothing is verified."""
 
     def __init__(self, path: Path, checksums: np.ndarray | None = None) -> None:
         self._path, self._checksums = Path(path), checksums
@@ -80,13 +80,13 @@ class MappedData:
             for block in first + np.flatnonzero(~self._good[first:past]):
                 if crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK]) != self._checksums[block]:
                     at = int(block) * BLOCK
-                    raise damaged(self._path, f"is not what was written (its checksum differs at byte {at:,})")
+                    raise damaged(self._path, f"is damaged (its checksum differs at byte {at:,})")
                 self._good[block] = True
         return self.array[start:stop]
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
-    """A file as memory, without reading it."""
+    """Map a file into memory, without reading it."""
     try:
         with open(path, "rb") as handle:
             size = handle.seek(0, 2)
@@ -96,5 +96,5 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """One line that names a file beside or in the shards, and the cure."""
+    """A one-line error that names the damaged file and the remedy."""
     return UserError(f"token shard {path} {what}; " + _AGAIN.format(folder=path.parent))

@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence and document begins.
+"""Megatron's indexed token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` the offsets of sequences and documents.
 
 Layout of `.idx`, little-endian: `MMIDIDX\\0\\0`, version 1 (u64), type code (u8), number of sequences (u64), length of the document
 list (u64), then sequence lengths (i32), byte offsets of the sequences (i64), and the document list (i64): the first sequence of each
@@ -41,7 +41,7 @@ def with_ending(prefix: Path, ending: str) -> Path:
 class IndexedWriter:
     """Writes one shard; `with IndexedWriter(prefix, dtype) as writer: writer.add(tokens)`.
 
-    Nothing is visible under the final names before the block ends without an error, and `.idx` comes last: where it is, the rest is.
+    No file has its final name before the block ends without an error, and `.idx` gets its name last: if it exists, the others do.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype, mask: bool = False) -> None:
@@ -86,8 +86,8 @@ class IndexedWriter:
 class IndexedFile:
     """Reads one shard through memory maps: opening costs the same for a thousand and for a billion documents.
 
-    `mask` is (n,) uint8 or None. `data` is where the tokens come from, if not straight from `PREFIX.bin`, and `index` the index, if it is
-    not `PREFIX.idx`. Raises UserError if the files are missing or their sizes contradict each other.
+    `mask` is (n,) uint8 or None. `data` replaces `PREFIX.bin` as the source of the tokens, and `index` replaces `PREFIX.idx`.
+    Raises UserError if files are missing or their sizes contradict each other.
     """
 
     def __init__(self, prefix: Path, data: Data | None = None, index: Path | None = None) -> None:
@@ -101,7 +101,7 @@ class IndexedFile:
             raise damaged(index_path, "is not a Megatron index (wrong first bytes)")
         expected = _HEADER.size + 12 * sequences + 8 * entries
         if len(table) != expected:
-            raise damaged(index_path, f"has {len(table)} bytes where its header asks for {expected}")
+            raise damaged(index_path, f"has {len(table)} bytes where its header states {expected}")
         self.dtype = np.dtype(_TYPES[code])
         at_pointers = _HEADER.size + 4 * sequences
         self._lengths = np.frombuffer(table, "<i4", sequences, _HEADER.size)
@@ -111,7 +111,7 @@ class IndexedFile:
         self.data: Data = MappedData(bin_path) if data is None else data
         promised = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize if sequences else 0
         if len(self.data) != promised:
-            raise damaged(bin_path, f"has {len(self.data)} bytes where its index asks for {promised}")
+            raise damaged(bin_path, f"has {len(self.data)} bytes where its index states {promised}")
         self._count = promised // self.dtype.itemsize
 
     def __len__(self) -> int:

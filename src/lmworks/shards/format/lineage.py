@@ -1,4 +1,4 @@
-"""From a token back to the document and the row of the raw file it came from."""
+"""Lineage: the document, raw file and row that each token comes from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DocumentSpan:
 
 @dataclass(frozen=True)
 class SequenceDocuments:
-    """Where one sequence comes from. `number` counts the sequences of its phase; `sequence` is its place within the phase's range."""
+    """The documents of one sequence. `number` counts the sequences of its phase; `sequence` is its index within the phase's range."""
 
     number: int
     source: str
@@ -47,7 +47,7 @@ class Lineage:
         self._rows: list[dict[str, Any]] = []
 
     def row(self, document: int) -> dict[str, Any]:
-        """All that is known about a document of the shard."""
+        """The row of a document of the shard."""
         group, row = divmod(document, ROWS_PER_GROUP)
         if group != self._group:
             self._file = self._file or open_lineage(self._path)
@@ -60,7 +60,7 @@ class Lineage:
 
 
 def open_lineage(path: Path) -> pq.ParquetFile:
-    """The table as it lies on the disk; UserError if it cannot be read."""
+    """Open the table; UserError if it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""What the shards folder holds: written last, so that where it is, everything is."""
+"""The manifest of a shards folder. It is written last: if it exists, all files that it names do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# What becomes a path is held to its form here, since a manifest may come from anywhere.
+# Fields that become paths are validated here, since a manifest may come from an untrusted source.
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Ending = Annotated[str, Field(pattern=r"^(\.[a-z]+)+$")]
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
@@ -35,8 +35,10 @@ SOURCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 class Shard(_Record):
-    """One `.bin` with its `.idx` and lineage; `sha256` by the ending of the file name. `prefix` is below the shards folder, or that of an
-    imported one whole."""
+    """One `.bin` with its `.idx` and lineage; `sha256` and `size` by file name extension.
+
+    `prefix` is relative to the shards folder; that of an imported shard is absolute.
+    """
 
     prefix: str
     tokens: Count
@@ -48,12 +50,12 @@ class Shard(_Record):
     @classmethod
     def _inside(cls, prefix: str) -> str:
         if ".." in PurePosixPath(prefix).parts or not re.search(rf"(^|/)(train|validation)/{SOURCE_NAME}$", prefix):
-            raise ValueError(f"{prefix!r} is no place of token files")
+            raise ValueError(f"{prefix!r} is not a prefix of token files")
         return prefix
 
 
 class Split(_Record):
-    """The documents of one source that are trained on, or held out. `inputs` is the hash of all they were made from."""
+    """The documents of one source that are trained on, or held out. `inputs` is the hash of everything that they were made from."""
 
     tokens: Count
     bytes: Count
@@ -108,7 +110,7 @@ class Manifest(_Record):
         return hashlib.sha256(json.dumps([self.tokenizer_sha256, files], sort_keys=True).encode()).hexdigest()
 
     def digests(self) -> dict[str, str]:
-        """By source, a short hash of its token files and of the tokenizer: whether a run still reads what it began with."""
+        """A short hash of token files and tokenizer, by source. It tells whether a run still reads the data that it began with."""
         return {source.name: self.model_copy(update={"sources": (source,)}).fingerprint()[:16] for source in self.sources}
 
     def source(self, name: str) -> SourceShards:
@@ -140,7 +142,7 @@ class Manifest(_Record):
 
 
 def check_vocabulary(manifest: Manifest, vocab_size: int, tokenizer_sha256: str | None = None) -> None:
-    """Raise UserError unless shards and model (and tokenizer, where its hash is given) speak of the same tokens.
+    """Raise UserError unless shards and model (and tokenizer, where its hash is given) have the same vocabulary.
 
     The embedding may have more rows than the tokenizer has entries (padding to a round number), never fewer.
     """
@@ -156,18 +158,18 @@ def check_vocabulary(manifest: Manifest, vocab_size: int, tokenizer_sha256: str 
 def verify(shards_dir: Path, manifest: Manifest | None = None) -> None:
     """Read every file and compare it with its hash; a UserError names the first that differs."""
     manifest = manifest or Manifest.load(shards_dir)
-    _same(Path(shards_dir) / TOKEN_BYTES, manifest.token_bytes_sha256)
+    _require_hash(Path(shards_dir) / TOKEN_BYTES, manifest.token_bytes_sha256)
     shards = list(manifest.shards())
     with bar("verify shards", sum(sum(shard.size.values()) for shard in shards)) as progress:
         for shard in shards:
             for ending, digest in shard.sha256.items():
-                _same(with_ending(Path(shards_dir) / shard.prefix, ending), digest)
+                _require_hash(with_ending(Path(shards_dir) / shard.prefix, ending), digest)
                 progress.advance(shard.size[ending])
 
 
-def _same(path: Path, digest: str) -> None:
+def _require_hash(path: Path, digest: str) -> None:
     again = f"delete the folder {path.parent} and run the same command again to have it made anew"
     if not path.exists():
         raise UserError(f"{path} is missing; {again}")
     if sha256_file(path) != digest:
-        raise UserError(f"{path} is not what was written (its hash differs); {again}")
+        raise UserError(f"{path} is damaged (its hash differs); {again}")

@@ -1,4 +1,4 @@
-"""All the tokens of one source as one line, whatever the number of files they lie in."""
+"""The tokens of one source as one sequence, over all of its shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TokenStream:
     """The shards of a source end to end; positions count tokens from the start of the first shard.
 
     `lengths` are the tokens of each shard as the manifest states them, so that no file is opened before it is read. `open_file` opens
-    one; it may close others that were not used of late.
+    a shard; it may close the least recently used ones.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class TokenStream:
             )
         return opened
 
-    def byte_ranges(self, starts: np.ndarray, length: int) -> Iterator[tuple[Path, int, int]]:
-        """(shard, first and past-the-last token in it) of all that `gather` would read."""
+    def token_ranges(self, starts: np.ndarray, length: int) -> Iterator[tuple[Path, int, int]]:
+        """(shard, first token in it, end) of everything that `gather` would read."""
         first = np.searchsorted(self.offsets, starts, side="right") - 1
         for start, number in zip(starts.tolist(), first.tolist(), strict=True):
             stop = start + length

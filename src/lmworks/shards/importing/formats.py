@@ -1,4 +1,4 @@
-"""Token files that other tools wrote: where their documents end, and what is known of each.
+"""Readers for token files of other tools: tokens, document ends, and ids and origins where they are stored.
 
 - megatron: `PREFIX.bin` and `.idx`, in any type of whole numbers and with any number of sequences per document.
 - datatrove (and nanotron, which reads the same): `*.ds` of 2 or 4 bytes per token, `.ds.index` with the end of each document (u64), and
@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One token file: all its tokens (n,), the end of each document (d,) int64, and (id, origin) of each where they are known."""
+    """One token file: its tokens (n,), the end of each document (d,) int64, and (id, origin) of each if they are stored."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -43,12 +43,12 @@ def token_files(kind: Format, path: Path) -> list[Path]:
         path = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx") + ".idx")
     found = sorted(path.rglob(f"*{ending}")) if path.is_dir() else [path] if path.exists() else []
     if not found:
-        raise UserError(f"{path} is no {kind} token file and holds none (*{ending})")
+        raise UserError(f"{path} is not a token file of {kind}, and contains none (*{ending})")
     return found
 
 
 def open_token_file(kind: Format, path: Path, dtype: str | None, eos: int) -> TokenFile:
-    """Read what a file says of itself. `dtype` is needed where it does not; `eos` closes documents where nothing else tells them apart."""
+    """Open a token file. `dtype` is needed if the file does not state it; `eos` ends documents if the file has no index of them."""
     with explain_damage(path):
         if kind == "megatron":
             return _megatron(path)

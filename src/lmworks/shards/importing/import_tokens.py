@@ -1,4 +1,4 @@
-"""Token files of other tools to a source of ours: checked against the tokenizer, shuffled, with lineage as far as it is known."""
+"""Imports token files of other tools as a source: checked against the tokenizer, shuffled, with lineage as far as it is stored."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lmworks.shards.format.manifest import MANIFEST, TOKEN_BYTES, Manifest, Sour
 from lmworks.shards.importing.formats import Format, open_token_file, token_files
 from lmworks.tokenizer import Tokenizer, load
 
-_LOOKED_AT = 32  # documents that are decoded to see whether they are text
+_SAMPLED = 32  # documents that are decoded to see whether they are text
 _TOKENS_OF_EACH = 200
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What came in: the manifest of the new folder, documents that lacked a closing token and got one, documents without a token, and
-    how a few documents begin."""
+    """The result of an import: the manifest of the new folder, how many documents got an end-of-text token, how many were empty, and the
+    beginnings of a few documents."""
 
     manifest: Manifest
     closed: int
@@ -40,16 +40,16 @@ def import_tokens(
     kind: Format, path: Path, tokenizer_dir: Path, name: str, out_dir: Path, *, domain: str, language: str = "", dtype: str | None = None,
     eos: int | None = None, seed: int = 1, shard_tokens: int = 10**9, threads: int = 1,
 ) -> Imported:  # fmt: skip
-    """Make a shards folder with one source from the token files at `path`. Interrupted, it goes on where it was.
+    """Make a shards folder with one source from the token files at `path`. If it is interrupted, the next call continues.
 
     `eos` is the token that closes documents there, if it is not the tokenizer's own, which takes its place. Raises UserError for files that
     are damaged, hold tokens outside the vocabulary, or do not decode to text.
     """
-    _require_ours(Path(out_dir))
+    _require_import_folder(Path(out_dir))
     tokenizer, found = load(tokenizer_dir), token_files(kind, Path(path))
     out_dir, tokenizer_sha256 = Path(out_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     dtype = dtype or (("uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32") if kind == "olmo" else None)
-    begins = _look(tokenizer, kind, found[0], dtype, eos)
+    begins = _check_text(tokenizer, kind, found[0], dtype, eos)
     facts = [kind, tokenizer_sha256, name, domain, language, dtype, eos]
     with bar("hashes", len(found)) as progress:
         sha256 = {}
@@ -84,8 +84,8 @@ def import_tokens(
     return Imported(manifest, closed, empty, begins)
 
 
-def _require_ours(out_dir: Path) -> None:
-    """Raise UserError for a folder that holds what no import has put there."""
+def _require_import_folder(out_dir: Path) -> None:
+    """Raise UserError for a folder with files that no import has written."""
     if out_dir.exists() and not (out_dir / MANIFEST).exists():
         stranger = next((path.name for path in sorted(out_dir.iterdir()) if path.name not in ("encoded", "train", TOKEN_BYTES)), None)
         if stranger is not None:
@@ -96,7 +96,7 @@ def import_file(
     kind: Format, path: Path, dtype: str | None, eos: int | None, tokenizer_dir: Path, prefix: Path, inputs: str,
     known: tuple[str, int, str, str],
 ) -> tuple[int, int]:  # fmt: skip
-    """One file as an encoded part; returns how many documents got a closing token, and how many had none but that."""
+    """Encode one file as a part. Returns how many documents got an end-of-text token, and how many were empty."""
     tokenizer = load(tokenizer_dir)
     closing = tokenizer.eos_id if eos is None else eos
     foreign = open_token_file(kind, path, dtype, closing)
@@ -122,11 +122,11 @@ def import_file(
     return closed, empty
 
 
-def _look(tokenizer: Tokenizer, kind: Format, path: Path, dtype: str | None, eos: int | None) -> tuple[str, ...]:
-    """How documents begin; a UserError if most of them are no text, as with another tokenizer or type."""
+def _check_text(tokenizer: Tokenizer, kind: Format, path: Path, dtype: str | None, eos: int | None) -> tuple[str, ...]:
+    """The beginnings of documents. Raises UserError if most do not decode to text, as with another tokenizer or dtype."""
     foreign = open_token_file(kind, path, dtype, tokenizer.eos_id if eos is None else eos)
     texts = []
-    for number in sorted({at * len(foreign.ends) // _LOOKED_AT for at in range(_LOOKED_AT)} if len(foreign.ends) else ()):
+    for number in sorted({at * len(foreign.ends) // _SAMPLED for at in range(_SAMPLED)} if len(foreign.ends) else ()):
         start = int(foreign.ends[number - 1]) if number else 0
         tokens = np.asarray(foreign.tokens[start : min(start + _TOKENS_OF_EACH, int(foreign.ends[number]))], np.int64)
         if tokens.size and (tokens.max() >= tokenizer.vocab_size or tokens.min() < 0):

@@ -8,8 +8,8 @@ from lmworks.shards.order.order import Order
 
 
 def epoch_warnings(order: Order, most: float) -> Iterator[str]:
-    """Lines about sources that are read more than `most` times, in a phase or over all."""
-    overall = order.readings()
+    """A line for each source that is read more than `most` times, in one phase or over all phases."""
+    overall = order.epochs_by_source()
     for share in order.shares():
         if share.epochs > most:
             yield f"phase {share.phase} reads source {share.source} {share.epochs:.1f} times, more than shards.warn_epochs {most:g}"

@@ -1,4 +1,4 @@
-"""Which source the g-th sequence comes from: exact proportions at every moment, not only on average."""
+"""The mixture: the source of the g-th sequence, in proportions that are exact at every prefix, not only on average."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERIOD = 10_000
 class Mixture:
     """Sources in fixed proportions, interleaved so that every prefix is exact to one sequence.
 
-    The weights become whole 10,000ths (largest remainder). A table of 10,000 slots then says whose turn it is and repeats for ever.
+    The weights become whole 10,000ths (largest remainder). A table of 10,000 slots gives the source of each sequence, and repeats.
     It is built as in Tijdeman's solution of the chairman assignment problem (1980): among the sources that are due, the one with the
     earliest deadline is next. After any number g of sequences, source i has been taken w_i * g times, give or take less than 1.
 
@@ -48,21 +48,21 @@ class Mixture:
 
 
 class MixturePlan:
-    """The mixtures of a phase, one after another; each source's count goes on across a change, so nothing before it moves.
+    """The mixtures of a phase, one after another; each source's count continues across a change, so that sequences before it do not change.
 
-    `stretches` are (number of the first sequence, mixture), the first from 0 and in rising order.
+    `segments` are (number of the first sequence, mixture), ascending from 0.
     """
 
-    def __init__(self, stretches: Sequence[tuple[int, Mixture]]) -> None:
-        self.stretches = tuple(stretches)
-        self._firsts = np.array([first for first, _ in stretches], np.int64)
-        assert self._firsts[0] == 0 and (np.diff(self._firsts) > 0).all(), "stretches begin at 0 and rise"
-        self.names = tuple(sorted({name for _, mixture in stretches for name in mixture.names}))
+    def __init__(self, segments: Sequence[tuple[int, Mixture]]) -> None:
+        self.segments = tuple(segments)
+        self._firsts = np.array([first for first, _ in segments], np.int64)
+        assert self._firsts[0] == 0 and (np.diff(self._firsts) > 0).all(), "segments begin at 0 and rise"
+        self.names = tuple(sorted({name for _, mixture in segments for name in mixture.names}))
         place = {name: index for index, name in enumerate(self.names)}
-        self._index = [np.array([place[name] for name in mixture.names]) for _, mixture in stretches]
-        self._before = np.zeros((len(stretches), len(self.names)), np.int64)
-        for number in range(1, len(stretches)):
-            (first, mixture), stop = stretches[number - 1], stretches[number][0]
+        self._index = [np.array([place[name] for name in mixture.names]) for _, mixture in segments]
+        self._before = np.zeros((len(segments), len(self.names)), np.int64)
+        for number in range(1, len(segments)):
+            (first, mixture), stop = segments[number - 1], segments[number][0]
             self._before[number] = self._before[number - 1]
             self._before[number, self._index[number - 1]] += mixture.counts(stop - first)
 
@@ -72,7 +72,7 @@ class MixturePlan:
         source, before = np.empty_like(g), np.empty_like(g)
         which = np.searchsorted(self._firsts, g, side="right") - 1
         for number in np.unique(which):
-            first, mixture = self.stretches[number]
+            first, mixture = self.segments[number]
             mine = which == number
             turn, taken = mixture.locate(g[mine] - first)
             source[mine] = self._index[number][turn]
@@ -82,15 +82,15 @@ class MixturePlan:
     def counts(self, prefix: int) -> np.ndarray:
         """How many of the first `prefix` sequences fall to each source, (len(names),) int64."""
         number = int(np.searchsorted(self._firsts, prefix, side="right")) - 1
-        first, mixture = self.stretches[number]
+        first, mixture = self.segments[number]
         counts = self._before[number].copy()
         counts[self._index[number]] += mixture.counts(prefix - first)
         return counts
 
     def changed(self, first: int, mixture: Mixture) -> MixturePlan:
         """The plan with `mixture` from sequence `first` on, up to the next change that was planned."""
-        others = [stretch for stretch in self.stretches if stretch[0] != first]
-        return MixturePlan(sorted([*others, (first, mixture)], key=lambda stretch: stretch[0]))
+        others = [segment for segment in self.segments if segment[0] != first]
+        return MixturePlan(sorted([*others, (first, mixture)], key=lambda segment: segment[0]))
 
 
 def _largest_remainder(weights: tuple[float, ...]) -> list[int]:
@@ -109,7 +109,7 @@ def _largest_remainder(weights: tuple[float, ...]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _table(slots: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn each slot is, and how many turns that source had before it.
+    """The source of each slot, and how many slots that source had before it.
 
     All numbers are multiplied by PERIOD * (2k - 2) to stay whole. At slot t, source i lacks `due` = w_i * t - taken_i. It may be
     taken once due >= 1 / (2k - 2), and must be before due would reach 1; the one that would get there first is taken.

@@ -1,13 +1,14 @@
 """Promise 1: the sequences of a step are a function of (seed, phase, number of the sequence), and of nothing else.
 
-The tokens of a source are divided among the phases that use it, as neighbouring ranges in proportion to how much of it each plans to
-read, so that no phase sees the text of another. The k-th time that a phase takes from a source is the k // n-th reading (epoch) of the n
-sequences of its range, and takes sequence permute(k % n) under a key of its own for that epoch. What a sequence is depends on the
-packing: with `concatenate` a range of m tokens holds n = (m - 1) // L sequences of L + 1 tokens, each beginning where the one before
-ends and sharing one token with it (the last label here is the first input there); with `best_fit` it is a row of whole documents.
+The tokens of a source are divided among the phases that use it, into adjacent ranges in proportion to how much of it each phase plans
+to read, so that no phase sees the text of another. The k-th sequence that a phase draws from a source belongs to epoch k // n over the n
+sequences of its range. It is sequence permute(k % n), under a key of that epoch. The packing defines the sequences: with `concatenate` a
+range of m tokens holds n = (m - 1) // L sequences of L + 1 tokens, and neighbors share one token (the last label of one is the first
+input of the next). With `best_fit` a sequence is a row of whole documents.
 
-A change of the mixture on a running job leaves every range that has been begun where it is, and divides anew only what no phase has
-begun. Nothing here knows of ranks, micro-batches or restarts; there is nothing to save and nothing to load.
+If the mixture is changed while the run is in progress, ranges that a phase has begun to read stay as they are; only the other ranges are
+divided again. The order does not depend on ranks, micro-batches or restarts, and it has no state to save. `lmworks.shards.order.rank` has
+the way from a step to the sequences that a rank reads.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from lmworks.shards.order.mixture import Mixture, MixturePlan
 from lmworks.shards.order.timeline import PhaseSteps, Timeline
 
 CountSequences = Callable[[str, Sequence[int], int], int]
-"""(source, borders, sequence length) -> how many sequences the tokens between the first and the last border make."""
+"""(source, borders, sequence length) -> the number of sequences between the first and the last border."""
 
 
 @dataclass(frozen=True)
 class MixtureOverride:
-    """From `step` on and up to the next change that the recipe plans, its phase draws with these weights."""
+    """A change of the mixture that was requested during the run. It holds from `step` on, up to the next change in the recipe."""
 
     step: int
     mixture: Mapping[str, float]
@@ -43,8 +44,11 @@ class MixtureOverride:
 
 @dataclass(frozen=True)
 class Share:
-    """What one phase reads of one source: the tokens between the first and the last of `borders`, the sequences in them, and how many
-    it plans to take. Borders between are where a change of the mixture extended the range."""
+    """The range of one source that one phase reads: tokens from the first to the last of `borders`.
+
+    `sequences` is how many sequences the range holds, `planned` how many the phase draws. Inner borders are where a change of the mixture
+    extended the range.
+    """
 
     phase: str
     source: str
@@ -62,14 +66,14 @@ class Share:
 
     @property
     def epochs(self) -> float:
-        """How often the range is read."""
+        """How many times the range is read."""
         return self.planned / self.sequences if self.sequences else 0.0
 
 
 @dataclass(frozen=True)
 class LocatedSequences:
-    """Sequences found: index into `Order.sources`, epoch, number within the range, and first token in the source (with `best_fit`, which
-    does not read in the order of the file, -1). All (n,) int64."""
+    """The place of n sequences: index into `Order.sources`, epoch, index within the range, and first token in the source (-1 with
+    `best_fit`, which does not read in file order). All (n,) int64."""
 
     source: np.ndarray
     epoch: np.ndarray
@@ -80,10 +84,10 @@ class LocatedSequences:
 class Order:
     """The order of all sequences of a run, in memory that does not grow with their number.
 
-    `data` is the manifest of the shards or, for a plan before any exist, the tokens of each source by name.
-    `changes` are changes of the mixture that were asked for on the way. `rows` counts the sequences of a range; without it, as
-    `concatenate` makes them, which for `best_fit` is an estimate. `left_out` names optional sources of the mixtures that could not be
-    had; the others were scaled up in their place.
+    `data` is the manifest of the shards or, for a plan before they exist, the tokens of each source by name.
+    `overrides` are changes of the mixture that were requested during the run.
+    `count_sequences` counts the sequences of a range; the default counts those of `concatenate`, an estimate for `best_fit`.
+    `left_out` names optional sources of the mixtures that are not available; the weights of the others were scaled up.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Order:
         names = [plan.names for plan in self.mixtures] + [mixture.names for _, mixture in asked]
         self.sources = sorted(set().union(*names))
         self._shares: list[dict[str, Share]] = [{} for _ in self.mixtures]
-        self._readings: list[dict[str, EpochOrder]] = [{} for _ in self.mixtures]
+        self._epoch_orders: list[dict[str, EpochOrder]] = [{} for _ in self.mixtures]
         planned = [self._planned(number) for number in range(len(self.mixtures))]
         for source in self.sources:
             self._divide(source, planned, 0)
@@ -124,7 +128,7 @@ class Order:
         """The first step that draws with the mixture that `step` draws with."""
         phase = self.phase_of(step)
         begun = self.timeline.phases[phase]
-        drawn = max(first for first, _ in self.mixtures[phase].stretches if first <= self.timeline.sequences(step)[0])
+        drawn = max(first for first, _ in self.mixtures[phase].segments if first <= self.timeline.sequences(step)[0])
         return self.timeline.first_step(phase) + bisect_left(range(begun.steps), drawn, key=begun.before)
 
     def sequences(self, step: int) -> tuple[int, int]:
@@ -132,7 +136,7 @@ class Order:
         return self.timeline.sequences(step)
 
     def shares(self) -> list[Share]:
-        """What each phase reads of each source, and how often."""
+        """The share of each phase in each of its sources."""
         return [self._shares[phase][name] for phase, plan in enumerate(self.mixtures) for name in plan.names]
 
     def share(self, phase: int, source: str) -> Share:
@@ -151,13 +155,13 @@ class Order:
         for index in np.unique(turn):
             name = plan.names[index]
             mine = np.flatnonzero(turn == index)
-            sequence[mine], epoch[mine] = self._readings[phase][name].locate(k[mine])
+            sequence[mine], epoch[mine] = self._epoch_orders[phase][name].locate(k[mine])
             if self.packing == "concatenate":
                 start[mine] = self._shares[phase][name].start + sequence[mine] * length
         return LocatedSequences(self._source_index[phase][turn], epoch, sequence, start)
 
-    def readings(self) -> dict[str, float]:
-        """How often the tokens of each source are read over all phases, on average."""
+    def epochs_by_source(self) -> dict[str, float]:
+        """How many times the tokens of each source are read over all phases, on average."""
         read = dict.fromkeys(self.sources, 0)
         for phase, shares in zip(self.timeline.phases, self._shares, strict=True):
             for name, share in shares.items():
@@ -165,13 +169,13 @@ class Order:
         return {name: tokens / max(1, self._tokens[name]) for name, tokens in read.items()}
 
     def fingerprint(self) -> str:
-        """Hex SHA-256 of all that decides any batch, the hashes of the token files included."""
+        """Hex SHA-256 of everything that determines the batches, including the hashes of the token files."""
         facts = {
             "seed": self.seed,
             "packing": self.packing,
             "phases": [asdict(phase) for phase in self.timeline.phases],
             "mixtures": [
-                [[first, dict(zip(mixture.names, mixture.slots.tolist(), strict=True))] for first, mixture in plan.stretches]
+                [[first, dict(zip(mixture.names, mixture.slots.tolist(), strict=True))] for first, mixture in plan.segments]
                 for plan in self.mixtures
             ],
             "shares": [asdict(share) for share in self.shares()],
@@ -194,21 +198,21 @@ class Order:
         return plan
 
     def _mixture(self, where: str, weights: Mapping[str, float]) -> Mixture:
-        """With buckets in the place of bucketed sources, and without the optional sources that could not be had."""
+        """The mixture with bucketed sources expanded into their buckets, and without the optional sources that are not available."""
         optional = {name for source in self._declared if source.optional for name in (source.name, *source.outputs)}
         weights = expand(weights, self._declared, self._tokens)
         missing = [name for name in sorted(weights) if name not in self._tokens]
         needed = [name for name in missing if name not in optional]
         if needed:
-            there = ", ".join(sorted(self._tokens)) or "none"
-            raise UserError(f"{where}: the mixture names source {needed[0]}, which has no tokens; there are: {there}")
+            available = ", ".join(sorted(self._tokens)) or "none"
+            raise UserError(f"{where}: the mixture names source {needed[0]}, which has no tokens; available: {available}")
         if len(missing) == len(weights):
-            raise UserError(f"{where}: none of its sources could be had ({', '.join(missing)}); add one that is always there")
+            raise UserError(f"{where}: none of its sources is available ({', '.join(missing)}); add one that is not optional")
         self.left_out = sorted({*self.left_out, *missing})
         return Mixture({name: weight for name, weight in weights.items() if name in self._tokens})
 
     def _change(self, step: int, mixture: Mixture) -> None:
-        """Draw with other weights from a step on. What was read before it stays, and so does every range that was begun."""
+        """Draw with other weights from a step on. Sequences before it, and ranges that were begun, do not change."""
         phase = self.phase_of(step)
         first = self.timeline.sequences(step)[0]
         taken = self._planned(phase, first) if first else None
@@ -220,14 +224,15 @@ class Order:
                 self._divide(source, after, phase, None if taken is None else taken.get(source, 0))
 
     def _planned(self, phase: int, prefix: int | None = None) -> dict[str, int]:
-        """How many of the first `prefix` sequences of a phase, or of all, fall to each source."""
+        """How many of the first `prefix` sequences of a phase (default: all) come from each source."""
         plan, prefix = self.mixtures[phase], self.timeline.phases[phase].sequences if prefix is None else prefix
         return dict(zip(plan.names, plan.counts(prefix).tolist(), strict=True))
 
     def _divide(self, source: str, planned: Sequence[Mapping[str, int]], now: int, taken: int | None = None) -> None:
-        """Divide what the phases before `now` have left of a source, in proportion to planned use; whole numbers throughout.
+        """Divide the tokens of a source that phases before `now` have left among the other phases, in proportion to planned use.
 
-        Where `now` has begun, having `taken` so many of its sequences, it keeps its range, and gets more if that is less than its part.
+        If phase `now` has already drawn `taken` sequences, it keeps its range; the range is extended if it is smaller than its share. All
+        arithmetic is in integers.
         """
         phases, tokens = self.timeline.phases, self._tokens.get(source, 0)
         count = [counts.get(source, 0) for counts in planned]
@@ -242,9 +247,9 @@ class Order:
                 borders = (*old.borders, stop) if stop > old.stop else old.borders
             sequences = self._count_sequences(source, borders, phases[number].sequence_length) if stop > start or old else 0
             if old is None or taken is None:
-                self._readings[number][source] = EpochOrder(self.seed, phases[number].name, source, sequences)
+                self._epoch_orders[number][source] = EpochOrder(self.seed, phases[number].name, source, sequences)
             elif sequences > old.sequences:
-                self._readings[number][source].extend(taken, sequences)
+                self._epoch_orders[number][source].extend(taken, sequences)
             else:
                 borders, sequences = old.borders, old.sequences
             self._shares[number][source] = Share(phases[number].name, source, borders, sequences, count[number])

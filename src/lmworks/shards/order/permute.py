@@ -1,4 +1,4 @@
-"""Shuffling without a list: a keyed bijection on [0, size), evaluated where it is needed.
+"""Shuffling without a list: a keyed permutation of [0, size), evaluated one index at a time.
 
 An alternating Feistel network (Luby and Rackoff 1988) permutes the smallest power of two that holds `size`; an image outside
 is mapped again until it falls inside ("cycle walking", Black and Rogaway 2002), which keeps it a bijection. The work and the
@@ -14,7 +14,7 @@ import json
 import numpy as np
 
 ROUNDS = 8
-_LEAST_BITS = 6  # with fewer, some orders of 5 or 6 things come up measurably more often than others
+_LEAST_BITS = 6  # with fewer bits, some permutations of 5 or 6 elements are measurably more frequent than others
 
 
 def derive_key(*parts: int | str) -> np.ndarray:
@@ -53,7 +53,7 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): each input bit changes each output bit with probability near 1/2."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): each input bit changes each output bit with probability near 1/2."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Steps: how many there are, how large each is, and which sequences it holds. All in closed form; no data is needed."""
+"""The steps of a run: how many there are, and which sequences each has. Everything is computed in closed form, without data."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class PhaseSteps:
         if steps < 1:
             raise UserError(
                 f"phase {phase.name}: the budget of {int(phase.tokens):,} tokens is smaller than one step of {first * length:,}; "
-                "lower batch or raise tokens"
+                "lower global_batch_size or raise tokens"
             )
         return cls(phase.name, length, steps, first, full, ramp_steps)
 
     def batch(self, step: int) -> int:
-        """Sequences in the step-th step of the phase."""
+        """The number of sequences in the step-th step of the phase."""
         return self.first + (self.full - self.first) * step // self.ramp_steps if step < self.ramp_steps else self.full
 
     def before(self, step: int) -> int:
-        """Sequences in all steps of the phase before `step`."""
+        """The number of sequences in all steps of the phase before `step`."""
         inside = min(step, self.ramp_steps)
         rising = _floor_sum(inside, self.ramp_steps, self.full - self.first) if inside else 0
         return inside * self.first + rising + (step - inside) * self.full
@@ -76,7 +76,7 @@ class Timeline:
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         if not phases:
-            raise UserError("train.phases is empty; a run needs at least one phase with tokens, mixture, sequence_length and batch")
+            raise UserError("train.phases is empty; add at least one phase with tokens, mixture, sequence_length and global_batch_size")
         names = [phase.name for phase in phases]
         if len(set(names)) < len(names):
             raise UserError(f"train.phases: two phases have the same name ({', '.join(names)}); rename one, the order is drawn from it")

@@ -1,4 +1,4 @@
-"""Whole pieces into rows of one length, with little padding (best-fit decreasing; Ding et al. 2024, arXiv:2404.10830)."""
+"""Best-fit packing: whole pieces of text are packed into rows of one length, with little padding (Ding et al. 2024, arXiv:2404.10830)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of text that are never split: `starts` and `lengths` (n,) int64 count the inputs; the last one's label follows it."""
+    """Pieces of text that are never split: first token and number of inputs, (n,) int64. The label of the last input is the next token."""
 
     starts: np.ndarray
     lengths: np.ndarray
 
 
 class PackedRows:
-    """Pieces of a source, laid into rows of `length` inputs. A row's unused end is padding, as a document of its own."""
+    """Pieces of a source, packed into rows of `length` inputs. The unused end of a row is padding, as a document of its own."""
 
     def __init__(self, source: TokenStream | IndexedFile, pieces: Pieces, length: int) -> None:
         self.length, self._source, self._pieces = length, source, pieces

@@ -1,4 +1,4 @@
-"""Which documents share a row, written down once per shard and sequence length (`shards.packing: best_fit`).
+"""Row plans: which documents share a row, stored once per shard and sequence length (`shards.packing: best_fit`).
 
 The packing of a shard follows from the lengths of its documents alone: documents longer than a row are cut into whole rows and a rest,
 the rests and the others are packed by best-fit decreasing (`lmworks.shards.packing.best_fit`). It is written to `packing/LENGTH/` below the
@@ -31,7 +31,7 @@ _WORTH_PROCESSES = 500_000  # documents that are packed while a process starts
 
 
 class DocumentRange(NamedTuple):
-    """Documents [first, past) of a shard, whose rows are kept in the file `name`."""
+    """Documents [first, past) of a shard; their rows are stored in the file `name`."""
 
     shard: int
     first: int
@@ -49,7 +49,7 @@ class RowPlans:
         self._load = lru_cache(maxsize=256)(_load)
 
     def count_rows(self, source: str, borders: Sequence[int], length: int) -> int:
-        """How many rows the documents that begin between the first and the last border make."""
+        """The number of rows of the documents that begin between the first and the last border."""
         return int(self._parts(source, tuple(borders), length)[1][-1])
 
     def row(self, source: str, borders: Sequence[int], length: int, number: int) -> tuple[int, np.ndarray]:

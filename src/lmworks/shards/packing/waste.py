@@ -9,12 +9,12 @@ import numpy as np
 from lmworks.shards.format.indexed import IndexedFile
 from lmworks.shards.packing.row_plans import pack
 
-_LOOKED_AT = 100_000  # documents of a shard that are packed for the estimate
+_SAMPLED = 100_000  # documents of a shard that are packed for the estimate
 
 
 @dataclass(frozen=True)
 class Waste:
-    """What the packings cost on some documents.
+    """The cost of each packing, on a sample of documents.
 
     cut: share of the documents that fit into a sequence and are cut by `concatenate` (by `best_fit` none is).
     padding: share of the tokens of a batch that `best_fit` leaves empty (`concatenate` none).
@@ -25,7 +25,7 @@ class Waste:
     padding: float
 
 
-def waste(file: IndexedFile, length: int, most: int = _LOOKED_AT) -> Waste:
+def waste(file: IndexedFile, length: int, most: int = _SAMPLED) -> Waste:
     """Both packings of the first documents of a shard, in sequences of `length` tokens."""
     count = min(most, file.documents)
     borders = file.document_start(np.arange(count + 1))

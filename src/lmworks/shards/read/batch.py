@@ -15,10 +15,10 @@ class Batch:
     """Sequences to learn from. B sequences of T tokens.
 
     tokens: (B, T) int32.
-    labels: (B, T) int32, the token that follows; IGNORE where none is to be learned (across the end of a document, padding, prompts).
-    cu_seqlens: (n + 1,) int32, where documents begin in the B * T tokens laid end to end, and B * T at the end. Every sequence begins
-        one. Mask and positions both come from here.
-    sequence_bytes: (B,) int64 or None, the bytes of text that the valid labels of each sequence stand for (validation only).
+    labels: (B, T) int32, the token that follows; IGNORE where there is no loss (after the end of a document, padding, prompts).
+    cu_seqlens: (n + 1,) int32, where documents begin in the B * T concatenated tokens, and B * T at the end. Every sequence begins a
+        document. The attention mask and the positions both derive from it.
+    sequence_bytes: (B,) int64 or None, the bytes of text of the valid labels of each sequence (validation only).
     """
 
     tokens: np.ndarray
@@ -29,7 +29,7 @@ class Batch:
     sequence_bytes: np.ndarray | None = None
 
     def sequences(self, start: int, stop: int) -> Batch:
-        """Sequences [start, stop) as a batch of their own: a rank's part, or a micro-batch."""
+        """Sequences [start, stop) as a batch: the share of a rank, or a micro-batch."""
         length = self.tokens.shape[1]
         first, last = np.searchsorted(self.cu_seqlens, (start * length, stop * length))
         return Batch(
@@ -43,11 +43,11 @@ class Batch:
 
     @cached_property
     def valid_tokens(self) -> int:
-        """Labels that count."""
+        """The number of labels with loss."""
         return int(np.count_nonzero(self.labels != IGNORE))
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of text that the valid labels stand for; validation batches only."""
+        """Bytes of text of the valid labels; validation batches only."""
         assert self.sequence_bytes is not None, "only validation batches know their bytes"
         return int(self.sequence_bytes.sum())

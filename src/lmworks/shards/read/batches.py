@@ -25,7 +25,7 @@ from lmworks.shards.storage.shard_files import ShardFiles
 class Batches:
     """All batches of a run, by number, and the held-out ones by domain."""
 
-    def __init__(self, recipe: Recipe, shards_dir: Path, changes: Sequence[MixtureOverride] = (), storage: Storage | None = None) -> None:
+    def __init__(self, recipe: Recipe, shards_dir: Path, overrides: Sequence[MixtureOverride] = (), storage: Storage | None = None) -> None:
         self.shards_dir, self.recipe = Path(shards_dir), recipe
         self.manifest = Manifest.load(self.shards_dir)
         remote = RemoteShards(recipe.shards.cache, self.shards_dir, storage) if recipe.shards.cache else None
@@ -37,21 +37,21 @@ class Batches:
         if recipe.shards.packing == "best_fit":
             self._plans = RowPlans(self.shards_dir, self.manifest, self._streams, recipe.threads or 1)
         self._lineage: dict[Path, Lineage] = {}
-        self.set_mixture_overrides(changes)
+        self.set_mixture_overrides(overrides)
         ahead = int(recipe.shards.cache.prefetch.value) if recipe.shards.cache else 0
         self._ahead = ReadAhead(self.fill_cache, ahead, self.steps - 1) if ahead else None
 
-    def set_mixture_overrides(self, changes: Sequence[MixtureOverride]) -> None:
-        """From now on, the batches of the run with these changes of its mixture: all of them, those told before included.
+    def set_mixture_overrides(self, overrides: Sequence[MixtureOverride]) -> None:
+        """Use these overrides of the mixture (the complete list) for all later calls.
 
-        Another thread may be making a batch; it gets the one or the other.
+        Safe while another thread is reading a batch: that batch uses either the old or the new overrides.
         """
-        order = self.order_with(changes)
+        order = self.order_with(overrides)
         self._sequences: Sequences = BestFit(order, self._streams, self._plans) if self._plans else Concatenated(order, self._streams)
 
-    def order_with(self, changes: Sequence[MixtureOverride]) -> Order:
-        """What the order would be with these changes. Raises `UserError` for one that cannot be."""
-        return Order(self.recipe, self.manifest, changes, self._plans.count_rows if self._plans else None)
+    def order_with(self, overrides: Sequence[MixtureOverride]) -> Order:
+        """The order with these overrides. Raises `UserError` for an impossible one."""
+        return Order(self.recipe, self.manifest, overrides, self._plans.count_rows if self._plans else None)
 
     @property
     def order(self) -> Order:
@@ -79,7 +79,7 @@ class Batches:
         return Batch(filled.tokens, filled.labels, begins, phase, step)
 
     def fill_cache(self, step: int) -> None:
-        """Have what the batch of a step reads in the cache (`shards.cache`)."""
+        """Read everything that the batch of a step needs into the cache (`shards.cache`)."""
         sequences = self._sequences
         first, count = sequences.order.sequences(step)
         phase = sequences.order.phase_of(step)
@@ -91,7 +91,7 @@ class Batches:
             self._files.remote.fill_cache((self._files(prefix), start, stop) for prefix, start, stop in ranges)
 
     def documents(self, step: int) -> list[SequenceDocuments]:
-        """Where each sequence of a step comes from, down to the row of the raw file."""
+        """The documents of each sequence of a step, with the rows of the raw files that they come from."""
         first, count = self.order.sequences(step)
         phase = self.order.phase_of(step)
         found = self.order.locate(phase, np.arange(first, first + count))
@@ -99,16 +99,16 @@ class Batches:
         for row in range(count):
             index, sequence = int(found.source[row]), int(found.sequence[row])
             source = self.order.sources[index]
-            stretches = self._sequences.stretches(phase, index, sequence)
-            spans = [span for start, stop in stretches for span in self._spans(source, start, stop)]
+            ranges = self._sequences.token_ranges(phase, index, sequence)
+            spans = [span for start, stop in ranges for span in self._spans(source, start, stop)]
             rows.append(SequenceDocuments(first + row, source, int(found.epoch[row]), sequence, spans))
         return rows
 
     def shared_documents(self) -> list[tuple[str, str, DocumentSpan]]:
-        """Documents that a border between two phases cuts, so that both see a part: (phase before, phase after, document)."""
+        """Documents that a border between two phases splits: (phase before, phase after, document)."""
         cut: list[tuple[str, str, DocumentSpan]] = []
         if self._plans:
-            return cut  # a document belongs whole to the phase in whose range it begins
+            return cut  # a whole document belongs to the phase in whose range it begins
         for source in self.order.sources:
             shares = [share for share in self.order.shares() if share.source == source and share.stop > share.start]
             for before, after in pairwise(shares):
@@ -118,7 +118,7 @@ class Batches:
         return cut
 
     def waste(self) -> dict[tuple[str, int], Waste]:
-        """What either packing costs, by source and sequence length, on the first documents of each source."""
+        """The cost of each packing by source and sequence length, measured on the first documents of each source."""
         wanted = {(share.source, self.order.length_of(share.phase)) for share in self.order.shares()}
         return {(source, length): waste(self._streams[source].file(0), length) for source, length in sorted(wanted)}
 

@@ -1,4 +1,4 @@
-"""From a document to its tokens, and from a token to its document."""
+"""Finding the tokens of a document, and the document of a token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DocumentLocation:
 
 
 def find_document(shards_dir: Path, identity: str, source: str, split: SplitName) -> DocumentLocation | None:
-    """Where the document `identity` of an output `source` lies; None if it is not in the shards. Reads ids, not tokens."""
+    """The location of the document with id `identity` in `source`; None if it is not in the shards. Reads ids, not tokens."""
     manifest = Manifest.load(shards_dir)
     if all(one.name != source for one in manifest.sources):
         return None

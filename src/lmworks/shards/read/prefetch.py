@@ -1,4 +1,4 @@
-"""The next batches, read while the step computes."""
+"""Reads the next batches in a thread while the step computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmworks.shards.read.batch import Batch
 class Prefetch:
     """Yields `make(start)`, ..., `make(stop - 1)`; a thread stays up to `depth` batches ahead.
 
-    It keeps no state that a checkpoint would need: begin anew at any step. `waited` is how long the last `next` waited, in seconds
+    It has no state to save: start it at any step. `waited` is how long the last `next` waited, in seconds
     (perf/data_wait), and an error while reading is raised where the batch is asked for; so is a `UserError` after `patience` seconds
     without one. Use it as a context manager, or `close` it.
     """
@@ -24,7 +24,7 @@ class Prefetch:
         self, make: Callable[[int], Batch], start: int, stop: int, depth: int = 2, patience: float | None = None
     ) -> None:
         self.waited, self._patience = 0.0, patience
-        self.ahead = depth + 2  # from the batch handed out last to the first whose making has certainly not begun
+        self.ahead = depth + 2  # from the batch returned last to the first that is certainly not being read yet
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(maxsize=depth)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(make, start, stop), name="prefetch", daemon=True)
@@ -50,7 +50,7 @@ class Prefetch:
         except queue.Empty:
             return UserError(
                 f"no batch came for {self._patience:,.0f} s (stability.data_timeout): the storage of the shards does not answer; "
-                "see that it can be read, then run the same command again"
+                "check that it can be read, then run the same command again"
             )
 
     def __enter__(self) -> Prefetch:
@@ -60,7 +60,7 @@ class Prefetch:
         self.close()
 
     def close(self) -> None:
-        """Stop the thread and wait for it, but not for ever if it waits for storage that does not answer."""
+        """Stop the thread and wait for it, at most `patience` seconds if it waits for storage that does not answer."""
         self._closing.set()
         last = None if self._patience is None else time.monotonic() + self._patience
         while self._thread.is_alive() and (last is None or time.monotonic() < last):

@@ -1,4 +1,4 @@
-"""What a sequence is, by packing: a stretch of the token file, or a row of whole documents."""
+"""Reading sequences, for each packing: a contiguous range of the token file, or a row of whole documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Filled:
 
 
 class Sequences(Protocol):
-    """Reads the sequences that an order has found."""
+    """Reads the sequences that `Order.locate` returns."""
 
     order: Order
 
@@ -33,10 +33,10 @@ class Sequences(Protocol):
         """Their tokens, labels and boundaries."""
 
     def ranges(self, phase: int, found: LocatedSequences) -> Iterator[tuple[Path, int, int]]:
-        """(shard, first and past-the-last token) of all that `fill` would read."""
+        """(shard, first token, end) of everything that `fill` would read."""
 
-    def stretches(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
-        """What one sequence reads, as positions [start, stop) in its source."""
+    def token_ranges(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
+        """The tokens of one sequence, as ranges [start, stop) in its source."""
 
 
 class Concatenated:
@@ -67,9 +67,9 @@ class Concatenated:
     def ranges(self, phase: int, found: LocatedSequences) -> Iterator[tuple[Path, int, int]]:
         length = self.order.timeline.phases[phase].sequence_length
         for index in np.unique(found.source):
-            yield from self._streams[index].byte_ranges(found.start[found.source == index], length + 1)
+            yield from self._streams[index].token_ranges(found.start[found.source == index], length + 1)
 
-    def stretches(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
+    def token_ranges(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
         length = self.order.timeline.phases[phase].sequence_length
         start = self.order.share(phase, self.order.sources[source]).start + sequence * length
         return [(start, start + length)]
@@ -107,7 +107,7 @@ class BestFit:
             for start, inputs in pieces.tolist():
                 yield self._streams[source].prefixes[shard], start, start + inputs + 1
 
-    def stretches(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
+    def token_ranges(self, phase: int, source: int, sequence: int) -> list[tuple[int, int]]:
         shard, pieces = self._pieces(phase, source, sequence)
         base = int(self._streams[source].offsets[shard])
         return [(base + start, base + start + inputs) for start, inputs in pieces.tolist()]

@@ -1,4 +1,4 @@
-"""Batches of packed conversations for fine-tuning: whole ones only, loss where the mask says so."""
+"""Batches of packed whole conversations for fine-tuning, with loss only where the mask is 1."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lmworks.shards.read.batch import Batch
 
 
 class TuningBatches:
-    """Batches of `batch` tokens from bodies of conversations, as many as `tokens` pays for.
+    """Batches of `batch` tokens from datasets of conversations, up to a budget of `tokens`.
 
-    `prefixes` names the shard (with its `.mask`) of each body of data, `weights` how the rows are mixed; equally if left out. Within a
-    body, conversations are packed whole by best fit, and its rows come in a new keyed order every epoch. A conversation that does not
+    `prefixes` maps each dataset to its shard (with a `.mask`), `weights` to its weight in the mixture (default: equal). Within a dataset,
+    whole conversations are packed by best fit, and its rows come in a new keyed order every epoch. A conversation that does not
     fit into `sequence_length` is left out and counted in `dropped`. Like the pretraining batches, a pure function of the step.
     """
 
@@ -60,7 +60,7 @@ class TuningBatches:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each body of data is read."""
+        """How many times each dataset is read."""
         counts = self._mixture.counts(self.steps * self._rows).tolist()
         return {name: count / len(self._packed[name]) for name, count in zip(self._mixture.names, counts, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Held-out documents as batches that know how many bytes of text they predict, for bits per byte."""
+"""Validation batches: held-out documents, with the bytes of text that they predict, for bits per byte."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lmworks.shards.read.batch import Batch
 class Validation:
     """The held-out documents of a domain, each from its start to its end, in an order that never changes.
 
-    A document longer than `sequence_length` goes on in further pieces; every token but the first of a document is predicted exactly
-    once, the <|endoftext|> too (it costs bits and stands for no bytes). With `max_bytes`, each source of the domain gives documents
-    up to its share by size; the last one may be cut. All batches have the shape (sequences, sequence_length): the last is filled up with
+    A document longer than `sequence_length` is split into pieces; every token but the first of a document is predicted exactly
+    once, the <|endoftext|> too (it costs bits and has no bytes). With `max_bytes`, each source of the domain gives documents
+    up to its share by size; the last one may be cut. All batches have the shape (sequences, sequence_length): the last is filled with
     sequences without labels.
     """
 
@@ -38,7 +38,7 @@ class Validation:
     ) -> None:
         sources = [source for source in manifest.sources if source.domain == domain and source.validation]
         if not sources:
-            raise UserError(f"no held-out text of domain {domain}; there is some of: {', '.join(manifest.domains()) or 'none'}")
+            raise UserError(f"no held-out text of domain {domain}; available: {', '.join(manifest.domains()) or 'none'}")
         self.domain, self._sequences, self._length = domain, sequences, sequence_length
         splits = [source.validation for source in sources if source.validation]
         shards = [shard for split in splits for shard in split.shards]
@@ -61,7 +61,7 @@ class Validation:
         return (self.batch(number) for number in range(len(self)))
 
     def batch(self, number: int) -> Batch:
-        """The number-th batch; `phase` and `step` say nothing here and are 0 and `number`."""
+        """The number-th batch. Its `phase` is 0 and its `step` is `number`; both have no meaning here."""
         shape = (self._sequences, self._length)
         tokens, labels = np.empty(shape, np.int32), np.full(shape, IGNORE, np.int32)
         begins: list[int] = []
@@ -106,7 +106,7 @@ class Validation:
 
 
 def load_token_bytes(shards_dir: Path) -> np.ndarray:
-    """Bytes of text that each token stands for, (vocab_size,) int32; special tokens stand for none."""
+    """Bytes of text of each token, (vocab_size,) int32; special tokens have none."""
     path = Path(shards_dir) / TOKEN_BYTES
     try:
         table: np.ndarray = np.load(path, allow_pickle=False)

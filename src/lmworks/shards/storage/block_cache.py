@@ -1,8 +1,8 @@
-"""A cache of token blocks on a local disk, before files on slow or remote storage.
+"""A cache of token blocks on a local disk, for files in slow or remote storage.
 
-One file of fixed size holds 16 KiB slots in sets of eight; a block's key says its set, and of a set the slot used longest ago gives way.
-So its size is bounded exactly, it survives restarts, and the processes of a machine share it without a lock: whoever reads a block
-compares it with its checksum, and what another process is just overwriting, or a power cut has torn, counts as not there.
+It is set-associative: one file of fixed size holds 16 KiB slots in sets of eight, a block's key selects the set, and the least recently
+used slot of the set is replaced. So its size is bounded exactly, it survives restarts, and the processes of a machine share it without a
+lock: each reader verifies the checksum of a block, and a block that is half overwritten counts as a miss.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class BlockCache:
                 names = {f"blocks-{self.slots}", f"tags-{self.slots}"}
                 for path in folder.iterdir():
                     if path.name not in names and re.fullmatch(r"(blocks|tags)-\d+", path.name):
-                        path.unlink()  # of another size; whoever still has it open keeps it until then
+                        path.unlink()  # of another size; a process that has it open can still read it
                 data = _allocated(folder / f"blocks-{self.slots}", self.slots * BLOCK)
                 tags = _allocated(folder / f"tags-{self.slots}", self.slots * _TAG.itemsize)
         self._data = memoryview(data)
         self._tags = np.frombuffer(tags, _TAG).reshape(self._sets, _WAYS)
 
     def get(self, key: int, size: int) -> bytes | None:
-        """The first `size` bytes of what lies under a key. They may be torn; compare them with a checksum."""
+        """The first `size` bytes of a block, or None. They may be half overwritten; verify the checksum."""
         row = self._tags[key % self._sets]
         found = np.flatnonzero(row["key"] == np.uint64(key))
         if not found.size:
@@ -63,7 +63,7 @@ class BlockCache:
         return bytes(self._data[at : at + size])
 
     def put(self, key: int, block: bytes) -> None:
-        """Keep a block of at most 16 KiB; the slot of its set that was used longest ago gives way."""
+        """Store a block of at most 16 KiB in the least recently used slot of its set."""
         row = self._tags[key % self._sets]
         found = np.flatnonzero(row["key"] == np.uint64(key))
         way = int(found[0]) if found.size else int(np.argmin(row["used"]))
@@ -89,7 +89,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _allocated(path: Path, size: int) -> mmap.mmap:
-    """A file of this size with its room on the disk taken, so that writing to it cannot fail later."""
+    """Map a file of this size, with its disk space allocated, so that later writes cannot fail."""
     with open(path, "r+b" if path.exists() else "w+b") as handle:
         if handle.seek(0, 2) != size:
             try:

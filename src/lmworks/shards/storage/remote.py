@@ -1,4 +1,4 @@
-"""Token files that lie far away: read block by block through a local cache, ahead of the step that needs them."""
+"""Token files in remote storage: read in blocks through a local cache, ahead of the step that needs them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lmworks.storage import filesystem
 
 _AT_ONCE = 32  # requests under way, which hide each other's latency
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries to read what could not be read
-_STEPS_AT_ONCE = 4  # so that the end of one step's requests is not waited for before the next one's
+_STEPS_AT_ONCE = 4  # threads, so that requests of the next steps overlap with those of this one
 
 
 class Storage(Protocol):
-    """Where files are read from, by their name below the shards folder."""
+    """A storage from which files are read, by their names below the shards folder."""
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file."""
@@ -63,17 +63,17 @@ class Url:
 
 
 class RemoteShards:
-    """Opens shards whose tokens come through the cache. Indexes and checksums are copied whole, and checked, when a shard is opened."""
+    """Opens shards whose tokens are read through the cache. Indexes and checksums are copied and verified when a shard is opened."""
 
     def __init__(self, settings: Cache, shards_dir: Path, storage: Storage | None = None) -> None:
         self._folder = Path(os.path.expanduser(settings.dir))
         self.cache = BlockCache(self._folder, int(settings.max_bytes))
-        here = Folder(shards_dir)
+        local = Folder(shards_dir)
         self.storage = storage or (Url(settings.remote) if settings.remote and "://" in settings.remote else None)
-        self.storage = self.storage or (Folder(Path(settings.remote)) if settings.remote else here)
-        self._here = here
+        self.storage = self.storage or (Folder(Path(settings.remote)) if settings.remote else local)
+        self._local = local
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokens")
-        self._coming: dict[tuple[str, int, int], Future[None]] = {}
+        self._pending: dict[tuple[str, int, int], Future[None]] = {}
         self._lock = threading.Lock()
 
     def open(self, prefix: Path, shard: Shard) -> IndexedFile:
@@ -83,7 +83,7 @@ class RemoteShards:
         return IndexedFile(prefix, RemoteData(self, shard, sums), index)
 
     def fill_cache(self, wanted: Iterable[tuple[IndexedFile, int, int]]) -> None:
-        """Have the blocks of tokens [start, stop) of each shard in the cache, many at a time."""
+        """Read the blocks of tokens [start, stop) of each shard into the cache, with parallel requests."""
         for future in [self._begin(file, start, stop) for file, start, stop in wanted]:
             if future:
                 future.result()
@@ -94,22 +94,22 @@ class RemoteShards:
             return None
         name = data.shard.prefix, start * width // BLOCK, -(-stop * width // BLOCK)
         with self._lock:
-            if name not in self._coming:
-                self._coming[name] = self._pool.submit(self._bring, data, *name)
-            return self._coming[name]
+            if name not in self._pending:
+                self._pending[name] = self._pool.submit(self._read_blocks, data, *name)
+            return self._pending[name]
 
-    def _bring(self, data: RemoteData, prefix: str, first: int, past: int) -> None:
+    def _read_blocks(self, data: RemoteData, prefix: str, first: int, past: int) -> None:
         try:
             data.blocks(first, past)
         finally:
             with self._lock:
-                del self._coming[prefix, first, past]
+                del self._pending[prefix, first, past]
 
     def read(self, shard: Shard, ending: str, start: int, stop: int) -> bytes:
-        """Bytes of one of a shard's files; of an imported one, whose place is its own, straight from there."""
-        storage = self._here if Path(shard.prefix).is_absolute() else self.storage
+        """Bytes [start, stop) of a file of a shard. Imported shards have absolute prefixes and are not read from the remote storage."""
+        storage = self._local if Path(shard.prefix).is_absolute() else self.storage
         assert storage
-        return _patiently(storage, shard.prefix + ending, start, stop)
+        return _read_with_retries(storage, shard.prefix + ending, start, stop)
 
     def _copied(self, shard: Shard, ending: str) -> Path:
         path = self._folder / "index" / f"{shard.sha256[ending]}{ending}"
@@ -119,12 +119,12 @@ class RemoteShards:
             read_whole(path, shard.sha256[ending])
         except UserError:
             path.unlink()
-            raise damaged(Path(shard.prefix + ending), "is not what was written (its hash differs)") from None
+            raise damaged(Path(shard.prefix + ending), "is damaged (its hash differs)") from None
         return path
 
 
-def _patiently(storage: Storage, name: str, start: int, stop: int) -> bytes:
-    """Read, and try again when the storage fails for a while; `UserError` names the file when it goes on."""
+def _read_with_retries(storage: Storage, name: str, start: int, stop: int) -> bytes:
+    """Read, with retries if the storage fails. Raises a `UserError` that names the file if all of them fail."""
     for pause in (*_PAUSES, None):
         try:
             return storage.read(name, start, stop)
@@ -132,11 +132,11 @@ def _patiently(storage: Storage, name: str, start: int, stop: int) -> bytes:
             raise
         except FileNotFoundError:
             raise damaged(Path(name), "is missing where the shards are kept (shards.cache.remote)") from None
-        except Exception as error:  # each kind of storage has its own kinds of trouble
+        except Exception as error:  # each storage raises its own exceptions
             if pause is None:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(
-                    f"{name} could not be read in {len(_PAUSES) + 1} tries ({what}); see that the storage of the shards "
+                    f"{name} could not be read in {len(_PAUSES) + 1} tries ({what}); check that the storage of the shards "
                     "(shards.cache.remote) answers, then run the same command again"
                 ) from error
             time.sleep(pause)
@@ -159,7 +159,7 @@ class RemoteData:
         return np.frombuffer(data, np.uint8)[start - first * BLOCK : stop - first * BLOCK]
 
     def blocks(self, first: int, past: int) -> list[bytes]:
-        """Blocks [first, past), from the cache or, neighbours in one request, from where the file lies."""
+        """Blocks [first, past), from the cache or else from the storage, adjacent blocks in one request."""
         found = [self._cached(block) for block in range(first, past)]
         at = 0
         while at < len(found):
@@ -183,7 +183,7 @@ class RemoteData:
         blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
         for block, content in zip(range(first, past), blocks, strict=False):
             if crc32(content) != self._sums[block]:
-                raise damaged(Path(f"{self.shard.prefix}.bin"), f"is not what was written (its checksum differs at byte {block * BLOCK:,})")
+                raise damaged(Path(f"{self.shard.prefix}.bin"), f"is damaged (its checksum differs at byte {block * BLOCK:,})")
             self._shards.cache.put(block_key(self.shard.sha256[".bin"], block), content)
         if len(blocks) < past - first:
             raise damaged(Path(f"{self.shard.prefix}.bin"), f"is cut off after {first * BLOCK + len(data):,} bytes")
@@ -191,17 +191,17 @@ class RemoteData:
 
 
 class ReadAhead:
-    """Calls `bring(step)` for the next `steps` steps in threads of its own; an error is left to whoever needs the step."""
+    """Calls `fill_cache(step)` for the next `steps` steps in background threads. Errors are ignored: they recur when the step is read."""
 
-    def __init__(self, bring: Callable[[int], None], steps: int, last: int) -> None:
-        self._bring, self._steps, self._last = bring, steps, last
+    def __init__(self, fill_cache: Callable[[int], None], steps: int, last: int) -> None:
+        self._fill_cache, self._steps, self._last = fill_cache, steps, last
         self._goal = self._done = -1
         self._moved = threading.Condition()
         for number in range(_STEPS_AT_ONCE):
             threading.Thread(target=self._work, name=f"read-ahead-{number}", daemon=True).start()
 
     def follow(self, step: int) -> None:
-        """A batch is being made: go on until `steps` behind it, from there if it was a leap."""
+        """Called when a batch is read: continue until `steps` steps after it; restart there after a jump to another step."""
         with self._moved:
             if not self._done - self._steps <= step <= self._done + 1:
                 self._done = step
@@ -215,6 +215,6 @@ class ReadAhead:
                 self._done += 1
                 step = self._done
             try:
-                self._bring(step)
+                self._fill_cache(step)
             except Exception:
                 continue

@@ -1,4 +1,4 @@
-"""The opened shards of a folder: those used last, since a process may hold only so many files."""
+"""The open shards of a folder: an LRU cache, since the number of open files is limited."""
 
 from __future__ import annotations
 
