@@ -11,7 +11,7 @@ from torch import nn
 
 from lmworks.train.faults.replicas import compare_replicas
 from lmworks.watch.checksum import Deviation, checksum, checksums, vote
-from lmworks.watch.recheck import twice
+from lmworks.watch.recheck import compare_two_runs
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
@@ -61,7 +61,7 @@ def _twice(model: nn.Module, x: torch.Tensor) -> list[str]:
         loss.backward()
         return loss.detach()
 
-    return twice(run, parts, dict(model.named_parameters()))
+    return compare_two_runs(run, parts, dict(model.named_parameters()))
 
 
 def test_sound_arithmetic_is_the_same_twice_and_leaves_no_trace():

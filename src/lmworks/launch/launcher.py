@@ -1,4 +1,4 @@
-"""A launch on this machine or on hosts: which places, how many ranks in each, and the shell script that starts them."""
+"""A launch on this machine or on hosts: the number of ranks on each, and the shell script that starts them."""
 
 from __future__ import annotations
 

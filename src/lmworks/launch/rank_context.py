@@ -1,4 +1,4 @@
-"""The ranks of a run while they train: joined, watched, and accounted for when one is lost."""
+"""The context in which a rank works: it joins the others, writes heartbeats, and reports failures."""
 
 from __future__ import annotations
 

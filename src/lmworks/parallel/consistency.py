@@ -1,4 +1,4 @@
-"""What the ranks of a run must have in common, compared once when they meet: a difference found later costs days or looks like a bug."""
+"""Checks at the start that all ranks have the same versions and layout: a difference that is found later costs days."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = 8  # ranks
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a rank tells the others about itself."""
+    """The properties of a rank that are compared."""
 
     host: str
     torch: str

@@ -1,4 +1,4 @@
-"""What lets a module compute with this rank's parts of its parameters, though it holds distributed tensors."""
+"""Overrides members of single modules, so that a module that holds distributed tensors computes with its local parts."""
 
 from __future__ import annotations
 

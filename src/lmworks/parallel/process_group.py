@@ -1,4 +1,4 @@
-"""A process becomes a rank: where `torchrun` (or `lmworks launch`) has put it, its device, its threads, and the group of all ranks."""
+"""Initializes a rank that `torchrun` or `lmworks launch` has started: its device, its threads, and the process groups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _data_axis(layout: Layout) -> str:
 
 
 def is_launched() -> bool:
-    """Whether this process was started as a rank."""
+    """Whether this process was started as a rank by a launcher."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -78,6 +78,6 @@ def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ra
 
 
 def destroy_ranks() -> None:
-    """Leave the group, when all ranks are at the end of their work."""
+    """Destroy the process groups, after all ranks have finished their work."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What watches a run: its ledger, its lock, the policy for bad steps, and a graceful end on signals."""
+"""Ledger and lock of a run, policies for bad steps and rollbacks, heartbeats, and a graceful stop on signals."""
 
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.ledger import Ledger, read_ledger

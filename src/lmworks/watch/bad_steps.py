@@ -23,7 +23,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def _ignore(event: str, **fields: object) -> None:
-    """Where nobody keeps a ledger."""
+    """The report where there is no ledger."""
 
 
 class BadSteps:
@@ -39,7 +39,7 @@ class BadSteps:
         self.in_a_row, self.first = 0, 0
 
     def observe(self, step: int, loss: float, grad_norm: float, batch: Arrays | Callable[[], Arrays]) -> bool:
-        """Tell of one step; True if it was good. `batch` (or a function that makes it) is only used if it was bad."""
+        """Record one step; returns whether it was finite. `batch` (or a function that makes it) is only used if it was not."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
@@ -51,21 +51,21 @@ class BadSteps:
 
     @property
     def too_many(self) -> bool:
-        """Whether it is time for another policy than leaving the steps out."""
+        """Whether there were `max_in_a_row` bad steps in a row, so that skipping them is not enough."""
         return self.in_a_row >= self.max_in_a_row
 
     def reason(self, loss: float) -> str:
-        """What is wrong, once there are too many."""
+        """Why the run is rolled back or stopped, once there are too many."""
         what = "loss" if not math.isfinite(loss) else "gradient norm"
         return f"the {what} was not finite in {self.in_a_row} steps in a row (stability.max_bad_steps)"
 
     @property
     def where(self) -> str:
-        """Where the batches are."""
+        """Where the batches are kept, for messages."""
         return f"batches for replay are in {self.directory}" if self.keep else "no batch was kept (stability.save_bad_batches is 0)"
 
     def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
-        """Keep a batch, if there is room for it."""
+        """Save a batch for replay, if fewer than `keep` have been saved; its path."""
         path = self.directory / f"step-{step:08d}.npz"
         if not path.exists() and len(list(self.directory.glob("step-*.npz"))) >= self.keep:
             return None

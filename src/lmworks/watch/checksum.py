@@ -1,4 +1,4 @@
-"""Silent corruption in what ranks hold copies of: checksums of tensors, and a vote on who is right."""
+"""Silent corruption of replicated tensors: checksums, and a majority vote on which copy is right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements read as whole numbers, 0-d int64, wrapping; on its device. Any single flipped bit changes it.
+    """The sum of a tensor's elements, read as integers, with wrap-around; 0-d int64 on its device. Any single flipped bit changes it.
 
-    Equal for equal bits, in whatever order they are added up.
+    It does not depend on the order of the summation.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     whole = flat.view(_VIEWS[flat.element_size()]) if flat.dtype != torch.bool else flat.view(torch.uint8)
@@ -33,8 +33,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A rank whose copy of a tensor differs from that of the others. `certain`: most copies agree against it; with a draw, as between
-    two, every holder is named and none is certain."""
+    """A rank whose copy of a tensor differs from that of the others. `certain`: the majority of copies is equal and differs from it. In
+    a tie, as between two ranks, every holder is listed and none is certain."""
 
     rank: int
     tensor: str

@@ -1,4 +1,4 @@
-"""Which rank was it? Read from the beats that a broken world has left."""
+"""Diagnoses a failure of the ranks: which rank caused it, from the heartbeats that the ranks have left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STEPS_BEHIND = 1
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
-    """The ranks that broke the world, their hosts, and in one line why that is believed."""
+    """The ranks that caused the failure, their hosts, and the evidence in one line."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -29,7 +29,7 @@ def classify_error(error: BaseException) -> str:
 
 
 def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
-    """Who broke the world that left these beats; None if all its ranks left as they should."""
+    """The cause of a failure, from the last heartbeats of all ranks; None if all ranks ended regularly."""
     if all(beat.state == "left" for beat in beats):
         return None
     failed = [beat for beat in beats if beat.state == "failed"]

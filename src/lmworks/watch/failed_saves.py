@@ -1,4 +1,4 @@
-"""Saves that fail: the run goes on, tries again sooner than it would have saved, and ends after too many."""
+"""Failed saves: the run continues, retries before the next regular save, and ends after too many failures in a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lmworks.errors import UserError
 
 
 class FailedSaves:
-    """Counts failed saves in a row. `retry_at` is the step after which the next try is due, None while all is well."""
+    """Counts failed saves in a row. `retry_at` is the step after which the next retry is due, None after a successful save."""
 
     def __init__(self, most: int, every: int) -> None:
         self.most, self.every = most, every
@@ -14,8 +14,8 @@ class FailedSaves:
         self.retry_at: int | None = None
 
     def failed(self, step: int, error: UserError) -> None:
-        """A save failed, and this was found out after `step` steps. Half the distance each time: what is lost if the run dies now grows
-        with each step. Raises the error after the last try."""
+        """Record a failed save that was noticed after `step` steps. The interval to the next retry is halved each time, since every step
+        adds to what a crash would lose. Raises the error after the last retry."""
         self.in_a_row += 1
         if self.in_a_row >= self.most:
             raise UserError(f"{error} (it failed {self.in_a_row} times in a row: stability.max_failed_saves)")
@@ -25,5 +25,5 @@ class FailedSaves:
         self.in_a_row, self.retry_at = 0, None
 
     def retry_due(self, step: int) -> bool:
-        """Whether it is time to try again."""
+        """Whether a retry is due after `step` steps."""
         return self.retry_at is not None and step >= self.retry_at

@@ -1,7 +1,7 @@
-"""A sign of life from each rank, in a file of its own, so that what happened can be told after the ranks are gone.
+"""Heartbeats: each rank writes its state to a file of its own, from which a failure is diagnosed after the ranks have ended.
 
-A rank says at every step what it is about to do. When a collective fails it also says which collectives it has entered; who has not
-entered the one that the others wait in is the rank that was missing.
+A rank writes at every step what it is about to do. When a collective fails, it also writes which collectives it has entered; a rank that
+has not entered the collective in which the others wait is the one that was missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Entered:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said of itself.
+    """The last state that a rank has written.
 
     `state`: running; left (it ended as it should); failed (an exception of its own); cut (a collective failed, since another rank was
     not there); told (its main thread was busy when another rank failed, and its watching thread spoke for it).
@@ -72,17 +72,17 @@ class Heartbeat:
             self._write(replace(self._last, step=step, doing=doing, time=time.time(), state="running"))
 
     def touch(self) -> None:
-        """The process lives, whatever its main thread does."""
+        """Show that the process is alive, whatever its main thread does."""
         with self._lock:
             if self._fd >= 0:
                 os.utime(self._fd)
 
     def record_witness(self, entered: Mapping[str, Entered]) -> None:
-        """Another rank has failed: what this one was doing."""
+        """Write what this rank was doing when another rank failed."""
         self._write(replace(self._last, state="told", entered=entered))
 
     def end(self, state: str, reason: str = "", entered: Mapping[str, Entered] | None = None) -> None:
-        """The last word; later beats are not written."""
+        """Write the final state; later beats are ignored."""
         self._write(replace(self._last, state=state, reason=reason, entered=entered or {}))
         with self._lock:
             if self._fd >= 0:

@@ -1,6 +1,6 @@
-"""What is done about a bad step: a pure function of the steps so far, of the ledger's rollbacks, and of the recipe.
+"""The policy for bad steps and spikes: a pure function of the steps so far, the rollbacks in the ledger, and the recipe.
 
-The trainer tells of each step and carries out what is decided. All ranks see the same global numbers, so all decide alike.
+The trainer reports each step and carries out the decision. All ranks see the same global values, so all make the same decision.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lmworks.watch.spike import Limits, Spikes
 
 @dataclass(frozen=True)
 class RollbackRequest:
-    """To the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, `stop` is the error to end with, or
-    None where the run may go on as it is. `skip`: leave out the data that led here."""
+    """A rollback to the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, the run ends with the error
+    `stop`, or continues if that is None. `skip`: skip the data of the steps that led here."""
 
     step: int
     reason: str
@@ -28,7 +28,7 @@ class RollbackRequest:
 
 
 class Policy:
-    """Decides about steps. `state()` belongs into the checkpoint's meta; the number of rollbacks comes from the ledger."""
+    """Decides about each step. `state()` is stored in the checkpoint's meta; the number of rollbacks comes from the ledger."""
 
     def __init__(self, options: Stability, bad_steps: BadSteps, report: Callable[..., None]) -> None:
         self.options, self.bad_steps, self.report = options, bad_steps, report
@@ -38,11 +38,11 @@ class Policy:
         self.spike_total = 0
 
     def limits(self, step: int, since: int) -> Limits:
-        """What the step must stay below; see `Spikes.limits`."""
+        """The limits below which the step must stay; see `Spikes.limits`."""
         return self.spikes.limits(step, since)
 
     def lr_factor(self, step: int) -> float:
-        """The factor on the learning rate after a spike whose action is `lower`; 1 otherwise."""
+        """The factor on the learning rate after a spike with `action: reduce_lr`; 1 otherwise."""
         spike = self.options.spike
         if spike is None or self._lowered_at is None or not 0 < step - self._lowered_at <= spike.reduced_lr_steps:
             return 1.0
@@ -51,7 +51,7 @@ class Policy:
     def observe(
         self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]
     ) -> RollbackRequest | None:
-        """Tell of a step; what to do, beside not having applied its update."""
+        """Record a step; the rollback that it calls for, or None. The update of a bad step was not applied."""
         if not self.bad_steps.observe(step, loss, grad_norm, batch):
             if not self.bad_steps.too_many:
                 return None
@@ -82,23 +82,23 @@ class Policy:
         return RollbackRequest(self._spike_began, f"{in_a_row} spike{'s' if in_a_row > 1 else ''} in a row (stability.spike)", None)
 
     def accept(self, step: int) -> None:
-        """Take the level after a spike as the new one: there is no rollback left."""
+        """Accept the loss after a spike as the new level, since no rollback is left."""
         self.spikes.forget(self.spikes.since)
         self.report("spike_accepted", step=step)
 
     def may_roll_back(self, history: Sequence[Rollback], first_step: int) -> bool:
-        """Whether a phase that began at `first_step` has a rollback left; those asked for by hand do not count."""
+        """Whether a phase that began at `first_step` has a rollback left; rollbacks that a user requested do not count."""
         return sum(one.step >= first_step and bool(one.reason) for one in history) < self.options.max_rollbacks
 
     def give_up(self, step: int, request: RollbackRequest, history: Sequence[Rollback]) -> UserError:
-        """The error of a run that cannot go on."""
+        """The error of a run that cannot continue."""
         self.report("stopped", step=step, reason=request.reason)
         tried = sum(bool(one.reason) for one in history)
         after = f" after {tried} rollback{'s' if tried > 1 else ''}" if tried else ""
         return UserError(f"stopped at step {step}{after}: {request.stop}")
 
     def window(self, step: int, to_step: int) -> tuple[int, int]:
-        """The steps whose data a rollback at `step` to `to_step` leaves out."""
+        """The steps whose data a rollback from `step` to `to_step` skips."""
         return max(to_step, step + 1 - self.options.skip_steps), step + 1
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Silent corruption in arithmetic: the same work twice must give the same bits."""
+"""Silent corruption of arithmetic: the same computation, run twice, must give the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lmworks.watch.checksum import checksum, checksums
 
 
-def twice(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[str]:
+def compare_two_runs(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[str]:
     """Run forward and backward twice and compare, bit for bit, what this rank computed; returns what differed, in the order of the work.
 
     run: goes forward and backward and returns the loss; it is called twice with the same random state, which is put back afterwards.

@@ -1,4 +1,4 @@
-"""Data that a run leaves out after a rollback: entries in its ledger, and no state (promise 1).
+"""Data that a run skips after a rollback: derived from its ledger, without state of its own (promise 1).
 
 A rollback puts the weights back to those of an earlier step, trains the steps up to `skip[0]` again, and goes on with step `skip[1]`.
 Steps keep their numbers: the batch of a step, its rate and its phase are what they would have been. So the order of the data and all
@@ -41,7 +41,7 @@ def undone(step: int, known: int, history: Sequence[Rollback]) -> bool:
 
 
 class Skips:
-    """The steps that are left out, over all rollbacks so far."""
+    """The steps that are skipped, over all rollbacks so far."""
 
     def __init__(self, history: Iterable[Rollback]) -> None:
         self._windows: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
-"""Slow ranks: who takes longer for the same work.
+"""Slow ranks (stragglers): ranks that take longer for the same work.
 
-In a synchronous step everybody waits for the slowest, so step times say nothing. What is compared is each rank's own time: what it does
-between two collectives at the border of steps, and a fixed piece of arithmetic.
+In a synchronous step all ranks wait for the slowest, so their step times are equal. Compared is each rank's own time instead: the time
+between two collectives at the boundary of steps, and a fixed matrix multiplication.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _SIZE = 256
 
 
 class SlowRanks:
-    """Names ranks whose own time lies beyond median + `threshold` * MAD in `patience` measurements in a row, once until they recover."""
+    """Finds ranks whose own time exceeds median + `threshold` * MAD in `patience` measurements in a row; each once until it recovers."""
 
     def __init__(self, threshold: float, patience: int = 3) -> None:
         self.threshold, self.patience = threshold, patience
         self._streaks: dict[int, int] = {}
 
     def observe(self, seconds: Sequence[float], floor: float) -> list[int]:
-        """The own times of all ranks in one measurement, and the least excess that matters; the ranks that are to be named now."""
-        if len(seconds) < 3:  # of two nobody can say who is the slow one
+        """Record one measurement: the own times of all ranks, and the least excess that matters. Returns the ranks to report now."""
+        if len(seconds) < 3:  # the slower of two ranks may be the normal one
             return []
         middle = median(seconds)
         spread = median(abs(value - middle) for value in seconds)
@@ -35,7 +35,7 @@ class SlowRanks:
 
 
 def time_matmul(device: torch.device) -> float:
-    """Seconds that the device takes for a fixed piece of arithmetic (16 products of 256 x 256): the least of three."""
+    """Seconds for a fixed computation (16 matrix multiplications of 256 x 256), the least of three runs."""
     square = torch.full((_SIZE, _SIZE), 1 / _SIZE, device=device)
     best = float("inf")
     for _ in range(3):

@@ -1,7 +1,7 @@
-"""Spikes: a loss or gradient norm far above the last ones, by median and MAD.
+"""Spikes: a loss or gradient norm far above those of the last steps, by median and MAD.
 
-The limit of a step is known before the step, from the steps before it. So the step itself compares, on the device, and selects its
-update away; nothing waits for the answer.
+The limits of a step are computed from the steps before it. The step compares with them on the device and does not apply its update if
+it is a spike; the host does not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Limits:
-    """What loss and gradient norm of a step must stay below for its update to be applied."""
+    """The limits of loss and gradient norm; the update of a step is applied if both are below."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -59,7 +59,7 @@ class Spikes:
         return Limits(upper_limit(self._losses, threshold, self.options.floor), math.exp(min(norm, 700.0)))
 
     def observe(self, step: int, loss: float, grad_norm: float, limits: Limits) -> bool:
-        """Tell of a finite step and its limits; True if it was a spike."""
+        """Record a finite step and its limits; returns whether it was a spike."""
         if not (loss < limits.loss and grad_norm < limits.grad_norm):
             self.in_a_row += 1
             return True
@@ -70,7 +70,7 @@ class Spikes:
         return False
 
     def forget(self, since: int) -> None:
-        """Begin anew at a step: another phase, or a level that is accepted."""
+        """Start a new window at a step: another phase, or an accepted level."""
         self.since, self.in_a_row = since, 0
         self._losses.clear()
         self._norms.clear()

@@ -16,7 +16,7 @@ _SAME = 1.0
 
 
 class Stop:
-    """What the trainer asks between steps: has somebody asked to stop?"""
+    """Whether a signal has asked the run to stop; the trainer checks it between steps."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -29,7 +29,7 @@ class Stop:
 
     @property
     def preempted(self) -> bool:
-        """Whether a scheduler asked rather than a person: the run is to be queued again."""
+        """Whether the signal came from a scheduler and not from Ctrl-C: the run is to be queued again."""
         return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:

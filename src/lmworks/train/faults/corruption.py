@@ -12,7 +12,7 @@ from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.shards.read.batch import Batch
 from lmworks.train.faults.replicas import compare_replicas
-from lmworks.watch.recheck import twice
+from lmworks.watch.recheck import compare_two_runs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _arithmetic(
     optimizer.zero_grad()
     torch.manual_seed(batch.step)
     blocks = {f"layer {name}": block for part in model.parts for name, block in part.layers.named_children()}
-    by_rank = communicator.all_gather(twice(run, blocks, dict(model.named_parameters())))
+    by_rank = communicator.all_gather(compare_two_runs(run, blocks, dict(model.named_parameters())))
     # Gradients of weights are sums over ranks, so that what one has done wrong shows on others too; the rest is a rank's own.
     own = {rank: [what for what in found if not _summed(what)] for rank, found in enumerate(by_rank)}
     certain = [rank for rank, found in own.items() if found]
