@@ -199,10 +199,10 @@ def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path
     ("arguments", "message"),
     [
         (("rollback", 5), "has no checkpoint of step 5; the newest are 8, 12, 16"),
-        (("rollback", STEPS), "is the newest checkpoint, where the run goes on anyway"),
+        (("rollback", STEPS), "is the newest checkpoint, from which the run resumes anyway"),
         (("rollback", 8, "--skip-steps", "soon"), "'soon' is neither a number of steps nor a window such as 100:120"),
-        (("rollback", 8, "--skip-steps", "4:6"), "the steps 4:6 are not a window from step 8 on"),
-        (("rollback", 8, "--skip-steps", "0"), "the steps 8:8 are not a window"),
+        (("rollback", 8, "--skip-steps", "4:6"), "4:6 is not a range of steps from step 8 on"),
+        (("rollback", 8, "--skip-steps", "0"), "8:8 is not a range of steps"),
         (("diff", 4), "two checkpoints are compared, not 1"),
         (("diff", 4, 5), "has no checkpoint of step 5"),
         (("diff", "--tuned"), "has no checkpoints"),

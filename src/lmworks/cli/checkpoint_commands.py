@@ -47,7 +47,7 @@ def show(
 
     from lmworks.checkpoint.listing import describe, read_meta
     from lmworks.recipe.paths import flat
-    from lmworks.run.checkpoints import find
+    from lmworks.run.checkpoint_commands import find
 
     path = find(Path(run), _which(tuned), step)
     row = describe(path)
@@ -87,7 +87,7 @@ def diff(
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
     from lmworks.recipe.paths import flat
-    from lmworks.run.checkpoints import find
+    from lmworks.run.checkpoint_commands import find
 
     which = _which(tuned)
     newest = find(Path(run), which)
@@ -133,8 +133,8 @@ def prune(
 ) -> None:
     """Remove the checkpoints that the recipe's rules do not keep; the newest good one always stays."""
     from lmworks.recipe.units import Duration
-    from lmworks.run.checkpoints import prune
-    from lmworks.run.walk import require_run
+    from lmworks.run.checkpoint_commands import prune
+    from lmworks.run.run_dir import require_run
 
     changes: dict[str, Any] = {"keep_last": keep_last} if keep_last else {}
     if keep_every:
@@ -158,7 +158,7 @@ def reset_optimizer(
     as_json: JsonOption = False,
 ) -> None:
     """Replace a checkpoint by one whose optimizer state is zero; the old one is kept under another name."""
-    from lmworks.run.checkpoints import reset_optimizer
+    from lmworks.run.checkpoint_commands import reset_optimizer
 
     done = reset_optimizer(Path(run), _which(tuned), step)
     if as_json:
@@ -179,7 +179,7 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Let the next run go on from an earlier checkpoint; later ones are set aside, not deleted."""
-    from lmworks.run.checkpoints import rollback
+    from lmworks.run.checkpoint_commands import rollback
 
     done = rollback(Path(run), _which(tuned), to_step, _window(skip, to_step))
     if as_json:
@@ -205,7 +205,7 @@ def average(
     as_json: JsonOption = False,
 ) -> None:
     """Average the weights of checkpoints into a run of its own, which can be evaluated, exported and talked to."""
-    from lmworks.run.checkpoints import average
+    from lmworks.run.checkpoint_commands import average
 
     weights = list(weight) or [1.0] * len(steps)
     if len(steps) < 2 or len(set(steps)) != len(steps):
@@ -231,7 +231,7 @@ def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
 
 
 def _folders(run: str) -> list[Path]:
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.train.load import folder
 
     require_run(Path(run))

@@ -158,7 +158,7 @@ def left_out(run: str, step: int) -> bool:
 
 def batches_of(run: str, *more: Change) -> Batches:
     """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.shards.batch import Batches
     from lmworks.train.mixture import read_changes
 

@@ -160,7 +160,7 @@ def job(
 ) -> None:
     """Before and after the ranks of a Slurm job; prints the nodes to leave out, and ends with 75 if the job is to be queued again."""
     from lmworks.launch import slurm
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
 
     if what == "begin":
         slurm.begin(Path(run))

@@ -92,11 +92,11 @@ def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tupl
     """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
     from lmworks.plan.plan import days
     from lmworks.recipe.load import load_recipe
-    from lmworks.run.budget import kept
+    from lmworks.run.time_budget import recorded_budget
 
     resolved = load_recipe(recipe, overrides, size)
     assert resolved.recipe.run_dir
-    settled = kept(resolved, Path(resolved.recipe.run_dir))
+    settled = recorded_budget(resolved, Path(resolved.recipe.run_dir))
     if settled is not None:
         return settled, ""
     assert resolved.recipe.time is not None

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("run")(run)
     corpus = typer.Typer(no_args_is_help=True, help=_HEADINGS["corpus"])
-    corpus_jobs.register(corpus, _walk)
+    corpus_jobs.register(corpus, _run_stages)
     corpus_commands.register(corpus)
     app.add_typer(corpus, name="corpus")
     for name, stage, text in (
@@ -55,45 +55,45 @@ def register(app: typer.Typer) -> None:
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
     """Raw text to a model: walks all stages, skips what is done, resumes what broke."""
-    _walk(recipe, within(time, overrides), size, allow, None)
+    _run_stages(recipe, within(time, overrides), size, allow, None)
 
 
 def _stage_command(stage: str) -> Callable[..., None]:
     def command(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
-        _walk(recipe, within(time, overrides), size, allow, stage)
+        _run_stages(recipe, within(time, overrides), size, allow, stage)
 
     return command
 
 
-def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
+def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
     from lmworks.cli.layouts import settled_here
     from lmworks.recipe.load import load_recipe
+    from lmworks.run.runner import StageEvent, run_stages
     from lmworks.run.summary import summary
-    from lmworks.run.walk import Told, walk
 
     out = console()
     resolved = load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else settled_here(recipe, overrides, size)
 
-    def tell(told: Told) -> None:
-        if told.what == "skip":
-            out.print(f"{_HEADINGS[told.stage]}: done before", style="dim")
-        elif told.what == "note":
-            out.print(told.printable)
-        elif told.what == "begin":
-            out.print(f"\n{_HEADINGS[told.stage]}", style="bold")
-            if told.printable is not None:
-                out.print(told.printable, soft_wrap=True)
+    def on_event(event: StageEvent) -> None:
+        if event.kind == "skip":
+            out.print(f"{_HEADINGS[event.stage]}: done before", style="dim")
+        elif event.kind == "note":
+            out.print(event.printable)
+        elif event.kind == "begin":
+            out.print(f"\n{_HEADINGS[event.stage]}", style="bold")
+            if event.printable is not None:
+                out.print(event.printable, soft_wrap=True)
         else:
-            if told.printable is not None and (last is not None or told.stage != "evaluate"):  # the summary shows the scores
-                out.print(told.printable)
-            out.print(f"{told.stage} took {told.seconds:.0f} s", style="dim")
+            if event.printable is not None and (last is not None or event.stage != "evaluate"):  # the summary shows the scores
+                out.print(event.printable)
+            out.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
 
-    run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=_go_on())
+    run_dir = run_stages(resolved, last=last, allow=allow, on_event=on_event, resume_command=_resume_command())
     if last is None:
         out.print(summary(run_dir))
 
 
-def _go_on() -> str:
+def _resume_command() -> str:
     """The command that goes on with the run: as it was typed, also where a launcher has started this process as a rank."""
     from lmworks.launch.folder import COMMAND
 
@@ -141,13 +141,13 @@ def report(
 
 def copy(run: RunArgument, url: UrlArgument) -> None:
     """Copy a run to object storage or another directory: corpus, shards, newest checkpoints; what is there already is not sent again."""
-    from lmworks.run.copies import copy
+    from lmworks.run.copy import copy_run
 
-    copy(Path(run), url, console().print)
+    copy_run(Path(run), url, console().print)
 
 
 def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to make.")]) -> None:
     """Make a run directory of a copy, by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` goes on with it."""
-    from lmworks.run.copies import restore
+    from lmworks.run.copy import restore_run
 
-    restore(url, Path(run), console().print)
+    restore_run(url, Path(run), console().print)

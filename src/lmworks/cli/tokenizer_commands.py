@@ -42,7 +42,7 @@ def drift(
     as_json: JsonOption = False,
 ) -> None:
     """Train without a source and with it, and show what that does to the tokens per word of the others. Changes nothing in the run."""
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.tokenizer.drift import drift, table
 
     rows = drift(require_run(Path(run)), Path(run) / "corpus", add)
@@ -61,7 +61,7 @@ def sizes(
     import tempfile
 
     from lmworks.plan.vocabulary import table, verdict
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.tokenizer.sample import source_weights
     from lmworks.tokenizer.sizes import at_sizes
     from lmworks.tokenizer.train import train

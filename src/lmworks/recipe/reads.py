@@ -1,6 +1,6 @@
 """Which stages of a run read which keys of the recipe, and what a change of one means once training has begun: said here, once.
 
-From these rows follow what a stage's inputs are (`lmworks.run.stale`), what `--allow` is asked for (`lmworks.recipe.fingerprint`), the
+From these rows follow what a stage's inputs are (`lmworks.run.staleness`), what `--allow` is asked for (`lmworks.recipe.fingerprint`), the
 mark * of docs/recipe.md and the table of docs/changes.md. A file that a stage reads of an earlier one is no key: the stages name those
 themselves, so a row lists only the stages whose own code looks at the key.
 """

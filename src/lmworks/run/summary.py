@@ -11,8 +11,8 @@ from rich.text import Text
 from lmworks.doctor.gather import gather
 from lmworks.evaluate.tables import bits_table, samples_table, scores
 from lmworks.files import read_json
-from lmworks.run.budget import compared
-from lmworks.run.walk import seconds_by_stage
+from lmworks.run.stamps import seconds_by_stage
+from lmworks.run.time_budget import planned_and_actual_seconds
 
 _PLACES = (
     ("report.html", "the run page: open it in a browser"),
@@ -69,7 +69,7 @@ def _training(run_dir: Path) -> Table:
 
 def _plan(run_dir: Path) -> list[RenderableType]:
     """What was planned of the recipe's time beside what it took; nothing for a run without one."""
-    found = compared(run_dir, seconds_by_stage(run_dir))
+    found = planned_and_actual_seconds(run_dir, seconds_by_stage(run_dir))
     if not found:
         return []
     table = Table(title="Where the time went, in seconds", title_justify="left", header_style="dim", box=None)
