@@ -178,7 +178,7 @@ def test_a_fault_of_ours_is_one_line_too(lmworks: Lmworks, tiny: Tiny, monkeypat
 
     monkeypatch.setattr(runner, "stages_for", lambda *_: 1 / 0)
     done = lmworks("run", tiny.recipe)
-    said = "error: ZeroDivisionError: division by zero (this is a fault of lmworks; --debug shows where it happened)\n"
+    said = "error: ZeroDivisionError: division by zero (this is a bug in lmworks; --debug shows the traceback)\n"
     assert (done.code, done.err) == (1, said)
     assert "Traceback" in lmworks("run", tiny.recipe, "--debug").err
 
@@ -191,4 +191,4 @@ def test_ctrl_c_outside_training(lmworks: Lmworks, tiny: Tiny, monkeypatch: pyte
 
     monkeypatch.setattr(runner, "stages_for", interrupt)
     done = lmworks("run", tiny.recipe)
-    assert (done.code, done.err) == (130, "interrupted; nothing finished was lost, and the same command goes on where it was\n")
+    assert (done.code, done.err) == (130, "interrupted; finished work is kept, and the same command resumes it\n")

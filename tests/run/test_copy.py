@@ -167,7 +167,7 @@ def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Pat
     (lean.run_dir / "metrics.jsonl").unlink()
     for path in [*(lean.run_dir / "shards").rglob("*.bin"), *(lean.run_dir / "shards").rglob("*.idx")]:
         path.unlink()
-    lean.pretrain(*SHORT, f"shards.cache={{dir: {tmp_path}/cache, bytes: 100MB, remote: 's3://{bucket}/run/shards'}}")
+    lean.pretrain(*SHORT, f"shards.cache={{dir: {tmp_path}/cache, max_bytes: 100MB, remote: 's3://{bucket}/run/shards'}}")
     assert same_bits(checkpoint(lean.run_dir), checkpoint(trained.run_dir)) == []
 
 
@@ -194,7 +194,7 @@ def test_a_damaged_copy_is_passed_over_aloud(bucket: str, trained: Tiny, tmp_pat
     assert [path.name for path in listing.directories(tmp_path / "back" / "checkpoints")] == ["step-00000001"]
     # And one without any good checkpoint is no run.
     files.rm_file(f"{bucket}/run/checkpoints/step-00000001/manifest.json")
-    with pytest.raises(UserError, match="s3://.* has no complete checkpoint of a run"):
+    with pytest.raises(UserError, match=r"s3://.* has no complete checkpoint of a run"):
         restore_run(f"s3://{bucket}/run", tmp_path / "other", told.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "step-00000001"]
 

@@ -225,7 +225,7 @@ def test_a_kept_batch_is_replayed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         overflow(patch, -1)
         said = lmworks("replay", run, 6, "--checkpoint", 9)
-    assert f"not finite first: {SAID}" in said.replace("\n", " ")
+    assert f"first non-finite result: {SAID}" in said.replace("\n", " ")
     assert "the batch of step 6 through step-00000009" in said
     assert same_bits(checkpoint(run), before) == []
 

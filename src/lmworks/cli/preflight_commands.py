@@ -1,4 +1,4 @@
-"""`lmworks preflight`: what a run will lean on, checked before it is paid for."""
+"""`lmworks preflight`: check machines, storage, data and layout before a run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def preflight(
     overrides: SetOption,
     size: SizeOption = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, and its layout; this machine when left out.")
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, with its mesh layout; by default this machine.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check machines, disks, data, first batches, layout, checkpoints, export; changes nothing, and ends with 1 if one fails."""
+    """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
     from lmworks.cli.layouts import settled, settled_here
     from lmworks.doctor.preflight import checks
     from lmworks.doctor.preflight.finding import Context

@@ -1,4 +1,4 @@
-"""`lmworks run` and the stages as commands of their own."""
+"""`lmworks run`, one command per stage, and commands on finished runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, token
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Where the copy lies: s3://bucket/folder, or a directory.")]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
             tokenizer_commands.register(noun)
         app.add_typer(noun, name=stage)
     for stage in ("pretrain", "tune", "evaluate", "export"):
-        app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
+        app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
     checkpoint_commands.register(app)
     app.command("report")(report)
     app.command("replay")(replay)
@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
-    """Raw text to a model: walks all stages, skips what is done, resumes what broke."""
+    """Run all stages of a recipe, from raw text to an exported model; stages that are done are skipped, others are resumed or repeated."""
     _run_stages(recipe, within(time, overrides), size, allow, None)
 
 
@@ -94,7 +94,7 @@ def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: 
 
 
 def _resume_command() -> str:
-    """The command that goes on with the run: as it was typed, also where a launcher has started this process as a rank."""
+    """The command that resumes the run, as the user typed it, also if a launcher has started this process as a rank."""
     from lmworks.launch.folder import COMMAND
 
     return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
@@ -102,14 +102,14 @@ def _resume_command() -> str:
 
 def replay(
     run: RunArgument,
-    step: Annotated[int | None, typer.Argument(help="The step whose batch was kept; by default the newest.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Argument(help="Step of the saved batch; by default the newest.", show_default=False)] = None,
     at: Annotated[
-        int | None, typer.Option("--checkpoint", metavar="STEP", help="The weights to use; by default the newest of that step or before.")
+        int | None, typer.Option("--checkpoint", metavar="STEP", help="Checkpoint to use; by default the newest at or before that step.")
     ] = None,
     tuned: checkpoint_commands.TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a batch that was kept as bad through a checkpoint again: loss, gradients, and the first operator that is not finite."""
+    """Run a saved bad batch through a checkpoint again: loss, gradients, and the first operator with a non-finite result."""
     from lmworks.run.replay import replay
 
     found = replay(Path(run), "tuned" if tuned else "base", step, at)
@@ -119,7 +119,7 @@ def replay(
     out = console()
     out.print(f"the batch of step {found['step']} through {found['checkpoint']}")
     out.print(f"loss {found['loss']:.4f} nats per token, gradient norm {found['grad_norm']:.4g}")
-    out.print(f"not finite first: {found['first']}" if found["first"] else "every operator's result is finite", soft_wrap=True)
+    out.print(f"first non-finite result: {found['first']}" if found["first"] else "all results are finite", soft_wrap=True)
     for one in found["sequences"]:
         out.print(f"  sequence {one['sequence']}: loss {one['loss']:.4f}")
     for one in found["gradients"]:
@@ -127,12 +127,12 @@ def replay(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with more of them the page compares the runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with several, the page compares the runs.")],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the price and power of a device.")
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for price and power per device.")
     ] = None,
 ) -> None:
-    """Write the run page, one static HTML file, from what the run has recorded so far; of several runs RUN/comparison.html."""
+    """Write the run page RUN/report.html, one static HTML file; with several runs, RUN/comparison.html."""
     from lmworks.doctor.page import write_page
     from lmworks.recipe.load import load_cluster
 
@@ -140,14 +140,14 @@ def report(
 
 
 def copy(run: RunArgument, url: UrlArgument) -> None:
-    """Copy a run to object storage or another directory: corpus, shards, newest checkpoints; what is there already is not sent again."""
+    """Copy corpus, shards and newest checkpoints of a run to object storage or a directory; equal files are not sent again."""
     from lmworks.run.copy import copy_run
 
     copy_run(Path(run), url, console().print)
 
 
-def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to make.")]) -> None:
-    """Make a run directory of a copy, by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` goes on with it."""
+def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to create.")]) -> None:
+    """Restore a run directory from a copy made by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` resumes it."""
     from lmworks.run.copy import restore_run
 
     restore_run(url, Path(run), console().print)
