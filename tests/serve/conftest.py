@@ -27,7 +27,7 @@ from lmworks.recipe.fingerprint import as_tree
 from lmworks.recipe.model import Model, Moe
 from lmworks.recipe.recipe import Recipe
 from lmworks.serve.engine import Engine
-from lmworks.serve.guard import ServerOptions
+from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.train import train

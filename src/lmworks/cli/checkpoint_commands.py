@@ -11,7 +11,7 @@ import typer
 
 from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
-from lmworks.doctor.figures import size
+from lmworks.doctor.formatting import size
 from lmworks.errors import UserError
 
 TunedOption = Annotated[bool, typer.Option("--tuned", help="Use the checkpoints of the tuned model instead of those of pretraining.")]

@@ -31,7 +31,7 @@ def preflight(
     """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
     from lmworks.cli.layouts import settled, settled_here
     from lmworks.doctor.preflight import checks
-    from lmworks.doctor.preflight.finding import Context
+    from lmworks.doctor.preflight.check_result import CheckContext
     from lmworks.parallel.start import finish, launched, start
     from lmworks.plan.layout import devices
     from lmworks.recipe.load import load_cluster, load_recipe
@@ -47,7 +47,7 @@ def preflight(
     ranks = start(here.layout, float(here.launch.timeout), here.threads) if launched() else None
     if ranks is not None:
         here = here.model_copy(update={"layout": ranks.layout})
-    context = Context(here, resolved.fingerprint, where, recipe, ranks)
+    context = CheckContext(here, resolved.fingerprint, where, recipe, ranks)
     if ranks is not None and not ranks.is_first:
         checks.follow(context)
         finish()

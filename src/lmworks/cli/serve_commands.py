@@ -22,13 +22,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _open(path: Path, base: bool) -> Engine:
-    from lmworks.serve.opening import engine_for, open_run
+    from lmworks.serve.loading import load_engine, make_engine
 
     if not (path / "config.json").is_file():
-        return open_run(path, base)
+        return load_engine(path, base)
     from lmworks.export.huggingface import read_model
 
-    return engine_for(read_model(path), path, path.resolve().name)
+    return make_engine(read_model(path), path, path.resolve().name)
 
 
 def chat(
@@ -63,9 +63,9 @@ def serve(
     """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
 
-    from lmworks.serve.guard import LOOPBACK, ServerOptions
+    from lmworks.serve.loading import load_models
+    from lmworks.serve.middleware import LOOPBACK, ServerOptions
     from lmworks.serve.models import Models
-    from lmworks.serve.opening import open_both
     from lmworks.serve.server import listen, require_extra
     from lmworks.serve.server import serve as answer
     from lmworks.terminal import Terminal
@@ -74,7 +74,7 @@ def serve(
     options = ServerOptions(host, port, api_key)
     listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
     folder = Path(run)
-    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else open_both(folder, base)
+    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else load_models(folder, base)
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from lmworks.doctor.figures import SHOWN, compact
-from lmworks.doctor.gather import Mark
+from lmworks.doctor.formatting import SHOWN, compact
+from lmworks.doctor.run_records import Mark
 from lmworks.doctor.series import Point, Series
 
 _DOTS = 24  # points up to which each is marked

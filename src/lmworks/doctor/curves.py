@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lmworks.doctor.charts import Chart, Level, Line, raw_and_smooth
-from lmworks.doctor.figures import compact
-from lmworks.doctor.gather import Training
-from lmworks.doctor.heat import Heat
+from lmworks.doctor.formatting import compact
+from lmworks.doctor.heatmap import Heatmap
+from lmworks.doctor.run_records import Training
 from lmworks.doctor.series import Point, Series
 from lmworks.metrics.names import METRICS
 
@@ -96,15 +96,15 @@ class Curves:
         charts += self._plain("scale", "Loss scale", "Dynamic scale of fp16.", [("optim/loss_scale", "scale", "c4")], log_y=True)
         return charts
 
-    def experts(self) -> list[Chart | Heat]:
+    def experts(self) -> list[Chart | Heatmap]:
         layers = self._layers("experts/load_cv/")
-        charts: list[Chart | Heat] = []
+        charts: list[Chart | Heatmap] = []
         if layers:
             hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
             lines = [*self._layer_lines(layers), *self._others("experts/load_cv")]
             charts.append(self._chart("cv", "Load imbalance", hint, lines, zero=True, marks=self.quiet))
             hint = "The same by layer, first layer on top. Pale is balanced."
-            charts.append(Heat(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
+            charts.append(Heatmap(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
         charts += self._plain(
             "ratio",
             "Busiest and idlest expert",

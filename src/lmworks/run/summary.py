@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.doctor.gather import gather
+from lmworks.doctor.run_records import read_run
 from lmworks.evaluate.tables import bits_table, samples_table, scores
 from lmworks.files import read_json
 from lmworks.run.stamps import seconds_by_stage
@@ -50,7 +50,7 @@ def _places(run_dir: Path) -> Table:
 
 def _training(run_dir: Path) -> Table:
     table = Table(title="What was measured", title_justify="left", box=None, show_header=False)
-    run = gather(run_dir).pretrain  # one pass in bounded memory: the metrics of a long run are gigabytes
+    run = read_run(run_dir).pretrain  # one pass in bounded memory: the metrics of a long run are gigabytes
     tokens, loss, speed, mfu = (run.series.get(name) for name in _FIGURES)
     if tokens and loss and speed and mfu:
         table.add_row("trained on", f"{tokens.last[1]:,.0f} tokens in {run.step:,} steps")

@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from lmworks.doctor.charts import Axis, Grid
-from lmworks.doctor.figures import compact, significant
+from lmworks.doctor.formatting import compact, significant
 from lmworks.doctor.series import Point
 
 LEVELS = 12
 
 
 @dataclass
-class Heat:
+class Heatmap:
     """`rows` maps a row's name to its points, from the top down. Charts with the same `group` share their cursor."""
 
     id: str
