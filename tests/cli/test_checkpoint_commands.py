@@ -136,7 +136,7 @@ def test_reset_optimizer_changes_nothing_else_and_keeps_the_old_one(lmworks: Lmw
     assert all(not tensor.any() for name, tensor in after.items() if name.startswith("optimizer/"))
     assert all(row["good"] for row in verify(run.run_dir / "checkpoints"))
     assert events(run, "optimizer_reset")[0]["kept"] == str(kept)
-    assert "to go on from this one: lmworks ckpt rollback" in lmworks("ckpt", "reset-optimizer", run.run_dir, "--step", 8).out
+    assert "to resume from this one: lmworks ckpt rollback" in lmworks("ckpt", "reset-optimizer", run.run_dir, "--step", 8).out
     assert lmworks("ckpt", "rollback", run.run_dir, 8).code == 0
     run.walk(KEEP, last="pretrain")
     assert events(run, "resume")[-1]["step"] == 8

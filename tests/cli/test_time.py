@@ -76,7 +76,7 @@ def test_twice_the_speed_is_twice_the_tokens_in_plain_numbers(runs: Runs) -> Non
     assert [phase["tokens"] for phase in tree["train"]["phases"]] == [f"{slow['general']} tokens", f"{slow['long']} tokens"]
     found = event(one)
     assert [number["new"] for number in found["numbers"]] == [f"{tokens} tokens" for tokens in slow.values()]
-    assert "times 5056 tokens for 40.0 hours: 1e+05 FLOP/s, as LMWORKS_MACHINE says" in found["numbers"][0]["why"]
+    assert "times 5056 tokens for 40.0 hours: 1e+05 FLOP/s, as given by LMWORKS_MACHINE" in found["numbers"][0]["why"]
     assert sum(found["planned"].values()) == pytest.approx(0.97 * 40 * 3600, rel=0.01)
     assert f"{found['planned']['pretrain']:.0f} s" in said
     shown = runs.lmworks("show", runs.tiny.recipe, "--set", f"run_dir={one}", "--time", HOURS, "--json")
@@ -151,7 +151,7 @@ def test_the_order_in_which_things_are_given_up() -> None:
 def test_a_fast_machine_does_not_learn_a_small_text_by_heart(runs: Runs) -> None:
     run_dir = runs.fresh("run")
     runs(run_dir, "--time", HOURS, "--set", "shards.max_epochs=6", speed=1e9)
-    assert event(run_dir)["given_up"] == ["a part of the time: no source is read more than 6 times (shards.max_epochs)"]
+    assert event(run_dir)["given_up"] == ["part of the time stays unused: no source is read more than 6 times (shards.max_epochs)"]
     shares = Batches(load_resolved(run_dir / "resolved.json"), run_dir / "shards").order.shares()
     assert 5.5 < max(share.epochs for share in shares) <= 6
 
