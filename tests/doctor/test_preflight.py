@@ -282,7 +282,7 @@ def test_mystery_4_tensor_ranks_with_one_seed(tiny: Tiny, played_by: Callable[[C
 def test_ranks_that_compute_something_else_are_found(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
     played_by(unsummed)
     found = layouts.same_steps(context_of(tiny, "layout.dp_shard=2"))
-    assert found.result == "fail" and "the layout changes what is learnt" in found.advice
+    assert found.result == "fail" and "the layout changes the training result" in found.advice
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ def _unit(share: float) -> str:
 
 
 def smooth(points: list[Point]) -> list[Point]:
-    """A centred mean with Gaussian weights, about 1.5% of the series wide but never wider than a fifth of the way from the start,
+    """A centered mean with Gaussian weights, about 1.5% of the series wide but never wider than a fifth of the way from the start,
     so that the steep beginning stays steep also on a logarithmic axis."""
     smoothed = []
     for at, (x, _) in enumerate(points):

@@ -11,7 +11,7 @@ from lmworks.doctor.charts import Axis
 from lmworks.doctor.formatting import SHOWN
 
 _MOST_BINS = 48
-_EDGE = 0.002  # of the values at either end are drawn with their neighbours
+_EDGE = 0.002  # of the values at either end are drawn with their neighbors
 
 
 @dataclass(frozen=True)

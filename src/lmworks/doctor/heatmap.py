@@ -63,7 +63,7 @@ class Heatmap:
         }
 
 
-def _edges(centres: list[float]) -> list[float]:
+def _edges(centers: list[float]) -> list[float]:
     """Where one column ends and the next begins: half-way."""
-    inner = [(a + b) / 2 for a, b in pairwise(centres)]
-    return [max(0.0, centres[0] - 0.01) if len(centres) == 1 else 0.0, *inner, 1.0]
+    inner = [(a + b) / 2 for a, b in pairwise(centers)]
+    return [max(0.0, centers[0] - 0.01) if len(centers) == 1 else 0.0, *inner, 1.0]

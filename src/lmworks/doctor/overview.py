@@ -82,7 +82,7 @@ def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
     if "perf/tokens_per_second" in part.series:
         found.append(("Tokens per second", compact(part.series["perf/tokens_per_second"].median()), "median"))
     if "perf/mfu" in part.series:
-        found.append(("MFU", percent(part.series["perf/mfu"].median()), "median, of the measured peak"))
+        found.append(("MFU", percent(part.series["perf/mfu"].median()), "median; fraction of the measured matrix-multiply peak"))
     if part.seconds:
         every = sum(_stage_seconds(run).values())
         under = f"{span(every)} for all stages" if run.state == "finished" and every else "pretraining, pauses left out"

@@ -26,7 +26,7 @@ _BOX = 48  # rows and columns
 _ALIKE = 0.1  # correlation of two boxes, beyond chance
 TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
 OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
-_CHANGES = "the layout changes what is learnt: take another, and report this one with resolved.json"
+_CHANGES = "the layout changes the training result: use another, and report this one with resolved.json"
 _ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
 
 
