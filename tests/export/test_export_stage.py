@@ -93,7 +93,7 @@ def test_end_to_end(glm: Any, tmp_path: Path) -> None:
     assert front["library_name"] == "transformers" and front["language"] == ["no"]
     assert "| docs | docs | no | 0.3 | MIT \\| own |" in card and "secret" not in card
     assert "| code | 1.234 | 2.100 |" in card and "| piqa | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
-    assert "65,536 tokens" in card and "not to be relied on" in card
+    assert "65,536 tokens" in card and "do not rely on its statements" in card
 
 
 def test_transformers_uses_it_as_the_card_says(glm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
