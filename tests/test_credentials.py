@@ -26,7 +26,7 @@ from lmworks.recipe.loading.show import as_json
 from lmworks.recipe.schema.checkpoints import Checkpoints
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.run.walk import walk
+from lmworks.run.runner import run_stages
 from lmworks.watch.ledger import Ledger
 
 PASSWORD, TOKEN = "s3cr3t-pw", "t0ps3cret"
@@ -155,7 +155,7 @@ def test_a_run_keeps_them_in_files_of_its_owner_alone(tmp_path: Path, port: int,
 
     def corpus() -> Any:
         told: list[Any] = []
-        walk(resolved, last="corpus", tell=told.append, resume_command="")
+        run_stages(resolved, last="corpus", on_event=told.append, resume_command="")
         assert [one.what for one in told] == ["begin", "end"]
         return json.loads((run_dir / "corpus" / "report.json").read_text())
 
@@ -173,7 +173,7 @@ def test_a_run_keeps_them_in_files_of_its_owner_alone(tmp_path: Path, port: int,
         monkeypatch.setattr(credentials, "_known", {})
         resolved = load_recipe(source, [f"run_dir={run_dir}", "checkpoints.copy_to=memory://***@bucket/2"])
         told: list[Any] = []
-        walk(resolved, last="corpus", tell=told.append, resume_command="")
+        run_stages(resolved, last="corpus", on_event=told.append, resume_command="")
         assert [one.what for one in told] == ["skip"]
     monkeypatch.setattr(credentials, "_known", {})
     assert credentials.reveal(load_resolved(run_dir / "resolved.json").checkpoints.copy_to) == f"memory://bob:{PASSWORD}@bucket/2"
@@ -191,7 +191,7 @@ def test_a_wrong_password_is_one_line_without_it(tmp_path: Path, port: int, path
     resolved = load_recipe(recipe, [f"run_dir={tmp_path / 'run'}"])
     said = r"source user: path: http://\*\*\*@127\S* refuses access .*; see which key or password is used"
     with pytest.raises(UserError, match=said) as caught:
-        walk(resolved, last="corpus", tell=lambda _: None, resume_command="")
+        run_stages(resolved, last="corpus", on_event=lambda _: None, resume_command="")
     assert not re.search("wr0ng-pw|Basic|\n", str(caught.value))
     assert "wr0ng-pw" not in "".join(traceback.format_exception(caught.value))
 

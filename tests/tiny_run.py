@@ -20,7 +20,7 @@ from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
 from lmworks.recipe.loading.load import Resolved, load_recipe
-from lmworks.run.walk import walk
+from lmworks.run.runner import run_stages
 from lmworks.shards.read.batch import Batch
 from lmworks.train import trainer
 from lmworks.train.pretrain import pretrain
@@ -112,7 +112,9 @@ class Tiny:
         """Walk the stages; returns what was told, as (stage, what)."""
         told: list[tuple[str, str]] = []
         resolved = self.resolve(*overrides)
-        walk(resolved, last=last, allow=allow, tell=lambda one: told.append((one.stage, one.what)), resume_command="lmworks run")
+        run_stages(
+            resolved, last=last, allow=allow, on_event=lambda event: told.append((event.stage, event.kind)), resume_command="lmworks run"
+        )
         return told
 
     def pretrain(self, *overrides: str) -> None:

@@ -102,7 +102,7 @@ def test_a_shard_that_is_not_whole_is_made_again(lmworks: Lmworks, tiny_copy: Ti
     content = path.read_bytes()
     path.unlink() if done == "gone" else path.write_bytes(content[:-2])
     said = lmworks("shards", "build", tiny_copy.recipe, "--set", f"run_dir={tiny_copy.run_dir}")
-    assert said.code == 0 and f"again, since shards/{file} is lost" in said.out
+    assert said.code == 0 and f"repeated because shards/{file} is missing" in said.out
     assert path.read_bytes() == content
 
 
@@ -174,21 +174,21 @@ def test_debug_shows_where_an_error_comes_from(lmworks: Lmworks) -> None:
 
 
 def test_a_fault_of_ours_is_one_line_too(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.run import walk
+    from lmworks.run import runner
 
-    monkeypatch.setattr(walk, "stages_for", lambda *_: 1 / 0)
+    monkeypatch.setattr(runner, "stages_for", lambda *_: 1 / 0)
     done = lmworks("run", tiny.recipe)
-    said = "error: ZeroDivisionError: division by zero (this is a fault of lmworks; --debug shows where it happened)\n"
+    said = "error: ZeroDivisionError: division by zero (this is a bug in lmworks; --debug shows the traceback)\n"
     assert (done.code, done.err) == (1, said)
     assert "Traceback" in lmworks("run", tiny.recipe, "--debug").err
 
 
 def test_ctrl_c_outside_training(lmworks: Lmworks, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lmworks.run import walk
+    from lmworks.run import runner
 
     def interrupt(*_: object, **__: object) -> None:
         os.kill(os.getpid(), 2)
 
-    monkeypatch.setattr(walk, "stages_for", interrupt)
+    monkeypatch.setattr(runner, "stages_for", interrupt)
     done = lmworks("run", tiny.recipe)
-    assert (done.code, done.err) == (130, "interrupted; nothing finished was lost, and the same command goes on where it was\n")
+    assert (done.code, done.err) == (130, "interrupted; finished work is kept, and the same command resumes it\n")

@@ -103,8 +103,8 @@ def test_rollback_sets_later_ones_aside_and_the_run_goes_on_from_there(lmworks: 
     (run.run_dir / "evaluate" / "stage.json").write_text('{"stage": "evaluate", "done": true}')
     done = lmworks("ckpt", "rollback", run.run_dir, 20)
     assert done.code == 0, done.err
-    assert "the next run goes on from step 20\n" in done.out
-    assert "will be made again: evaluate" in done.out
+    assert "the next run resumes from step 20\n" in done.out
+    assert "will be repeated: evaluate" in done.out
     assert steps(run) == [4, 8, 12, 16, 20]
     assert asides(run) == [f"step-{step:08d}.rolled-back-1" for step in (24, 28, 32, STEPS)]
     (told,) = events(run, "rollback")
@@ -136,7 +136,7 @@ def test_reset_optimizer_changes_nothing_else_and_keeps_the_old_one(lmworks: Lmw
     assert all(not tensor.any() for name, tensor in after.items() if name.startswith("optimizer/"))
     assert all(row["good"] for row in verify(run.run_dir / "checkpoints"))
     assert events(run, "optimizer_reset")[0]["kept"] == str(kept)
-    assert "to go on from this one: lmworks ckpt rollback" in lmworks("ckpt", "reset-optimizer", run.run_dir, "--step", 8).out
+    assert "to resume from this one: lmworks ckpt rollback" in lmworks("ckpt", "reset-optimizer", run.run_dir, "--step", 8).out
     assert lmworks("ckpt", "rollback", run.run_dir, 8).code == 0
     run.walk(KEEP, last="pretrain")
     assert events(run, "resume")[-1]["step"] == 8
@@ -152,13 +152,13 @@ def test_prune_by_the_rules_of_the_recipe_or_others(lmworks: Lmworks, run: Tiny)
     rows = listing.list_checkpoints(run.run_dir / "checkpoints")
     best = min((row["metric"], row["step"]) for row in rows if row["metric"] is not None)[1]
     assert dry["steps"] == [step for step in SAVED if step not in {12, 20, 28, 32, STEPS, best}]
-    assert lmworks("ckpt", "prune", run.run_dir).out == "nothing to remove\n", "the recipe keeps nine"
+    assert lmworks("ckpt", "prune", run.run_dir).out == "nothing to delete\n", "the recipe keeps nine"
     lmworks("ckpt", "prune", run.run_dir, "--keep-last", 3, "--keep-every", "10 steps")
     assert steps(run) == [step for step in SAVED if step not in dry["steps"]]
     assert [line["step"] for line in events(run, "checkpoint_pruned")][-len(dry["steps"]):] == dry["steps"]
     lmworks("ckpt", "rollback", run.run_dir, 28)
     assert len(asides(run)) == 2
-    assert "would remove: step-" in lmworks("ckpt", "prune", run.run_dir, "--set-aside", "--dry-run").out
+    assert "would delete: step-" in lmworks("ckpt", "prune", run.run_dir, "--set-aside", "--dry-run").out
     assert len(asides(run)) == 2
     lmworks("ckpt", "prune", run.run_dir, "--set-aside")
     assert not asides(run)
@@ -199,11 +199,11 @@ def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path
     ("arguments", "message"),
     [
         (("rollback", 5), "has no checkpoint of step 5; the newest are 8, 12, 16"),
-        (("rollback", STEPS), "is the newest checkpoint, where the run goes on anyway"),
+        (("rollback", STEPS), "is the newest checkpoint, from which the run resumes anyway"),
         (("rollback", 8, "--skip-steps", "soon"), "'soon' is neither a number of steps nor a window such as 100:120"),
-        (("rollback", 8, "--skip-steps", "4:6"), "the steps 4:6 are not a window from step 8 on"),
-        (("rollback", 8, "--skip-steps", "0"), "the steps 8:8 are not a window"),
-        (("diff", 4), "two checkpoints are compared, not 1"),
+        (("rollback", 8, "--skip-steps", "4:6"), "4:6 is not a range of steps from step 8 on"),
+        (("rollback", 8, "--skip-steps", "0"), "8:8 is not a range of steps"),
+        (("diff", 4), "diff needs two checkpoints, not 1"),
         (("diff", 4, 5), "has no checkpoint of step 5"),
         (("diff", "--tuned"), "has no checkpoints"),
         (("reset-optimizer", "--step", 7), "has no checkpoint of step 7"),

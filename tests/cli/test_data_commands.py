@@ -36,14 +36,14 @@ def asked(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_change_of_the_mixture_is_shown_and_asked_for(lmworks: Lmworks, tiny_copy: Tiny) -> None:
     done = lmworks("data", "mixture", tiny_copy.run_dir, "--at", 9, "--set", "code=0.2", "--set", "docs=0.8")
     assert done.code == 0, done.err
-    assert "asked for from step 9 on; it is taken up when the run goes on" in done.out
+    assert "requested from step 9 on; it is applied when the run resumes" in done.out
     (line,) = asked(tiny_copy.run_dir)
     assert (line["step"], line["mixture"]) == (9, {"code": 0.2, "docs": 0.8})
     later = json.loads(lmworks("data", "batch", tiny_copy.run_dir, FIRST - 1, "--json").out)
     assert {row["source"] for row in later} == {"code", "docs"}
     with RunLock(tiny_copy.run_dir):
         live = lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=1")
-        assert "asked for from step 0 on; the run, which is at work, takes it up before the next batch" in live.out
+        assert "requested from step 0 on; the running process applies it before it reads its next batch" in live.out
     refused = lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=0.5", "--set", "poems=0.5")
     assert "the mixture names source poems, which has no tokens" in refused.error
     assert "sum to 0.5" in lmworks("data", "mixture", tiny_copy.run_dir, "--set", "docs=0.5").error
@@ -51,7 +51,7 @@ def test_a_change_of_the_mixture_is_shown_and_asked_for(lmworks: Lmworks, tiny_c
 
 
 def test_verify_and_import(lmworks: Lmworks, tiny_copy: Tiny, tmp_path: Path) -> None:
-    assert "every file is what was written" in lmworks("data", "verify", tiny_copy.run_dir).out
+    assert "all files match their hashes" in lmworks("data", "verify", tiny_copy.run_dir).out
     (path,) = (tiny_copy.run_dir / "shards" / "train").glob("code-00000.bin")
     path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     assert "is damaged" in lmworks("data", "verify", tiny_copy.run_dir).error
@@ -62,4 +62,4 @@ def test_verify_and_import(lmworks: Lmworks, tiny_copy: Tiny, tmp_path: Path) ->
     assert done.code == 0, done.err
     assert done.out.startswith("3 documents,") and "Words of another tool." in done.out
     unknown = lmworks("data", "import", "arrow", "a", *arguments)
-    assert "'arrow' is no format that can be imported; there are: megatron, datatrove" in unknown.error
+    assert "'arrow' cannot be imported; the formats are: megatron, datatrove" in unknown.error

@@ -95,7 +95,7 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     assert start["init_from"]["path"] == str(foreign)
     assert start["init_from"]["blake3"].keys() == {"config.json", "model.safetensors"}
     assert listing.read_meta(newest)["meta"]["init_from"] == start["init_from"]
-    assert f"on from the weights of `{foreign}`" in (run_dir / "export" / "huggingface" / "README.md").read_text()
+    assert f"from the weights of `{foreign}`" in (run_dir / "export" / "huggingface" / "README.md").read_text()
     reread = transformers.AutoTokenizer.from_pretrained(run_dir / "export" / "huggingface")
     text = "def f(x): return 1"
     assert reread.encode(text) == transformers.PreTrainedTokenizerFast(tokenizer_file=str(foreign / "tokenizer.json")).encode(text)

@@ -63,7 +63,7 @@ def test_a_run_that_has_begun_is_launched_as_it_began(lmworks: Lmworks, tmp_path
 
 def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> None:
     done = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={tmp_path}", "--dry-run")
-    assert "layout: auto wants to know how many ranks there are: add --ranks N" in done.error
+    assert "layout: auto needs the number of ranks: add --ranks N" in done.error
 
 
 def test_ranks_come_and_go_by_what_the_model_axes_leave(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lmworks.files import read_json
 from lmworks.recipe.derivation import scaling_laws
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.loading.load import load_recipe, load_resolved
-from lmworks.run import budget
+from lmworks.run import time_budget
 from lmworks.shards.read.batches import Batches
 from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
@@ -76,7 +76,7 @@ def test_twice_the_speed_is_twice_the_tokens_in_plain_numbers(runs: Runs) -> Non
     assert [phase["tokens"] for phase in tree["train"]["phases"]] == [f"{slow['general']} tokens", f"{slow['long']} tokens"]
     found = event(one)
     assert [number["new"] for number in found["numbers"]] == [f"{tokens} tokens" for tokens in slow.values()]
-    assert "times 5056 tokens for 40.0 hours: 1e+05 FLOP/s, as LMWORKS_MACHINE says" in found["numbers"][0]["why"]
+    assert "times 5056 tokens for 40.0 hours: 1e+05 FLOP/s, as given by LMWORKS_MACHINE" in found["numbers"][0]["why"]
     assert sum(found["planned"].values()) == pytest.approx(0.97 * 40 * 3600, rel=0.01)
     assert f"{found['planned']['pretrain']:.0f} s" in said
     shown = runs.lmworks("show", runs.tiny.recipe, "--set", f"run_dir={one}", "--time", HOURS, "--json")
@@ -127,14 +127,14 @@ def test_rates_follow_the_tokens_where_the_recipe_leaves_them_open(runs: Runs) -
 @pytest.mark.parametrize(
     ("time", "lost"),
     [("40h", []), ("24h", ["questions (50 -> 10 per task)"]), ("20h", ["questions (50 -> 10 per task)", "tuning"]),
-     ("1h", ["questions (50 -> 10 per task)", "tuning", "the time itself: with 20 steps a phase it takes about"])],
+     ("1h", ["questions (50 -> 10 per task)", "tuning", "the time limit: with the minimum of 20 steps per phase it takes about"])],
 )  # fmt: skip
 def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[str]) -> None:
     run_dir = runs.fresh("run")
     said = runs(run_dir, "--time", time, "--set", "evaluate.tasks=[spell_backward]").out
     found = event(run_dir)["given_up"]
     assert [text[: len(start)] for text, start in zip(found, lost, strict=True)] == lost
-    line = [line for line in " ".join(said.split()).split("planned: ")[1:] if "given up:" in line]
+    line = [line for line in " ".join(said.split()).split("planned: ")[1:] if "reduced:" in line]
     assert bool(line) == bool(lost)
     recipe = load_resolved(run_dir / "resolved.json")
     assert recipe.evaluate.task_items == (10 if lost else 50)
@@ -144,13 +144,14 @@ def test_what_is_given_up_where_time_is_short(runs: Runs, time: str, lost: list[
 
 def test_the_order_in_which_things_are_given_up() -> None:
     recipe = load_recipe("quickstart").recipe
-    assert [keys for keys, *_ in budget._savings(recipe, 600)] == [("evaluate", "benchmark_items"), ("evaluate", "task_items"), ("tune",)]
+    reductions = [keys for keys, *_ in time_budget._reductions(recipe, 600)]
+    assert reductions == [("evaluate", "benchmark_items"), ("evaluate", "task_items"), ("tune",)]
 
 
 def test_a_fast_machine_does_not_learn_a_small_text_by_heart(runs: Runs) -> None:
     run_dir = runs.fresh("run")
     runs(run_dir, "--time", HOURS, "--set", "shards.max_epochs=6", speed=1e9)
-    assert event(run_dir)["given_up"] == ["a part of the time: no source is read more than 6 times (shards.max_epochs)"]
+    assert event(run_dir)["given_up"] == ["part of the time stays unused: no source is read more than 6 times (shards.max_epochs)"]
     shares = Batches(load_resolved(run_dir / "resolved.json"), run_dir / "shards").order.shares()
     assert 5.5 < max(share.epochs for share in shares) <= 6
 
@@ -158,7 +159,7 @@ def test_a_fast_machine_does_not_learn_a_small_text_by_heart(runs: Runs) -> None
 def test_a_time_that_is_over_before_training_is_refused(runs: Runs) -> None:
     run_dir = runs.fresh("run")
     refused = runs.lmworks("run", runs.tiny.recipe, "--set", f"run_dir={run_dir}", "--time", "0.001s").error
-    assert "were over when the data were made" in refused and "run the same command again" in refused
+    assert "are not enough, preparing the data alone took" in refused and "run the same command again" in refused
     assert not (run_dir / "checkpoints").exists()
     assert "add time: 10min" in runs.lmworks("show", runs.tiny.recipe, "--size", "auto").error
 
@@ -171,7 +172,7 @@ def test_the_size_follows_from_the_speed(runs: Runs) -> None:
         runs(run_dir, *words, speed=speed)
         tree, recipe = read_json(run_dir / "resolved.json"), load_resolved(run_dir / "resolved.json")
         size = tree["size"]
-        assert size == budget._text(scaling_laws.parse_size(size)) != "auto"
+        assert size == time_budget._size_text(scaling_laws.parse_size(size)) != "auto"
         tokens = sum(phase.tokens for phase in recipe.train.phases)
         active.append(count_active_parameters(recipe.model))
         assert tokens / active[-1] == pytest.approx(20, rel=0.3), "shapes come in steps"

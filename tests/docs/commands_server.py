@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 _NEEDED = (
-    "transformers", "lmworks.run.walk", "lmworks.run.summary", "lmworks.corpus", "lmworks.tokenizer.train",
+    "transformers", "lmworks.run.runner", "lmworks.run.summary", "lmworks.corpus", "lmworks.tokenizer.train",
     "lmworks.shards.build.build_shards",
     "lmworks.train.pretrain", "lmworks.train.tune", "lmworks.evaluate.report", "lmworks.export.export", "lmworks.plan.plan",
     "lmworks.doctor.preflight.checks",

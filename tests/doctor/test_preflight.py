@@ -16,9 +16,9 @@ import torch
 
 from lmworks import machine
 from lmworks.cli.main import main
-from lmworks.doctor.preflight import batches, checks, collectives, data, disks, environment, exporting, layouts, saving, steps, world
-from lmworks.doctor.preflight.finding import Context, Finding, NotYet
-from lmworks.doctor.preflight.small import small_layouts, small_recipe, train
+from lmworks.doctor.preflight import batches, checks, collectives, data, disks, environment, exporting, layouts, local_ranks, saving, steps
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, MissingInput
+from lmworks.doctor.preflight.small_model import small_layouts, small_recipe, train
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.recipe.loading.load import load_recipe
@@ -30,9 +30,9 @@ from rank_pool import RankPool
 from tiny_run import Tiny
 
 
-def context_of(tiny: Tiny, *overrides: str) -> Context:
+def context_of(tiny: Tiny, *overrides: str) -> CheckContext:
     resolved = tiny.resolve(*overrides)
-    return Context(resolved.recipe, resolved.fingerprint, name=str(tiny.recipe))
+    return CheckContext(resolved.recipe, resolved.fingerprint, name=str(tiny.recipe))
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
@@ -90,7 +90,7 @@ def test_a_failed_check_gives_exit_code_1_and_says_what_to_do(
 
 def test_before_anything_is_prepared_it_says_what_to_run_first(tiny: Tiny, tmp_path: Path) -> None:
     resolved = tiny.resolve(f"run_dir={tmp_path}/none")
-    context = Context(resolved.recipe, resolved.fingerprint, name="tiny.yaml")
+    context = CheckContext(resolved.recipe, resolved.fingerprint, name="tiny.yaml")
     found = {check.name: checks.ask(check, context) for check in checks.CHECKS if check.name != "saving"}
     assert not [name for name, finding in found.items() if finding.result == "fail"], found
     for name in ("reading", "hashes", "first-batches", "shuffled", "budget"):
@@ -100,15 +100,15 @@ def test_before_anything_is_prepared_it_says_what_to_run_first(tiny: Tiny, tmp_p
 
 
 def test_whatever_goes_wrong_in_a_check_is_a_finding() -> None:
-    def raising(error: Exception) -> Callable[[Context], Finding]:
-        def work(context: Context) -> Finding:
+    def raising(error: Exception) -> Callable[[CheckContext], CheckResult]:
+        def work(context: CheckContext) -> CheckResult:
             raise error
 
         return work
 
     for error, result, advice in (
         (UserError("it is broken; mend it"), "fail", "mend it"),
-        (NotYet("not there", "make it"), "skip", "make it"),
+        (MissingInput("not there", "make it"), "skip", "make it"),
         (KeyError("x"), "fail", "mend the cause"),
     ):
         found = checks.ask(checks.Check("one", "one", raising(error)), None)  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def played_by(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
         def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
             return [function(*args)] if size == 1 else ranks.run(plant, size, function, *args)
 
-        monkeypatch.setattr(world, "run", run)
+        monkeypatch.setattr(local_ranks, "run", run)
 
     return by
 
@@ -282,7 +282,7 @@ def test_mystery_4_tensor_ranks_with_one_seed(tiny: Tiny, played_by: Callable[[C
 def test_ranks_that_compute_something_else_are_found(tiny: Tiny, played_by: Callable[[Callable[..., Any]], None]) -> None:
     played_by(unsummed)
     found = layouts.same_steps(context_of(tiny, "layout.dp_shard=2"))
-    assert found.result == "fail" and "the layout changes what is learnt" in found.advice
+    assert found.result == "fail" and "the layout changes the training result" in found.advice
 
 
 @pytest.mark.slow
@@ -294,11 +294,11 @@ def test_deepspeed_goes_through_its_own_steps(tiny: Tiny) -> None:
     found = layouts.same_steps(context)
     assert found.result == "ok" and "weights by" in found.text and "gradients" not in found.text, found
     assert layouts.same_start(context).result == "ok"
-    (batch,) = world.run(first_batches_of, 1, tiny, overrides)
+    (batch,) = local_ranks.run(first_batches_of, 1, tiny, overrides)
     assert batch.result == "ok", batch
 
 
-def first_batches_of(tiny: Tiny, overrides: tuple[str, ...]) -> Finding:
+def first_batches_of(tiny: Tiny, overrides: tuple[str, ...]) -> CheckResult:
     return steps.first_batches(context_of(tiny, *overrides))
 
 
@@ -378,7 +378,7 @@ def test_a_recipe_in_bf16_is_warned_of_where_it_is_slow(tiny: Tiny, monkeypatch:
 def measured_on(layout: dict[str, Any], recipe: str, run_dir: str) -> tuple[str, str, dict[str, float]]:
     ranks = Ranks(Layout(**layout))
     resolved = load_recipe(recipe, [f"run_dir={run_dir}", *(f"layout.{axis}={size}" for axis, size in layout.items())])
-    context = Context(resolved.recipe, resolved.fingerprint, ranks=ranks)
+    context = CheckContext(resolved.recipe, resolved.fingerprint, ranks=ranks)
     first = steps.first_batches(context)
     found = collectives.measured(context)
     return found.result, first.result, found.figures | first.figures

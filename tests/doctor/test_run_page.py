@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from doctor_runs import HOSTILE, STEPS, recipe, write_metrics, write_samples
 
-from lmworks.doctor.gather import gather
 from lmworks.doctor.page import write_page
+from lmworks.doctor.run_records import read_run
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.recipe.schema.cluster import Cluster
@@ -139,7 +139,7 @@ def test_cost(run_dir: Path, device: str) -> None:
         event["time"] = 1_800_000_000 - 60 if event["event"] == "start" else lines[30]["time"] - 60
         event |= {"ranks": 8, "threads": 2, "device": device}
     (run_dir / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ledger))
-    assert gather(run_dir).pretrain.seconds == 60 * 60  # the pause is left out, the first step of each process is not
+    assert read_run(run_dir).pretrain.seconds == 60 * 60  # the pause is left out, the first step of each process is not
     text = page_of(run_dir, cluster).text
     assert "$24.00" in text  # 8 devices, one hour, 3 dollars
     assert ("16 core-hours" if device == "cpu" else "8 GPU-hours") + " at $3 per device and hour (two)" in text
@@ -185,11 +185,11 @@ def test_what_was_measured_of_an_earlier_model_is_told(run_dir: Path) -> None:
     assert page.text.count("Of an earlier model") == 3
     # the stage is done, but what the evaluation has read is not what is there
     write_json(run_dir / "checkpoints" / "stage.json", stamp)
-    assert not gather(run_dir).stale("evaluate")
+    assert not read_run(run_dir).stale("evaluate")
     of = read_json(run_dir / "evaluate" / "stage.json") | {"inputs": {"checkpoints/": "0123456789abcdef"}}
     write_json(run_dir / "evaluate" / "stage.json", of)
-    assert gather(run_dir).stale("evaluate") and not gather(run_dir).stale("export")
-    assert gather(run_dir).state == "stopped"
+    assert read_run(run_dir).stale("evaluate") and not read_run(run_dir).stale("export")
+    assert read_run(run_dir).state == "stopped"
 
 
 def test_the_curve_is_compared_with_what_is_of_the_same_text(run_dir: Path) -> None:
@@ -257,18 +257,18 @@ def test_states(run_dir: Path, tmp_path: Path) -> None:
     assert "not started" in page.text
     assert "Nothing has been measured yet" in page.text
     write_json(empty / "resolved.json", as_tree(recipe()))
-    assert gather(empty).state == "not started"
+    assert read_run(empty).state == "not started"
     with RunLock(empty):
         write_json(empty / "corpus" / "stage.json", {"done": False})
-        assert gather(empty).state == "running"
-    assert gather(empty).state == "stopped"
-    assert gather(run_dir).state == "finished"
+        assert read_run(empty).state == "running"
+    assert read_run(empty).state == "stopped"
+    assert read_run(run_dir).state == "finished"
     write_json(run_dir / "export" / "stage.json", {"done": False})
-    assert gather(run_dir).state == "stopped"
+    assert read_run(run_dir).state == "stopped"
     with RunLock(run_dir):
-        assert gather(run_dir).state == "running"
+        assert read_run(run_dir).state == "running"
     (run_dir / "lock").write_text(json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "since": 0}))  # above the largest pid
-    assert gather(run_dir).state == "stopped"
+    assert read_run(run_dir).state == "stopped"
     with pytest.raises(UserError, match="is not a run directory"):
         write_page(tmp_path / "nowhere")
 
@@ -341,7 +341,7 @@ def test_a_long_run_makes_a_page_of_the_same_size(run_dir: Path) -> None:
     page_of(run_dir)
     longer = (run_dir / "report.html").stat().st_size
     assert longer < 1.25 * shorter < 1_500_000
-    assert gather(run_dir).pretrain.series["train/loss"].count == 11_999
+    assert read_run(run_dir).pretrain.series["train/loss"].count == 11_999
 
 
 def test_a_long_ledger_is_cut_in_the_middle(run_dir: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_long_ledger_is_cut_in_the_middle(run_dir: Path) -> None:
         for n in range(1, 5000)
     ]
     (run_dir / "ledger.jsonl").write_text("\n".join(lines) + "\n")
-    run = gather(run_dir)
+    run = read_run(run_dir)
     assert len(run.events) == 300
     assert run.events_left_out == 4999 - 300
     assert len(run.pretrain.marks) <= 800
@@ -362,5 +362,5 @@ def test_samples_of_a_resumed_run_come_once(run_dir: Path) -> None:
     write_samples(run_dir / "samples.jsonl", "Hello", "first")
     data = (run_dir / "samples.jsonl").read_bytes()
     (run_dir / "samples.jsonl").write_bytes(data + data[: data.index(b"60")].rsplit(b"\n", 1)[0].split(b"\n")[3] + b"\n")  # step 40 again
-    steps = [one["step"] for one in gather(run_dir).pretrain.samples["Hello"]]
+    steps = [one["step"] for one in read_run(run_dir).pretrain.samples["Hello"]]
     assert steps == [10, 20, 30, 40]

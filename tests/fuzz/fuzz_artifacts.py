@@ -342,10 +342,10 @@ def make_run(folder: Path) -> None:
 
 
 def use_run(folder: Path) -> None:
-    from lmworks.serve.opening import open_run
+    from lmworks.serve.loading import load_engine
 
     resign(folder / "checkpoints")
-    open_run(folder).close()
+    load_engine(folder).close()
 
 
 @dataclass(frozen=True)

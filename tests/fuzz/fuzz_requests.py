@@ -139,7 +139,7 @@ class Requests:
         from lmworks import tokenizer
         from lmworks.serve.api import Api
         from lmworks.serve.engine import Engine
-        from lmworks.serve.guard import ServerOptions
+        from lmworks.serve.middleware import ServerOptions
         from lmworks.serve.models import Models
         from lmworks.serve.vocabulary import Vocabulary
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lmworks.doctor.preflight.rounding import OF_LOSS, OF_NORM, SLACK, worst
-from lmworks.doctor.preflight.small import LONGER
+from lmworks.doctor.preflight.small_model import LONGER
 from lmworks.optim.optimizer import build_optimizer
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel

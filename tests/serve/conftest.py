@@ -27,7 +27,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.serve.engine import Engine
-from lmworks.serve.guard import ServerOptions
+from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
 from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer.train import train

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lmworks.serve import engine as engine_module
-from lmworks.serve.guard import ServerOptions
-from lmworks.serve.opening import open_both
+from lmworks.serve.loading import load_models
+from lmworks.serve.middleware import ServerOptions
 from patience import PATIENCE
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_stop_button_and_escape(page: Page, server: Any, slow: None, waiting: An
         press()
         finished(page, answer)
         assert "stopped" in page.locator(".turn.assistant .foot").last.inner_text()
-        waiting(lambda: server.engine.figures().running == 0)
+        waiting(lambda: server.engine.stats().running == 0)
         assert page.get_by_role("button", name="Send").is_visible()
 
 
@@ -224,7 +224,7 @@ CONTRAST = """selector => {
 
 
 def test_the_switch_between_the_models_of_a_run(page: Page, run_dir: Any, serving: Any) -> None:
-    page.goto(serving(open_both(run_dir), ServerOptions()))
+    page.goto(serving(load_models(run_dir), ServerOptions()))
     page.get_by_label("Longest answer").evaluate("field => { field.value = 16; field.dispatchEvent(new Event('input')); }")
     page.get_by_label("Model", exact=True).select_option("talker-base")
     page.get_by_role("heading", name="Talk to talker-base").wait_for()

@@ -122,8 +122,8 @@ def test_leaving_the_stream_frees_the_worker(
     next(events)
     events.close()
     left.set()
-    waiting(lambda: engine.figures().running == 0)
-    assert engine.figures().generated_tokens < 100
+    waiting(lambda: engine.stats().running == 0)
+    assert engine.stats().generated_tokens < 100
 
 
 def test_stop_strings_and_tokens_end_an_answer(engine: Engine, vocabulary: Vocabulary) -> None:

@@ -22,9 +22,9 @@ import torch
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation
 from lmworks.serve.engine import Delta, Engine
-from lmworks.serve.guard import ServerOptions
+from lmworks.serve.loading import load_engine, load_models
+from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Closed, Models
-from lmworks.serve.opening import open_both, open_run
 from lmworks.serve.protocol import CompletionRequest
 from patience import PATIENCE
 
@@ -61,10 +61,10 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(tmp_path: Path) -> None
 
 
 def test_the_tuned_model_is_taken_where_there_is_one(run_dir: Path, tmp_path: Path) -> None:
-    tuned, base = open_run(run_dir), open_run(run_dir, base=True)
+    tuned, base = load_engine(run_dir), load_engine(run_dir, base=True)
     untuned = tmp_path / "untuned"
     shutil.copytree(run_dir, untuned, ignore=shutil.ignore_patterns("tune"))
-    only_base = open_run(untuned)
+    only_base = load_engine(untuned)
     names = [(engine.name, engine.tuned) for engine in (tuned, base, only_base)]
     assert names == [("talker", True), ("talker-base", False), ("talker", False)]
     weights = [engine.model.embedding.weight for engine in (tuned, base, only_base)]
@@ -78,7 +78,7 @@ def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
     from lmworks.cli.serve_commands import _open
     from lmworks.export.huggingface import write_model
 
-    trained = open_run(run_dir)
+    trained = load_engine(run_dir)
     exported = tmp_path / "exported"
     shutil.copytree(run_dir / "tokenizer", exported)
     write_model(trained.model, exported, {}, torch.float32)
@@ -98,7 +98,7 @@ def test_an_exported_model_is_served_too(run_dir: Path, tmp_path: Path) -> None:
 def test_no_memory_is_taken_for_weights_that_are_not_there(run_dir: Path, tmp_path: Path, change: dict[str, int]) -> None:
     from lmworks.export.huggingface import read_model, write_model
 
-    trained = open_run(run_dir)
+    trained = load_engine(run_dir)
     write_model(trained.model, tmp_path, {}, torch.float32)
     trained.close()
     path = tmp_path / "config.json"
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_passed_over(run_dir: Path, tmp
 
     monkeypatch.setattr(listing, "newest_good", look)
     monkeypatch.setattr(checkpoints, "load", fill)
-    open_run(run).close()
+    load_engine(run).close()
     assert [path.name for path in loads] == [listing.name_of(step) for step in (2, 3)]
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_not_served(run_dir: Path, tmp_path: Path) -> No
     raw[len(raw) // 2] ^= 1
     largest.write_bytes(raw)
     with pytest.raises(UserError, match="has no good checkpoint"):
-        open_run(damaged)
+        load_engine(damaged)
 
 
 def test_a_tokenizer_of_another_run_is_refused(run_dir: Path, tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ def test_a_tokenizer_of_another_run_is_refused(run_dir: Path, tmp_path: Path) ->
     spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 512, "content": "<|more|>"})
     path.write_text(json.dumps(spec))
     with pytest.raises(UserError, match="has 513 entries, but the model 512: one of them is not of this run"):
-        open_run(mixed)
+        load_engine(mixed)
 
 
 def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, serving: Callable[[Models, ServerOptions], str]) -> None:
-    models = open_both(run_dir)
+    models = load_models(run_dir)
     url = serving(models, ServerOptions(max_waiting=3))
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["talker", "talker-base"]
@@ -183,7 +183,7 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
     engines = [models.known[name] for name in ("talker", "talker-base")]
     assert all(isinstance(engine, Engine) for engine in engines)
     assert sum(engine.max_groups for engine in engines) == whole, "both together hold no more in flight than one alone"  # type: ignore[union-attr]
-    alone = open_run(run_dir, base=True)
+    alone = load_engine(run_dir, base=True)
     request = CompletionRequest(prompt="def ", max_tokens=12, temperature=0).request(alone)
     expected = "".join(event.text for event in alone.stream(request) if isinstance(event, Delta))
     alone.close()
@@ -198,7 +198,7 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
 
 
 def test_answers_that_wait_for_one_model_count_for_the_other(run_dir: Path, serving: Callable[[Models, ServerOptions], str]) -> None:
-    models = open_both(run_dir, base=True)
+    models = load_models(run_dir, base=True)
     assert list(models.known) == ["talker-base", "talker"]
     url = serving(models, ServerOptions(max_waiting=3))
     models.first.max_groups = 0  # what is asked of it waits
@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_opened_is_told_and_stops_nothing(
     shutil.copytree(run_dir, damaged)
     largest = max((path for path in (damaged / "checkpoints").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
-    url = serving(open_both(damaged), ServerOptions())
+    url = serving(load_models(damaged), ServerOptions())
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="has no good checkpoint"):
         client.completions.create(model="talker-base", prompt="a", max_tokens=1)

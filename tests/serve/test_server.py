@@ -351,7 +351,7 @@ def test_a_client_that_leaves_is_not_answered_on(server, waiting: Wait, monkeypa
     monkeypatch.setattr(server.engine.vocabulary, "stop_ids", ())  # each answer would go on to its 200th token
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     for stream in (True, False):
-        before = server.engine.figures().generated_tokens
+        before = server.engine.stats().generated_tokens
         if stream:
             events = client.completions.create(model="tiny", prompt=["a"] * 64, max_tokens=200, stream=True)
             next(iter(events))
@@ -359,8 +359,8 @@ def test_a_client_that_leaves_is_not_answered_on(server, waiting: Wait, monkeypa
         else:
             with pytest.raises(openai.APITimeoutError):
                 client.with_options(timeout=0.3).completions.create(model="tiny", prompt=["a"] * 64, max_tokens=200)
-        waiting(lambda: server.engine.figures().running == 0 and server.engine.figures().waiting == 0)
-        assert server.engine.figures().generated_tokens - before < 64 * 200 / 2
+        waiting(lambda: server.engine.stats().running == 0 and server.engine.stats().waiting == 0)
+        assert server.engine.stats().generated_tokens - before < 64 * 200 / 2
 
 
 def test_too_many_waiting_are_told_to_come_back(start) -> None:  # type: ignore[no-untyped-def]
@@ -402,7 +402,7 @@ def test_clients_that_send_nothing_are_let_go(start) -> None:  # type: ignore[no
     post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     slow = _answer_to(address, post + b"{")
     assert slow.startswith(b"HTTP/1.1 408 ")
-    assert b"the body has not come within 0.3 s" in slow
+    assert b"the body was not received within 0.3 s" in slow
     # what takes its time to answer is not cut off
     waiting = HTTP.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 200})
     assert waiting.status_code == 200
@@ -461,7 +461,7 @@ def test_missing_extra_names_it(model: Transformer, vocabulary: Vocabulary, engi
 
 def test_a_taken_port_is_named(server) -> None:  # type: ignore[no-untyped-def]
     from lmworks.errors import UserError
-    from lmworks.serve.guard import ServerOptions
+    from lmworks.serve.middleware import ServerOptions
     from lmworks.serve.server import listen
 
     port = int(server.url.rpartition(":")[2])

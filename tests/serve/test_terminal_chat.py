@@ -18,7 +18,7 @@ import pytest
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation, command
 from lmworks.serve.engine import Engine, PromptTooLong
-from lmworks.serve.opening import open_run
+from lmworks.serve.loading import load_engine
 from lmworks.terminal import plain
 from patience import PATIENCE
 
@@ -101,7 +101,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
     done = subprocess.run(arguments, input=b"\n".join(lines), capture_output=True, env=ENVIRONMENT, check=False)
     assert re.fullmatch(r"error: the prompt has [\d,]+ tokens and this model's context is 256: .*\n", done.stderr.decode()), done.stderr
     assert done.returncode == 2
-    engine = open_run(run_dir)
+    engine = load_engine(run_dir)
     expected = Conversation(engine, temperature=0, max_tokens=8)
     answers = [plain(ask(expected, text)) for text in ("Hello", "bad \ufffd bytes")]
     engine.close()
@@ -110,7 +110,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
 
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run directory \(it has no resolved.json\); make one with: lmworks run RECIPE"):
-        open_run(tmp_path)
+        load_engine(tmp_path)
 
 
 class Terminal:

@@ -14,7 +14,7 @@ from tiny_run import Tiny
 
 _SPAWN = multiprocessing.get_context("forkserver")
 # Imported once, so that a life begins in a tenth of a second.
-_SPAWN.set_forkserver_preload(["lmworks.run.walk", "lmworks.train.pretrain", "lmworks.checkpoint.tensor_files", "torch._dynamo"])
+_SPAWN.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.checkpoint.tensor_files", "torch._dynamo"])
 
 
 def _live(tiny: Tiny, overrides: Sequence[str]) -> None:

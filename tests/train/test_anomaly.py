@@ -225,13 +225,13 @@ def test_a_kept_batch_is_replayed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         overflow(patch, -1)
         said = lmworks("replay", run, 6, "--checkpoint", 9)
-    assert f"not finite first: {SAID}" in said.replace("\n", " ")
+    assert f"first non-finite result: {SAID}" in said.replace("\n", " ")
     assert "the batch of step 6 through step-00000009" in said
     assert same_bits(checkpoint(run), before) == []
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    ("none", "has kept no bad batch of pretraining"), ("other step", "no batch of step 3 was kept; those of these steps were: 6"),
+    ("none", "has no saved bad batch of pretraining"), ("other step", "no batch of step 3 was saved; there are batches of the steps 6"),
     ("cut", "step-00000006.npz is damaged, or no batch"), ("token", "is damaged, or of another run"),
 ])  # fmt: skip
 def test_what_cannot_be_replayed_is_one_line(tiny_copy: Tiny, damage: str, said: str) -> None:

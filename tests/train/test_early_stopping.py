@@ -123,7 +123,7 @@ def test_what_follows_an_early_end_has_the_best_weights(tiny_copy: Tiny, monkeyp
     weights = {name: tensor.cpu() for name, tensor in used.state_dict().items()}
     assert {step: all(torch.equal(weights[name], state[name]) for name in weights) for step, state in saved.items()} == {3: True, 5: False}
     write_card(tiny_copy.resolve(*early).recipe, used, tiny_copy.run_dir, tiny_copy.run_dir.parent / "card", gguf=False)
-    assert "; the weights are its best, those of step 3 of 5." in (tiny_copy.run_dir.parent / "card" / "README.md").read_text()
+    assert "; the weights are the best ones, of step 3 of 5." in (tiny_copy.run_dir.parent / "card" / "README.md").read_text()
     tiny_copy.walk(*early, last="tune")
     assert listing.read_meta(listing.directories(tiny_copy.run_dir / "tune" / "checkpoints")[-1])["meta"]["base"] == "step-00000003"
 

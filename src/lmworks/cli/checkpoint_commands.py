@@ -1,4 +1,4 @@
-"""`lmworks ckpt`: what is saved, whether it is whole, how it differs, and going back."""
+"""`lmworks ckpt`: list, verify, compare, prune, roll back and average checkpoints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import typer
 
 from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
-from lmworks.doctor.figures import size
+from lmworks.doctor.formatting import size
 from lmworks.errors import UserError
 
-TunedOption = Annotated[bool, typer.Option("--tuned", help="The checkpoints of the tuned model, not of pretraining.")]
+TunedOption = Annotated[bool, typer.Option("--tuned", help="Use the checkpoints of the tuned model instead of those of pretraining.")]
 _SHOWN = 20
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    noun = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
+    noun = typer.Typer(no_args_is_help=True, help="Checkpoints of a run: list, verify, compare, prune, roll back, average.")
     for name, command in (
         ("list", list_), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("reset-optimizer", reset_optimizer),
         ("rollback", rollback), ("average", average),
@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_(run: RunArgument, as_json: JsonOption = False) -> None:
-    """What is saved: step, size, held-out score, when, and what is wrong with it; nothing is hashed."""
+    """List checkpoints with step, size, validation score, time and problems, without verifying hashes."""
     from lmworks.checkpoint.listing import list_checkpoints
 
     _print_rows([row for folder in _folders(run) for row in list_checkpoints(folder)], as_json)
@@ -38,16 +38,18 @@ def list_(run: RunArgument, as_json: JsonOption = False) -> None:
 
 def show(
     run: RunArgument,
-    step: Annotated[int | None, typer.Argument(metavar="[STEP]", help="By default the newest.", show_default=False)] = None,
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", help="Step of the checkpoint; by default the newest.", show_default=False)
+    ] = None,
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What one checkpoint says of itself, and the resolved recipe that it was trained with."""
+    """Show the metadata of a checkpoint, and the resolved recipe that it was trained with."""
     import yaml
 
     from lmworks.checkpoint.listing import describe, read_meta
     from lmworks.recipe.tree.paths import flatten
-    from lmworks.run.checkpoints import find
+    from lmworks.run.checkpoint_commands import find
 
     path = find(Path(run), _which(tuned), step)
     row = describe(path)
@@ -64,11 +66,11 @@ def show(
     for name, value in flatten(document["meta"]).items():
         if name not in row:
             print(f"{name}: {_text(name, value)}")
-    print("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it carries no recipe")
+    print("\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).rstrip() if recipe else "it has no recipe")
 
 
 def verify(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Read and hash every byte of every checkpoint; exit code 1 if one is bad."""
+    """Verify the hash of every file of every checkpoint; exit code 1 if one is damaged."""
     from lmworks.checkpoint.listing import verify
 
     rows = [row for folder in _folders(run) for row in verify(folder)]
@@ -79,15 +81,17 @@ def verify(run: RunArgument, as_json: JsonOption = False) -> None:
 
 def diff(
     run: RunArgument,
-    steps: Annotated[list[int] | None, typer.Argument(metavar="[STEP STEP]", help="By default the newest two.", show_default=False)] = None,
+    steps: Annotated[
+        list[int] | None, typer.Argument(metavar="[STEP STEP]", help="Two checkpoints; by default the newest two.", show_default=False)
+    ] = None,
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """How far each tensor has moved between two checkpoints, relative to its norm; the largest change first."""
+    """Compare two checkpoints: the change of each tensor relative to its norm, largest first."""
     from lmworks.checkpoint.diff import diff
     from lmworks.checkpoint.listing import directories
     from lmworks.recipe.tree.paths import flatten
-    from lmworks.run.checkpoints import find
+    from lmworks.run.checkpoint_commands import find
 
     which = _which(tuned)
     newest = find(Path(run), which)
@@ -96,7 +100,7 @@ def diff(
     else:
         paths = [find(Path(run), which, step) for step in steps]
     if len(paths) != 2:
-        raise UserError(f"two checkpoints are compared, not {len(paths)}: lmworks ckpt diff RUN STEP STEP")
+        raise UserError(f"diff needs two checkpoints, not {len(paths)}: lmworks ckpt diff RUN STEP STEP")
     try:
         found = diff(*paths)
     except (OSError, ValueError, KeyError) as error:
@@ -124,17 +128,19 @@ def diff(
 
 def prune(
     run: RunArgument,
-    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Instead of the recipe's checkpoints.keep_last.")] = None,
-    keep_every: Annotated[str | None, typer.Option("--keep-every", help="Instead of checkpoints.keep_every: 1000 steps, 10B, 5%.")] = None,
-    set_aside: Annotated[bool, typer.Option("--set-aside", help="Also what was set aside: damaged, rolled back, before a reset.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep_last: Annotated[int | None, typer.Option("--keep-last", min=1, help="Overrides checkpoints.keep_last of the recipe.")] = None,
+    keep_every: Annotated[str | None, typer.Option("--keep-every", help="Overrides checkpoints.keep_every: 1000 steps, 10B, 5%.")] = None,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Also delete checkpoints that were set aside: damaged, rolled back or replaced.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")] = False,
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the checkpoints that the recipe's rules do not keep; the newest good one always stays."""
+    """Delete the checkpoints that the recipe does not keep; the newest good one is always kept."""
     from lmworks.recipe.schema.units import Duration
-    from lmworks.run.checkpoints import prune
-    from lmworks.run.walk import require_run
+    from lmworks.run.checkpoint_commands import prune
+    from lmworks.run.run_dir import require_run
 
     changes: dict[str, Any] = {"keep_last": keep_last} if keep_last else {}
     if keep_every:
@@ -148,64 +154,64 @@ def prune(
         print_json(done)
         return
     names = [f"step {step}" for step in done["steps"]] + done["set_aside"]
-    print(f"{'would remove' if dry_run else 'removed'}: {', '.join(names)}" if names else "nothing to remove")
+    print(f"{'would delete' if dry_run else 'deleted'}: {', '.join(names)}" if names else "nothing to delete")
 
 
 def reset_optimizer(
     run: RunArgument,
-    step: Annotated[int | None, typer.Option("--step", help="By default the newest.")] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")] = None,
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace a checkpoint by one whose optimizer state is zero; the old one is kept under another name."""
-    from lmworks.run.checkpoints import reset_optimizer
+    """Replace a checkpoint by one with zero optimizer state; the old one is kept under another name."""
+    from lmworks.run.checkpoint_commands import reset_optimizer
 
     done = reset_optimizer(Path(run), _which(tuned), step)
     if as_json:
         print_json(done)
         return
-    print(f"the optimizer of step {done['step']} starts anew; the old checkpoint is kept as {done['kept']}")
+    print(f"the optimizer state of step {done['step']} is reset; the old checkpoint is kept as {done['kept']}")
     if "note" in done:
         print(done["note"])
 
 
 def rollback(
     run: RunArgument,
-    to_step: Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint to go on from.")],
+    to_step: Annotated[int, typer.Argument(metavar="STEP", help="Step of the checkpoint to resume from.")],
     skip: Annotated[
-        str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Leave out the data of the next N steps, or of steps A to B - 1.")
+        str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Skip the data of the next N steps, or of steps A to B - 1.")
     ] = None,
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the next run go on from an earlier checkpoint; later ones are set aside, not deleted."""
-    from lmworks.run.checkpoints import rollback
+    """Resume the next run from an earlier checkpoint; later ones are set aside, not deleted."""
+    from lmworks.run.checkpoint_commands import rollback
 
     done = rollback(Path(run), _which(tuned), to_step, _window(skip, to_step))
     if as_json:
         print_json(done)
         return
     skipped = f", without the data of steps {done['skip'][0]} to {done['skip'][1] - 1}" if done["skip"] else ""
-    print(f"the next run goes on from step {to_step}{skipped}")
+    print(f"the next run resumes from step {to_step}{skipped}")
     if done["set_aside"]:
         print(f"set aside: {', '.join(done['set_aside'])}")
     if done["again"]:
-        print(f"will be made again: {', '.join(done['again'])}")
+        print(f"will be repeated: {', '.join(done['again'])}")
 
 
 def average(
     run: RunArgument,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Two checkpoints or more.")],
-    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="The run directory to make.")],
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Steps of two or more checkpoints.")],
+    to: Annotated[Path, typer.Option("--to", metavar="RUN", help="The run directory to create.")],
     weight: Annotated[
         list[float],
-        typer.Option("--weight", help="One per step, relative; by default all are alike.", default_factory=list, show_default=False),
+        typer.Option("--weight", help="Relative weight, one per step; by default all are equal.", default_factory=list, show_default=False),
     ],
     tuned: TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Average the weights of checkpoints into a run of its own, which can be evaluated, exported and talked to."""
-    from lmworks.run.checkpoints import average
+    """Average the weights of checkpoints into a new run, which can be evaluated, exported and served."""
+    from lmworks.run.checkpoint_commands import average
 
     weights = list(weight) or [1.0] * len(steps)
     if len(steps) < 2 or len(set(steps)) != len(steps):
@@ -231,7 +237,7 @@ def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
 
 
 def _folders(run: str) -> list[Path]:
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.train.load import folder
 
     require_run(Path(run))

@@ -1,4 +1,4 @@
-"""`lmworks corpus ...` beside `prepare`: what is learnt about a corpus."""
+"""`lmworks corpus classifier`: train and evaluate quality classifiers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ _FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The classif
 
 @dataclass
 class _Texts:
-    """Which texts are good and which bad, as both commands that look at texts are told."""
+    """Options that select positive and negative examples, shared by `train` and `evaluate`."""
 
     labels: Annotated[
-        str | None, typer.Option("--labels", metavar="PATH", help="Rows (jsonl, parquet) that have a text and a label.")
+        str | None, typer.Option("--labels", metavar="PATH", help="Labeled examples: rows (jsonl, parquet) with a text and a label.")
     ] = None
-    good: Annotated[str | None, typer.Option("--good", metavar="SOURCE|PATH", help="Texts of the kind to keep: a reference set.")] = None
-    bad: Annotated[str | None, typer.Option("--bad", metavar="SOURCE|PATH", help="Texts like those to be filtered.")] = None
-    recipe: Annotated[str | None, typer.Option("--recipe", metavar="RECIPE", help="Where the sources named stand.")] = None
+    good: Annotated[
+        str | None, typer.Option("--good", metavar="SOURCE|PATH", help="Positive examples: a reference set of the kind to keep.")
+    ] = None
+    bad: Annotated[
+        str | None, typer.Option("--bad", metavar="SOURCE|PATH", help="Negative examples: texts like those to be filtered.")
+    ] = None
+    recipe: Annotated[str | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe that defines the named sources.")] = None
     label_key: Annotated[str, typer.Option("--label-key", help="The column with the label or score.")] = "label"
-    minimum: Annotated[float | None, typer.Option("--minimum", help="The score from which on a document is good.")] = None
+    minimum: Annotated[float | None, typer.Option("--minimum", help="Documents with at least this score are positive examples.")] = None
     text_key: Annotated[str, typer.Option("--text-key", help="The column with the text, in files.")] = "text"
-    most: Annotated[int, typer.Option("--most", min=100, help="Documents of each kind that are drawn.")] = 20_000
-    seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0
+    most: Annotated[int, typer.Option("--most", min=100, help="Maximum number of documents drawn per class.")] = 20_000
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draw.")] = 0
 
     def read(self) -> tuple[list[str], list[str]]:
-        """The good and the bad."""
+        """The positive and the negative examples."""
         from lmworks.corpus.quality.examples import labeled, sample
         from lmworks.recipe.loading.load import load_recipe
 
@@ -51,7 +55,7 @@ class _Texts:
 
 def register(noun: typer.Typer) -> None:
     """Add the commands to `lmworks corpus`."""
-    classifier = typer.Typer(no_args_is_help=True, help="Learnt quality: what the step `quality` scores documents with.")
+    classifier = typer.Typer(no_args_is_help=True, help="Quality classifiers, with which the step `quality` scores documents.")
     for command in (train, show, evaluate):
         classifier.command()(spread(command))
     noun.add_typer(classifier, name="classifier")
@@ -62,24 +66,24 @@ def train(
     file: _FileArgument,
     texts: _Texts,
     method: Annotated[
-        Literal["logistic", "contrastive"], typer.Option(help="What tells them apart, or log-odds under a model of each.")
+        Literal["logistic", "contrastive"], typer.Option(help="Logistic regression, or the log-odds of one n-gram model per class.")
     ] = "logistic",
-    ngram: Annotated[int, typer.Option(min=1, max=5, help="Words in the longest n-gram.")] = 2,
-    bits: Annotated[int, typer.Option(min=10, max=26, help="Weights, as a power of two.")] = 20,
+    ngram: Annotated[int, typer.Option(min=1, max=5, help="Largest n-gram, in words.")] = 2,
+    bits: Annotated[int, typer.Option(min=10, max=26, help="Number of hashed weights, as a power of two.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Learn from labels, or from a reference set and texts like those to be filtered; calibrate; measure on documents held out."""
+    """Train a classifier on labeled texts, or on positive and negative examples; calibrate it, and evaluate it on held-out documents."""
     from lmworks.corpus.quality.train import train as learn
 
     made = learn(*texts.read(), method=method, ngram=ngram, bits=bits)
     made.save(file)
     _print(made.report, made.fingerprint, as_json)
     if not as_json:
-        console().print(f"written to {file}; use it with corpus.steps: [{{step: quality, model: {file}, threshold: ...}}]")
+        console().print(f"wrote {file}; use it with corpus.steps: [{{step: quality, model: {file}, threshold: ...}}]")
 
 
 def show(file: _FileArgument, as_json: JsonOption = False) -> None:
-    """How a classifier did on the documents held out when it was trained."""
+    """Show the results of a classifier on the documents that were held out from its training."""
     from lmworks.corpus.quality.classifier import Classifier
 
     found = Classifier.load(file)
@@ -91,7 +95,7 @@ def evaluate(
     texts: _Texts,
     as_json: JsonOption = False,
 ) -> None:
-    """How a classifier does on other texts."""
+    """Evaluate a classifier on other texts."""
     import numpy as np
 
     from lmworks.corpus.quality.classifier import Classifier
@@ -101,7 +105,7 @@ def evaluate(
     found = Classifier.load(file)
     yes, no = texts.read()
     if not yes or not no:
-        raise UserError(f"there are {len(yes)} good and {len(no)} bad texts; measuring needs both")
+        raise UserError(f"there are {len(yes)} good and {len(no)} bad texts; evaluation needs both")
     figures = measure(score_texts(found, [*yes, *no]), np.repeat([True, False], [len(yes), len(no)]))
     _print({**found.report, "held_out": figures}, found.fingerprint, as_json)
 

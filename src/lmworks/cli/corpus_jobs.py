@@ -1,4 +1,4 @@
-"""`lmworks corpus prepare`, what it would do, and a task of it on another machine."""
+"""`lmworks corpus prepare`, its dry runs, and the command that runs one of its tasks on another machine."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from lmworks.cli.options import AllowOption, RecipeArgument, SetOption, SizeOpti
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
 
-Walk = Callable[..., None]
+RunStages = Callable[..., None]
 
 
-def register(noun: typer.Typer, walk: Walk) -> None:
-    """Add the commands to `lmworks corpus`; `walk` brings a run up to date to a stage."""
+def register(noun: typer.Typer, run_stages: RunStages) -> None:
+    """Add the commands to `lmworks corpus`; `run_stages` brings a run up to date, up to a stage."""
 
     def prepare(
         recipe: RecipeArgument,
         overrides: SetOption,
         allow: AllowOption,
         size: SizeOption = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the parts, tasks and scripts, and do nothing.")] = False,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the parts, tasks and scripts, and run nothing.")] = False,
         dedup_dry_run: Annotated[
             bool, typer.Option("--dedup-dry-run", help="Print what deduplication would drop, with examples; write nothing.")
         ] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="With --dedup-dry-run: print JSON for machines.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="With --dedup-dry-run: print JSON.")] = False,
     ) -> None:
-        """Make the clean corpus of a recipe."""
+        """Prepare the corpus of a recipe: read, clean, filter, deduplicate and decontaminate its sources."""
         if as_json and not dedup_dry_run:
-            raise UserError("--json goes with --dedup-dry-run; what a corpus has become stands in its report.json")
+            raise UserError("--json needs --dedup-dry-run; the results of a finished corpus are in its report.json")
         if dedup_dry_run:
             _duplicates(recipe, overrides, size, as_json)
         elif dry_run:
             _preview(recipe, overrides, size)
         else:
-            walk(recipe, overrides, size, allow, "corpus")
+            run_stages(recipe, overrides, size, allow, "corpus")
 
     noun.command()(prepare)
     noun.command(hidden=True)(task)
@@ -69,12 +69,12 @@ def _duplicates(recipe: str, overrides: list[str], size: str | None, as_json: bo
 
 
 def task(
-    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="The corpus directory of a run in which a job is under way.")],
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Corpus directory of a run with a running job.")],
     name: Annotated[str, typer.Argument(metavar="PASS", help="A pass of the job, such as read.")],
-    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Of the task.")],
-    of: Annotated[int, typer.Option("--of", min=1, help="Do tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
+    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, help="Number of the task.")],
+    of: Annotated[int, typer.Option("--of", min=1, help="Run tasks NUMBER, NUMBER + N, NUMBER + 2N and so on.")] = 1_000_000_000,
 ) -> None:
-    """Do some tasks of a corpus job; what its executor runs on other machines."""
+    """Run some tasks of a corpus job; its executor runs this command on other machines."""
     from lmworks.corpus.engine.executors.batch_task import run_tasks
 
     run_tasks(corpus, name, number, of)

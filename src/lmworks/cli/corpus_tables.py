@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.doctor.figures import compact, percent, significant, size
+from lmworks.doctor.formatting import compact, percent, significant, size
 
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.diff import SourceDifference

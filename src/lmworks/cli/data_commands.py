@@ -1,4 +1,4 @@
-"""`lmworks data`: what any step, past or future, is trained on, how often text is read, and changes of the mixture on the way."""
+"""`lmworks data`: the batch of any step, epochs per source, mixture changes, verification and import of token files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PIPED = 140  # columns of a table that folds its texts
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    data = typer.Typer(no_args_is_help=True, help="The data order of a run.")
+    data = typer.Typer(no_args_is_help=True, help="Training data of a run: batches, epochs, mixture changes, verification, import.")
     for name, command in (("batch", batch), ("plan", plan), ("mixture", mixture), ("verify", verify), ("import", import_)):
         data.command(name)(command)
     app.add_typer(data, name="data")
@@ -32,11 +32,11 @@ def register(app: typer.Typer) -> None:
 
 def batch(
     run: RunArgument,
-    step: Annotated[int, typer.Argument(help="Step of pretraining, from 0; it may lie in the past or the future.")],
+    step: Annotated[int, typer.Argument(help="Step of pretraining, from 0; past or future.")],
     as_json: JsonOption = False,
-    text: Annotated[int, typer.Option("--text", help="Characters of each sequence to show.")] = 60,
+    text: Annotated[int, typer.Option("--text", help="Characters shown of each sequence.")] = 60,
 ) -> None:
-    """Print the batch of a step with the documents it comes from."""
+    """Print the batch of a step and the documents that its sequences come from."""
     from lmworks.tokenizer import load
 
     batches = batches_of(run)
@@ -58,7 +58,7 @@ def batch(
 
 
 def plan(run: RunArgument, as_json: JsonOption = False) -> None:
-    """How often each source is read, in each phase and over all, what phases share, and what packing cuts or pads."""
+    """Show the epochs of each source per phase and in total, what phases share, and what packing truncates or pads."""
     from lmworks.shards.order.epoch_warnings import epoch_warnings
 
     batches = batches_of(run)
@@ -85,10 +85,14 @@ def plan(run: RunArgument, as_json: JsonOption = False) -> None:
 
 def mixture(
     run: RunArgument,
-    weights: Annotated[list[str], typer.Option("--set", metavar="SOURCE=WEIGHT", help="Weight of a source; all that are to be read.")],
-    at: Annotated[int | None, typer.Option("--at", metavar="STEP", help="The first step to draw so; the next one when left out.")] = None,
+    weights: Annotated[
+        list[str], typer.Option("--set", metavar="SOURCE=WEIGHT", help="Weight of a source; name every source of the new mixture.")
+    ],
+    at: Annotated[
+        int | None, typer.Option("--at", metavar="STEP", help="First step with the new mixture; by default the next one.")
+    ] = None,
 ) -> None:
-    """MixtureOverride the mixture of a run that has begun, up to the end of the phase or its next planned change."""
+    """MixtureOverride the mixture of a started run, until the end of the phase or its next planned change."""
     from lmworks.shards.order.order import MixtureOverride
     from lmworks.train.data.mixture import next_step, request_change, validate_change
 
@@ -97,32 +101,32 @@ def mixture(
     batches = batches_of(run, change)
     _print_shares(batches)
     if request_change(Path(run), change):
-        console().print(f"asked for from step {step:,} on; the run, which is at work, takes it up before the next batch that it reads")
+        console().print(f"requested from step {step:,} on; the running process applies it before it reads its next batch")
     else:
-        console().print(f"asked for from step {step:,} on; it is taken up when the run goes on")
+        console().print(f"requested from step {step:,} on; it is applied when the run resumes")
 
 
 def verify(run: RunArgument) -> None:
-    """Read every token file and compare it with its hash."""
+    """Verify the hash of every token file."""
     from lmworks.shards.format.manifest import verify
 
     verify(Path(run) / "shards")
-    console().print("every file is what was written")
+    console().print("all files match their hashes")
 
 
 def import_(
     kind: Annotated[str, typer.Argument(metavar="FORMAT", help="megatron, datatrove, nanotron or olmo.")],
-    path: Annotated[Path, typer.Argument(help="A token file, or a folder of them.")],
-    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Folder of the tokenizer that made them, as lmworks writes it.")],
-    name: Annotated[str, typer.Option("--name", help="What mixtures will call the source.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Where to write it; imported/NAME when left out.")] = None,
-    domain: Annotated[str, typer.Option("--domain", help="What the text is about, for reports.")] = "imported",
-    language: Annotated[str, typer.Option("--language", help="Its language, if it is one.")] = "",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="uint16 or uint32, where the files do not say it.")] = None,
-    eos: Annotated[int | None, typer.Option("--eos", help="The token that closes documents, if not the tokenizer's own.")] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Processes.")] = 1,
+    path: Annotated[Path, typer.Argument(help="A token file, or a folder of token files.")],
+    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Folder of the tokenizer that encoded them, in the format of lmworks.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the source in mixtures.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Output folder; by default imported/NAME.")] = None,
+    domain: Annotated[str, typer.Option("--domain", help="Domain of the text, for reports.")] = "imported",
+    language: Annotated[str, typer.Option("--language", help="Language of the text, if it has only one.")] = "",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="uint16 or uint32, if the files do not record it.")] = None,
+    eos: Annotated[int | None, typer.Option("--eos", help="End-of-document token, if it is not the tokenizer's.")] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Number of processes.")] = 1,
 ) -> None:
-    """Make a source of ours from token files of another tool; a recipe then names its folder under shards.imported."""
+    """Import token files of another tool as a source; a recipe then names the output folder under shards.imported."""
     import re
     from typing import cast, get_args
 
@@ -133,7 +137,7 @@ def import_(
     from lmworks.shards.importing.import_tokens import import_tokens
 
     if kind not in get_args(Format):
-        raise UserError(f"{kind!r} is no format that can be imported; there are: {', '.join(get_args(Format))}")
+        raise UserError(f"{kind!r} cannot be imported; the formats are: {', '.join(get_args(Format))}")
     if not re.fullmatch(SOURCE_NAME, name):
         raise UserError(f"--name {name!r}: letters, digits, dots, dashes and underscores, a letter or digit first")
     place = out or Path("imported") / name
@@ -142,14 +146,14 @@ def import_(
         made = import_tokens(cast(Format, kind), path, tokenizer, name, place, **options)  # type: ignore[arg-type]
     train = made.manifest.source(name).train
     console().print(f"{train.documents:,} documents, {train.tokens:,} tokens in {len(train.shards)} files below {place}")
-    console().print(f"{made.closed:,} documents got a closing token, {made.empty:,} were empty and are left out; some begin:")
+    console().print(f"{made.closed:,} documents got an end-of-document token, {made.empty:,} empty ones were skipped; first texts:")
     for text in made.begins:
         console().print(Text("  " + text.replace("\n", "\\n")))
     console().print(f"in the recipe: shards: {{imported: {{{name}: {place.resolve()}}}}}, and the tokenizer's folder as tokenizer.path")
 
 
 def left_out(run: str, step: int) -> bool:
-    """Whether a rollback of pretraining has left the data of this step out."""
+    """Whether a rollback of pretraining has skipped the data of this step."""
     from lmworks.watch.ledger import read_ledger
     from lmworks.watch.skips import Skips, rollbacks
 
@@ -157,8 +161,8 @@ def left_out(run: str, step: int) -> bool:
 
 
 def batches_of(run: str, *more: MixtureOverride) -> Batches:
-    """The batches of a run, with the changes of its mixture that were asked for, and more of them."""
-    from lmworks.run.walk import require_run
+    """The batches of a run, with the requested mixture changes and additional ones."""
+    from lmworks.run.run_dir import require_run
     from lmworks.shards.read.batches import Batches
     from lmworks.train.data.mixture import read_changes
 

@@ -1,4 +1,4 @@
-"""`lmworks corpus analyze | sample | trace | diff`: looking at a corpus that has been made."""
+"""`lmworks corpus analyze | sample | trace | diff`: inspect a prepared corpus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register(noun: typer.Typer) -> None:
 
 
 def corpus_of(where: str) -> Path:
-    """The corpus directory of a run, or of the run of a recipe. A corpus directory is one, too."""
+    """The corpus directory of a run, or of the run of a recipe. A corpus directory itself is accepted too."""
     given = Path(where)
     for path in (given / "corpus", given):
         if (path / "report.json").is_file() and (path / "decisions").is_dir():
@@ -55,7 +55,7 @@ def _open(where: str) -> Prepared:
 
 
 class _Tokens:
-    """Counts tokens; opens its tokenizer in the process that it is used in."""
+    """Counts tokens. The tokenizer is loaded in the process that uses it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
@@ -75,12 +75,14 @@ class _Tokens:
 
 def analyze(
     where: _WhereArgument,
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder of a tokenizer; the run's own where it has one.")] = None,
-    parts: Annotated[int, typer.Option("--parts", min=1, help="Parts of each source whose texts are looked at.")] = 4,
-    page: Annotated[Path | None, typer.Option("--page", help="Where to write the page; corpus.html in the run when left out.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Folder of a tokenizer; by default the run's own, if it has one.")
+    ] = None,
+    parts: Annotated[int, typer.Option("--parts", min=1, help="Parts of each source whose texts are analyzed.")] = 4,
+    page: Annotated[Path | None, typer.Option("--page", help="Path of the page; by default corpus.html in the run directory.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a corpus is made of, before and after: tokens, languages, lengths, quality, perplexity, duplicates. Also writes a page."""
+    """Analyze a corpus before and after filtering: tokens, languages, lengths, quality, perplexity, duplicates. Writes an HTML page."""
     from lmworks.cli.corpus_tables import analysis_tables
     from lmworks.corpus.analysis.analyze import analyze as measure
     from lmworks.doctor.corpus_page import write_corpus_page
@@ -101,18 +103,19 @@ def analyze(
 
 def sample(
     where: _WhereArgument,
-    source: Annotated[str | None, typer.Option("--source", help="Of this source.")] = None,
+    source: Annotated[str | None, typer.Option("--source", help="Only documents of this source.")] = None,
     fate: Annotated[
-        str | None, typer.Option("--fate", help="train, validation, quarantine, max_bytes, or the step or stage that dropped it.")
+        str | None,
+        typer.Option("--fate", help="Only this outcome: train, validation, quarantine, max_bytes, or the step or pass that dropped it."),
     ] = None,
-    reason: Annotated[str | None, typer.Option("--reason", help="Dropped for this reason.")] = None,
-    bucket: Annotated[str | None, typer.Option("--bucket", help="In this quality bucket.")] = None,
-    count: Annotated[int, typer.Option("-n", min=1, max=10_000, help="How many.")] = 5,
-    seed: Annotated[int, typer.Option("--seed", help="Another seed draws others.")] = 0,
-    characters: Annotated[int, typer.Option("--characters", min=0, help="Of each text that are shown.")] = 400,
+    reason: Annotated[str | None, typer.Option("--reason", help="Only documents dropped for this reason.")] = None,
+    bucket: Annotated[str | None, typer.Option("--bucket", help="Only documents in this quality bucket.")] = None,
+    count: Annotated[int, typer.Option("-n", min=1, max=10_000, help="Number of documents.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draw.")] = 0,
+    characters: Annotated[int, typer.Option("--characters", min=0, help="Characters shown of each text.")] = 400,
     as_json: JsonOption = False,
 ) -> None:
-    """Show documents drawn at random, kept or dropped; the text of one that was dropped is read from its source again."""
+    """Show random documents, kept or dropped; the text of a dropped document is read from its source again."""
     from lmworks.corpus.analysis.sample import Choice
     from lmworks.corpus.analysis.sample import sample as draw
 
@@ -128,12 +131,14 @@ def sample(
 
 def trace(
     run: RunArgument,
-    document: Annotated[str | None, typer.Argument(metavar="[ID|SOURCE:TOKEN]", help="A document, or the one at a token.")] = None,
+    document: Annotated[
+        str | None, typer.Argument(metavar="[ID|SOURCE:TOKEN]", help="A document id, or the document at a token position.")
+    ] = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="A step of pretraining, instead of a document.")] = None,
-    sequence: Annotated[int, typer.Option("--sequence", min=0, help="Which sequence of that step, from 0.")] = 0,
+    sequence: Annotated[int, typer.Option("--sequence", min=0, help="Sequence of that step, from 0.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Follow a document from its row in the source through every decision to its tokens; each step is done again."""
+    """Trace a document from its row in the source through every decision to its tokens; each step is repeated."""
     from lmworks.corpus.analysis.trace import trace as follow
 
     corpus = _open(run)
@@ -152,7 +157,7 @@ def trace(
 
 
 def _asked(run: str, shards: Path, document: str | None, step: int | None, sequence: int) -> list[str]:
-    """Ids of the documents that are meant."""
+    """Ids of the selected documents."""
     if (document is None) == (step is None):
         raise UserError("name a document, as SOURCE/PART/NUMBER or SOURCE:TOKEN, or a --step with its --sequence")
     if document is not None:
@@ -167,12 +172,12 @@ def _asked(run: str, shards: Path, document: str | None, step: int | None, seque
 
     rows = batches_of(run).documents(step)
     if sequence >= len(rows):
-        raise UserError(f"step {step:,} has {len(rows):,} sequences, from 0 on; there is no sequence {sequence:,}")
+        raise UserError(f"step {step:,} has {len(rows):,} sequences, numbered from 0; there is no sequence {sequence:,}")
     return list(dict.fromkeys(span.id for span in rows[sequence].documents))
 
 
 def _place(shards: Path, found: Trace) -> DocumentLocation | None:
-    """Where a document's tokens lie, if there are shards and it was kept."""
+    """Positions of a document's tokens in the shards, if there are shards and the document was kept."""
     from lmworks.shards.format.manifest import MANIFEST
     from lmworks.shards.read.find_document import find_document
 
@@ -184,10 +189,10 @@ def _place(shards: Path, found: Trace) -> DocumentLocation | None:
 
 def diff(
     one: Annotated[str, typer.Argument(metavar="A", help="A run directory with a corpus, or its recipe.")],
-    other: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another run directory or recipe.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Which documents B has gained, lost, moved or changed against A, and why. Exit code 1 if any."""
+    """Compare two corpora: documents that B has gained, lost, moved or changed relative to A, and why. Exit code 1 if they differ."""
     from lmworks.corpus.analysis.diff import as_json as plain
     from lmworks.corpus.analysis.diff import diff as compare
     from lmworks.corpus.analysis.diff import differs

@@ -1,4 +1,4 @@
-"""`lmworks launch`: the ranks of a run on this machine, on hosts, or as a Slurm job."""
+"""`lmworks launch`: start the ranks of a run on this machine, on hosts, or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmworks.masking import mask
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    noun = typer.Typer(no_args_is_help=True, help="Start the ranks of a run and keep them going.")
+    noun = typer.Typer(no_args_is_help=True, help="Start the ranks of a run, and restart them after failures.")
     for way in (local, hosts, slurm):
         noun.command()(spread(way))
     noun.command()(readmit)
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass
 class _Asked:
-    """What the three ways to launch have in common."""
+    """Options shared by all launchers."""
 
     recipe: RecipeArgument
     overrides: SetOption
@@ -39,16 +39,16 @@ class _Asked:
     size: SizeOption = None
     time: TimeOption = None
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name: numbers that are left out, and its layout.")
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the number of ranks and the mesh layout.")
     ] = None
     to: Annotated[
-        str | None, typer.Option("--to", metavar="STAGE", help="Up to this stage only, such as pretrain; or preflight.")
+        str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run, such as pretrain; or preflight.")
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and start nothing.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and start nothing.")] = False
 
 
 class _Run:
-    """The run that was asked for, and the command that every rank of it runs."""
+    """The run to launch, and the command that every rank runs."""
 
     def __init__(self, asked: _Asked) -> None:
         from lmworks.recipe.loading.load import load_cluster, load_recipe
@@ -73,7 +73,7 @@ class _Run:
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
     def settle(self, ranks: int, per_host: int) -> None:
-        """Under `layout: auto`, choose the layout now that the ranks are known."""
+        """Choose the mesh layout of `layout: auto`, now that the number of ranks is known."""
         resolved, more = settled(self._asked.recipe, self._overrides, self._asked.size, self.cluster, ranks, per_host)
         self.recipe, self._overrides = resolved.recipe, [*self._overrides, *more]
 
@@ -89,9 +89,9 @@ class _Run:
 
 def local(
     asked: _Asked,
-    ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="How many, or 2:4 for any number from 2 to 4.")] = None,
+    ranks: Annotated[str | None, typer.Option("--ranks", metavar="N", help="Number of ranks, or a range such as 2:4.")] = None,
 ) -> None:
-    """Run on ranks of this machine; ranks that die or hang are started again."""
+    """Run with several ranks on this machine; ranks that die or hang are restarted."""
     from lmworks.launch import launcher
     from lmworks.launch.torchrun import CountRange
     from lmworks.recipe.schema.layout import world_size
@@ -99,7 +99,7 @@ def local(
     run = _Run(asked)
     of_cluster = run.cluster is not None and (run.recipe.layout.auto or not run.cluster.layout)
     if ranks is None and run.recipe.layout.auto and not of_cluster:
-        raise UserError("layout: auto wants to know how many ranks there are: add --ranks N, or a cluster (--cluster C)")
+        raise UserError("layout: auto needs the number of ranks: add --ranks N, or a cluster (--cluster C)")
     usual = run.cluster.devices_per_node if run.cluster and of_cluster else world_size(run.recipe.layout)
     sizes = CountRange.parse(ranks or str(usual))
     run.settle(sizes.most, sizes.most)
@@ -108,11 +108,13 @@ def local(
 
 def hosts(
     asked: _Asked,
-    file: Annotated[Path, typer.Option("--hosts", metavar="FILE", help="One host per line: NAME slots=N.")],
-    least: Annotated[int | None, typer.Option("--least", metavar="N", help="Hosts that must be left; all when left out.")] = None,
-    address: Annotated[str | None, typer.Option("--address", metavar="A", help="Where the hosts reach this machine; its name.")] = None,
+    file: Annotated[Path, typer.Option("--hosts", metavar="FILE", help="Host file, one host per line: NAME slots=N.")],
+    least: Annotated[int | None, typer.Option("--least", metavar="N", help="Minimum number of hosts; by default all of them.")] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="A", help="Address at which the hosts reach this machine; by default its host name.")
+    ] = None,
 ) -> None:
-    """Run on the hosts of a file, through ssh; hosts that fail are excluded and may be readmitted."""
+    """Run on the hosts of a file through ssh; failing hosts are excluded, and can be readmitted."""
     from lmworks.launch import launcher
     from lmworks.launch.hosts import read_hosts
 
@@ -123,10 +125,12 @@ def hosts(
 
 def slurm(
     asked: _Asked,
-    nodes: Annotated[str | None, typer.Option("--nodes", metavar="N", help="How many, or 6:8 to go on while 6 are left.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", metavar="M", min=1, help="Ranks on each.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", metavar="N", help="Number of nodes, or a range such as 6:8 to continue on at least 6.")
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option("--ranks-per-node", metavar="M", min=1, help="Ranks per node.")] = None,
 ) -> None:
-    """Submit a Slurm job that saves when it is pre-empted, and queues itself again."""
+    """Submit a Slurm job that saves a checkpoint when it is preempted, and requeues itself."""
     from lmworks.launch.slurm import job_for
     from lmworks.launch.torchrun import CountRange
 
@@ -134,7 +138,7 @@ def slurm(
     count = nodes or (str(run.cluster.nodes) if run.cluster else None)
     each = ranks_per_node or (run.cluster.devices_per_node if run.cluster else None)
     if count is None or each is None:
-        raise UserError("say how many: --nodes N --ranks-per-node M, or a cluster that knows (--cluster C)")
+        raise UserError("the number of ranks is missing: add --nodes N --ranks-per-node M, or a cluster (--cluster C)")
     sizes = CountRange.parse(count)
     run.settle(sizes.most * each, each)
     gpus = each if run.cluster and not run.cluster.on_cpu else None
@@ -142,25 +146,25 @@ def slurm(
     if asked.dry_run:
         print(mask(made.script()))
     else:
-        print(f"submitted job {made.submit()}; its output goes to {run.run_dir}/launch")
+        print(f"submitted job {made.submit()}; its output is in {run.run_dir}/launch")
 
 
-def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="As it stands in RUN/launch/hosts.json.")]) -> None:
-    """Take a host back that was excluded."""
+def readmit(run: RunArgument, host: Annotated[str, typer.Argument(metavar="HOST", help="Host name as in RUN/launch/hosts.json.")]) -> None:
+    """Readmit a host that was excluded."""
     from lmworks.launch import launcher
 
     launcher.readmit(Path(run), host)
-    console().print(f"{host} takes part again, at once if the run is under way")
+    console().print(f"{host} is readmitted; a running launch uses it at once")
 
 
 def job(
     run: RunArgument,
     what: Annotated[Literal["begin", "end"], typer.Argument(metavar="WHAT")],
-    code: Annotated[int, typer.Option("--code", metavar="N", help="Of the ranks.")] = 0,
+    code: Annotated[int, typer.Option("--code", metavar="N", help="Exit code of the ranks.")] = 0,
 ) -> None:
-    """Before and after the ranks of a Slurm job; prints the nodes to leave out, and ends with 75 if the job is to be queued again."""
+    """Runs before and after the ranks of a Slurm job: prints the nodes to exclude; exit code 75 if the job is to be requeued."""
     from lmworks.launch import slurm
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
 
     if what == "begin":
         slurm.begin(Path(run))
@@ -178,7 +182,7 @@ def _start(launch: object, dry_run: bool) -> None:
     if dry_run:
         for host in launch.hosts:
             script = launch.script(host, 0)
-            print(f"# {host.name}, {host.slots} ranks; the port is chosen at the start")
+            print(f"# {host.name}, {host.slots} ranks; the port is chosen at start")
             print(mask(script if launch.ssh is None else shlex.join(launch.command(script, host))))
         return
     raise typer.Exit(launch.run())

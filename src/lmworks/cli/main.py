@@ -1,4 +1,4 @@
-"""The command line: parses, calls one function, prints."""
+"""Entry point of the command line: registers the commands and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lmworks.errors import UserError
 from lmworks.masking import mask
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Raw text to a language model that people can talk to."
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Train language models, from raw text to serving."
 )
-_INTERRUPTED = "interrupted; nothing finished was lost, and the same command goes on where it was"
+_INTERRUPTED = "interrupted; finished work is kept, and the same command resumes it"
 
 
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere in the command.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; accepted anywhere in the command.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
@@ -33,7 +33,7 @@ def _root(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
-    machine.overrides()  # a wrong word in them ends every command, not only those that ask
+    machine.overrides()  # an invalid LMWORKS_MACHINE ends every command, not only those that read it
 
 
 @cache
@@ -45,8 +45,8 @@ def _register() -> None:
 
 
 def main() -> None:
-    """Entry point. A user's fault is one line and exit code 2; a request to stop is one line and 130,
-    or 75 if a scheduler made it; a fault of ours one line and 1."""
+    """Entry point. Errors are one line. Exit codes: 2 for a user error, 130 for an interruption, 75 for preemption by a scheduler, 1 for a
+    bug in lmworks."""
     from lmworks.interrupt import Interrupted, Preempted
 
     _register()
@@ -55,8 +55,8 @@ def main() -> None:
     command = typer.main.get_command(app)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # of a stream that a rank has moved from a file to a pipe
-                stream.reconfigure(errors="replace")  # a terminal in an encoding of few characters is no reason to end
+            with suppress(OSError):  # fails for a stream that a rank has redirected from a file to a pipe
+                stream.reconfigure(errors="replace")  # a terminal with a limited encoding must not end the command
     try:
         with command.make_context("lmworks", [argument for argument in sys.argv[1:] if argument != "--debug"]) as context:
             command.invoke(context)
@@ -71,14 +71,14 @@ def main() -> None:
         _fail(stop, _INTERRUPTED, 130, debug)
     except UserError as error:
         _fail(error, f"error: {error}", 2, debug)
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if hasattr(error, "format_message"):  # the parser's; empty where it has printed the help instead
+        if hasattr(error, "format_message"):  # an error of the parser; empty if it has printed the help
             _fail(error, error.format_message() and f"error: {error.format_message()}", 2, debug)
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        _fail(error, f"error: {what} (this is a fault of lmworks; --debug shows where it happened)", 1, debug)
+        _fail(error, f"error: {what} (this is a bug in lmworks; --debug shows the traceback)", 1, debug)
 
 
 def _fail(error: BaseException, message: str, code: int, debug: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Arguments and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, such as runs/quickstart.")]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="A.B=C", help="Override a value; may be repeated.", default_factory=list, show_default=False),
+    typer.Option("--set", metavar="A.B=C", help="Override a recipe value; may be repeated.", default_factory=list, show_default=False),
 ]
 AllowOption = Annotated[
     list[str],
     typer.Option(
         "--allow", metavar="A.B", default_factory=list, show_default=False,
-        help="Go on although this key changed since training began; may be repeated.",
+        help="Allow this recipe key to differ from the one that training began with; may be repeated.",
     ),
 ]  # fmt: skip
 SizeOption = Annotated[
-    str | None, typer.Option("--size", metavar="N", help="The one dial: a parameter count such as 125M; the rest derives.")
+    str | None, typer.Option("--size", metavar="N", help="Parameter count, such as 125M; everything else is derived from it.")
 ]
 TimeOption = Annotated[
     str | None,
-    typer.Option("--time", metavar="T", help="Minutes such as 8min for all of it: the speed measured here says how much is trained."),
+    typer.Option("--time", metavar="T", help="Wall time of the whole run, such as 8min; token budgets are scaled by the measured speed."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def within(time: str | None, overrides: Sequence[str]) -> list[str]:
-    """The overrides with `--time` among them."""
+    """The overrides, including `--time`."""
     return [*overrides, *([f"time={time}"] if time is not None else [])]
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with a dataclass of options among its parameters, as typer wants it, which reads options from a signature: with the
-    fields of that class in its place."""
+    """Expand a parameter that is a dataclass of options into one parameter per field, because typer reads options from the signature."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     hints = get_type_hints(command, include_extras=True)

@@ -1,4 +1,4 @@
-"""`lmworks preflight`: what a run will lean on, checked before it is paid for."""
+"""`lmworks preflight`: check machines, storage, data and layout before a run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def preflight(
     overrides: SetOption,
     size: SizeOption = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, and its layout; this machine when left out.")
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, with its mesh layout; by default this machine.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check machines, disks, data, first batches, layout, checkpoints, export; changes nothing, and ends with 1 if one fails."""
+    """Check machines, disks, data, first batches, layout, checkpoints and export. Changes nothing; exit code 1 if a check fails."""
     from lmworks.cli.layouts import settled, settled_here
     from lmworks.doctor.preflight import checks
-    from lmworks.doctor.preflight.finding import Context
+    from lmworks.doctor.preflight.check_result import CheckContext
     from lmworks.parallel.process_group import destroy_ranks, init_ranks, is_launched
     from lmworks.plan.layout import devices
     from lmworks.recipe.loading.load import load_cluster, load_recipe
@@ -47,7 +47,7 @@ def preflight(
     ranks = init_ranks(here.layout, float(here.launch.timeout), here.threads) if is_launched() else None
     if ranks is not None:
         here = here.model_copy(update={"layout": ranks.layout})
-    context = Context(here, resolved.fingerprint, where, recipe, ranks)
+    context = CheckContext(here, resolved.fingerprint, where, recipe, ranks)
     if ranks is not None and not ranks.is_first:
         checks.follow(context)
         destroy_ranks()

@@ -1,4 +1,4 @@
-"""`lmworks show` and `lmworks plan`: what a recipe says, and what it would cost."""
+"""`lmworks show` and `lmworks plan`: resolve a recipe, and predict its memory, time and cost."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def register(app: typer.Typer) -> None:
         overrides: SetOption,
         size: SizeOption = None,
         time: TimeOption = None,
-        changed: Annotated[bool, typer.Option("--changed", help="Leave the defaults out.")] = False,
+        changed: Annotated[bool, typer.Option("--changed", help="Omit values that are defaults.")] = False,
         as_json: JsonOption = False,
     ) -> None:
-        """Print every value of a recipe and where it came from; for a run within a time that has begun, the numbers that it was given."""
+        """Print every value of a recipe and its origin. For a started run with a time budget, the resulting token budgets are shown."""
         from lmworks.recipe.loading import show as showing
 
         resolved, note = _as_it_runs(recipe, within(time, overrides), size)
@@ -43,15 +43,15 @@ def register(app: typer.Typer) -> None:
         recipe: RecipeArgument,
         overrides: SetOption,
         cluster: Annotated[
-            str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; this machine when left out.")
+            str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")
         ] = None,
         size: SizeOption = None,
         time: TimeOption = None,
-        calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU here with a run of half a minute.")] = False,
-        mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="An MFU that you measured.")] = None,
+        calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU on this machine, in half a minute.")] = False,
+        mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="MFU to assume, from a measurement of yours.")] = None,
         as_json: JsonOption = False,
     ) -> None:
-        """Parameters, operations, memory, layout, time, cost and disk of a run, before it is paid for."""
+        """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run."""
         from lmworks.plan.machine import this_machine
         from lmworks.plan.plan import make_plan, plain
         from lmworks.plan.render import amount, render
@@ -92,11 +92,11 @@ def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tupl
     """The recipe, with the numbers that its run was given for its time; and what is to be said where there are none yet."""
     from lmworks.plan.plan import days
     from lmworks.recipe.loading.load import load_recipe
-    from lmworks.run.budget import kept
+    from lmworks.run.time_budget import recorded_budget
 
     resolved = load_recipe(recipe, overrides, size)
     assert resolved.recipe.run_dir
-    settled = kept(resolved, Path(resolved.recipe.run_dir))
+    settled = recorded_budget(resolved, Path(resolved.recipe.run_dir))
     if settled is not None:
         return settled, ""
     assert resolved.recipe.time is not None

@@ -1,4 +1,4 @@
-"""`lmworks run` and the stages as commands of their own."""
+"""`lmworks run`, one command per stage, and commands on finished runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, token
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 
-UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Where the copy lies: s3://bucket/folder, or a directory.")]
+UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
 
 _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command("run")(run)
     corpus = typer.Typer(no_args_is_help=True, help=_HEADINGS["corpus"])
-    corpus_jobs.register(corpus, _walk)
+    corpus_jobs.register(corpus, _run_stages)
     corpus_commands.register(corpus)
     app.add_typer(corpus, name="corpus")
     for name, stage, text in (
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
             tokenizer_commands.register(noun)
         app.add_typer(noun, name=stage)
     for stage in ("pretrain", "tune", "evaluate", "export"):
-        app.command(stage, help=f"{_HEADINGS[stage]}; does the stages before it first, where they are not done.")(_stage_command(stage))
+        app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
     checkpoint_commands.register(app)
     app.command("report")(report)
     app.command("replay")(replay)
@@ -54,47 +54,47 @@ def register(app: typer.Typer) -> None:
 
 
 def run(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
-    """Raw text to a model: walks all stages, skips what is done, resumes what broke."""
-    _walk(recipe, within(time, overrides), size, allow, None)
+    """Run all stages of a recipe, from raw text to an exported model; stages that are done are skipped, others are resumed or repeated."""
+    _run_stages(recipe, within(time, overrides), size, allow, None)
 
 
 def _stage_command(stage: str) -> Callable[..., None]:
     def command(recipe: RecipeArgument, overrides: SetOption, allow: AllowOption, size: SizeOption = None, time: TimeOption = None) -> None:
-        _walk(recipe, within(time, overrides), size, allow, stage)
+        _run_stages(recipe, within(time, overrides), size, allow, stage)
 
     return command
 
 
-def _walk(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
+def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: Sequence[str], last: str | None) -> None:
     from lmworks.cli.layouts import settled_here
     from lmworks.recipe.loading.load import load_recipe
+    from lmworks.run.runner import StageEvent, run_stages
     from lmworks.run.summary import summary
-    from lmworks.run.walk import Told, walk
 
     out = console()
     resolved = load_recipe(recipe, overrides, size, corpus_only=True) if last == "corpus" else settled_here(recipe, overrides, size)
 
-    def tell(told: Told) -> None:
-        if told.what == "skip":
-            out.print(f"{_HEADINGS[told.stage]}: done before", style="dim")
-        elif told.what == "note":
-            out.print(told.printable)
-        elif told.what == "begin":
-            out.print(f"\n{_HEADINGS[told.stage]}", style="bold")
-            if told.printable is not None:
-                out.print(told.printable, soft_wrap=True)
+    def on_event(event: StageEvent) -> None:
+        if event.kind == "skip":
+            out.print(f"{_HEADINGS[event.stage]}: done before", style="dim")
+        elif event.kind == "note":
+            out.print(event.printable)
+        elif event.kind == "begin":
+            out.print(f"\n{_HEADINGS[event.stage]}", style="bold")
+            if event.printable is not None:
+                out.print(event.printable, soft_wrap=True)
         else:
-            if told.printable is not None and (last is not None or told.stage != "evaluate"):  # the summary shows the scores
-                out.print(told.printable)
-            out.print(f"{told.stage} took {told.seconds:.0f} s", style="dim")
+            if event.printable is not None and (last is not None or event.stage != "evaluate"):  # the summary shows the scores
+                out.print(event.printable)
+            out.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
 
-    run_dir = walk(resolved, last=last, allow=allow, tell=tell, resume_command=_go_on())
+    run_dir = run_stages(resolved, last=last, allow=allow, on_event=on_event, resume_command=_resume_command())
     if last is None:
         out.print(summary(run_dir))
 
 
-def _go_on() -> str:
-    """The command that goes on with the run: as it was typed, also where a launcher has started this process as a rank."""
+def _resume_command() -> str:
+    """The command that resumes the run, as the user typed it, also if a launcher has started this process as a rank."""
     from lmworks.launch.folder import COMMAND
 
     return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
@@ -102,14 +102,14 @@ def _go_on() -> str:
 
 def replay(
     run: RunArgument,
-    step: Annotated[int | None, typer.Argument(help="The step whose batch was kept; by default the newest.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Argument(help="Step of the saved batch; by default the newest.", show_default=False)] = None,
     at: Annotated[
-        int | None, typer.Option("--checkpoint", metavar="STEP", help="The weights to use; by default the newest of that step or before.")
+        int | None, typer.Option("--checkpoint", metavar="STEP", help="Checkpoint to use; by default the newest at or before that step.")
     ] = None,
     tuned: checkpoint_commands.TunedOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a batch that was kept as bad through a checkpoint again: loss, gradients, and the first operator that is not finite."""
+    """Run a saved bad batch through a checkpoint again: loss, gradients, and the first operator with a non-finite result."""
     from lmworks.run.replay import replay
 
     found = replay(Path(run), "tuned" if tuned else "base", step, at)
@@ -119,7 +119,7 @@ def replay(
     out = console()
     out.print(f"the batch of step {found['step']} through {found['checkpoint']}")
     out.print(f"loss {found['loss']:.4f} nats per token, gradient norm {found['grad_norm']:.4g}")
-    out.print(f"not finite first: {found['first']}" if found["first"] else "every operator's result is finite", soft_wrap=True)
+    out.print(f"first non-finite result: {found['first']}" if found["first"] else "all results are finite", soft_wrap=True)
     for one in found["sequences"]:
         out.print(f"  sequence {one['sequence']}: loss {one['loss']:.4f}")
     for one in found["gradients"]:
@@ -127,12 +127,12 @@ def replay(
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with more of them the page compares the runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="A run directory; with several, the page compares the runs.")],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for the price and power of a device.")
+        str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name, for price and power per device.")
     ] = None,
 ) -> None:
-    """Write the run page, one static HTML file, from what the run has recorded so far; of several runs RUN/comparison.html."""
+    """Write the run page RUN/report.html, one static HTML file; with several runs, RUN/comparison.html."""
     from lmworks.doctor.page import write_page
     from lmworks.recipe.loading.load import load_cluster
 
@@ -140,14 +140,14 @@ def report(
 
 
 def copy(run: RunArgument, url: UrlArgument) -> None:
-    """Copy a run to object storage or another directory: corpus, shards, newest checkpoints; what is there already is not sent again."""
-    from lmworks.run.copies import copy
+    """Copy corpus, shards and newest checkpoints of a run to object storage or a directory; equal files are not sent again."""
+    from lmworks.run.copy import copy_run
 
-    copy(Path(run), url, console().print)
+    copy_run(Path(run), url, console().print)
 
 
-def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to make.")]) -> None:
-    """Make a run directory of a copy, by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` goes on with it."""
-    from lmworks.run.copies import restore
+def restore(url: UrlArgument, run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory to create.")]) -> None:
+    """Restore a run directory from a copy made by `lmworks copy` or `checkpoints.copy_to`; the next `lmworks run` resumes it."""
+    from lmworks.run.copy import restore_run
 
-    restore(url, Path(run), console().print)
+    restore_run(url, Path(run), console().print)

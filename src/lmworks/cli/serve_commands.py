@@ -1,4 +1,4 @@
-"""`lmworks chat` and `lmworks serve`: talking to a trained model."""
+"""`lmworks chat` and `lmworks serve`: chat with a model, or serve it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 if TYPE_CHECKING:
     from lmworks.serve.engine import Engine
 
-RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one with a model in Hugging Face's form.")]
+RunOrModel = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder with a model in Hugging Face format.")]
 
-BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model, although there is a tuned one.")]
+BaseOption = Annotated[bool, typer.Option("--base", help="Use the base model even if there is a tuned one.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,25 +22,27 @@ def register(app: typer.Typer) -> None:
 
 
 def _open(path: Path, base: bool) -> Engine:
-    from lmworks.serve.opening import engine_for, open_run
+    from lmworks.serve.loading import load_engine, make_engine
 
     if not (path / "config.json").is_file():
-        return open_run(path, base)
+        return load_engine(path, base)
     from lmworks.export.huggingface import read_model
 
-    return engine_for(read_model(path), path, path.resolve().name)
+    return make_engine(read_model(path), path, path.resolve().name)
 
 
 def chat(
     run: RunOrModel,
     base: BaseOption = False,
-    system: Annotated[str, typer.Option("--system", help="How the model should behave.")] = "",
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="0 always takes the likeliest token.")] = 0.7,
-    min_p: Annotated[float, typer.Option("--min-p", min=0, max=1, help="Least share of the likeliest token's probability.")] = 0.1,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest answer; else what the context leaves.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Repeat the same draws.")] = None,
+    system: Annotated[str, typer.Option("--system", help="System prompt.")] = "",
+    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2, help="Sampling temperature; 0 is greedy decoding.")] = 0.7,
+    min_p: Annotated[float, typer.Option("--min-p", min=0, max=1, help="Minimum probability relative to the most likely token.")] = 0.1,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Maximum length of an answer; by default the rest of the context.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Sampling seed.")] = None,
 ) -> None:
-    """Talk to a run's model in the terminal; with a pipe as input, each line gets an answer."""
+    """Chat with a run's model in the terminal; if input is a pipe, each line is answered."""
     from lmworks.serve.chat import Conversation
     from lmworks.serve.chat import chat as talk
 
@@ -54,35 +56,35 @@ def chat(
 def serve(
     run: RunOrModel,
     base: BaseOption = False,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Key that clients must send.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="API key that clients must send.")] = None,
 ) -> None:
-    """Serve a run's tuned and base model: a chat page and an API like OpenAI's."""
+    """Serve a run's tuned and base model: a chat page and an OpenAI-compatible API."""
     from rich.text import Text
 
-    from lmworks.serve.guard import LOOPBACK, ServerOptions
+    from lmworks.serve.loading import load_models
+    from lmworks.serve.middleware import LOOPBACK, ServerOptions
     from lmworks.serve.models import Models
-    from lmworks.serve.opening import open_both
     from lmworks.serve.server import listen, require_extra
     from lmworks.serve.server import serve as answer
     from lmworks.terminal import Terminal
 
     require_extra()
     options = ServerOptions(host, port, api_key)
-    listener = listen(options)  # before the model is loaded, so that a taken port is told at once
+    listener = listen(options)  # before the model is loaded, so that a port in use is reported at once
     folder = Path(run)
-    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else open_both(folder, base)
+    models = Models(_open(folder, base)) if (folder / "config.json").is_file() else load_models(folder, base)
     local = f"[{host}]" if ":" in host else host
     address = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0', '::', '::1') else local}:{listener.getsockname()[1]}"
     console = Terminal()
     first, *others = models.known
     console.print(Text.assemble("\n", (first, "bold"), " is served", *(f", and {name} from its first request on" for name in others)))
-    for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("figures", "/metrics")):
+    for what, path in (("chat page", "/"), ("OpenAI API", "/v1"), ("metrics", "/metrics")):
         console.print(f"  {what:<12}{address}{path}")
     if host not in LOOPBACK and not api_key:
-        console.print("Anyone who can reach this machine may use it; --api-key KEY asks for a key.", style="yellow")
-    console.print("Ctrl-C ends it.", style="dim")
+        console.print("Anyone who can reach this machine can use it; --api-key KEY requires a key.", style="yellow")
+    console.print("Press Ctrl-C to stop.", style="dim")
     try:
         answer(models, listener, options)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`lmworks tokenizer`: what a tokenizer does to the text, to a new domain, and to the model."""
+"""`lmworks tokenizer`: evaluate a tokenizer, measure drift, and choose a vocabulary size."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def register(noun: typer.Typer) -> None:
 def evaluate(
     run: RunArgument,
     against: Annotated[
-        list[Path], typer.Option("--against", help="Another tokenizer.json; may be repeated.", default_factory=list, show_default=False)
+        list[Path],
+        typer.Option("--against", help="A tokenizer.json to compare with; may be repeated.", default_factory=list, show_default=False),
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Fertility, words cut, bytes per token and round trip per domain and language, beside other tokenizers."""
+    """Evaluate the tokenizer per domain and language: fertility, split words, bytes per token, round trip; optionally against others."""
     from lmworks.tokenizer import load
     from lmworks.tokenizer.evaluate import evaluate, table
 
@@ -38,11 +39,11 @@ def evaluate(
 
 def drift(
     run: RunArgument,
-    add: Annotated[list[str], typer.Option("--add", help="A source that counts as new; may be repeated.")],
+    add: Annotated[list[str], typer.Option("--add", help="A source to treat as new; may be repeated.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Train without a source and with it, and show what that does to the tokens per word of the others. Changes nothing in the run."""
-    from lmworks.run.walk import require_run
+    """Measure drift: train tokenizers with and without a source and compare fertility on the others. Changes nothing in the run."""
+    from lmworks.run.run_dir import require_run
     from lmworks.tokenizer.drift import drift, table
 
     rows = drift(require_run(Path(run)), Path(run) / "corpus", add)
@@ -52,16 +53,18 @@ def drift(
 def sizes(
     run: RunArgument,
     size: Annotated[
-        list[int], typer.Option("--size", help="Entries; may be repeated.", default_factory=lambda: list(_SIZES), show_default=False)
+        list[int], typer.Option("--size", help="Vocabulary size; repeatable.", default_factory=lambda: list(_SIZES), show_default=False)
     ],
-    train_to: Annotated[int | None, typer.Option("--train-to", help="Train one of this many entries first, for larger sizes.")] = None,
+    train_to: Annotated[
+        int | None, typer.Option("--train-to", help="First train a tokenizer of this vocabulary size, to compare larger sizes.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which vocabulary size suits the planned model: embedding share and FLOPs against tokens per word. Changes nothing in the run."""
+    """Compare vocabulary sizes for the planned model: embedding parameters and FLOPs against fertility. Changes nothing in the run."""
     import tempfile
 
     from lmworks.plan.vocabulary import compare_sizes, table
-    from lmworks.run.walk import require_run
+    from lmworks.run.run_dir import require_run
     from lmworks.tokenizer.sample import source_weights
     from lmworks.tokenizer.sizes import evaluate_sizes
     from lmworks.tokenizer.train import train

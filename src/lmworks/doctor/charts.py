@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from lmworks.doctor.figures import SHOWN, compact
-from lmworks.doctor.gather import Mark
+from lmworks.doctor.formatting import SHOWN, compact
+from lmworks.doctor.run_records import Mark
 from lmworks.doctor.series import Point, Series
 
 _DOTS = 24  # points up to which each is marked
@@ -205,7 +205,7 @@ def _unit(share: float) -> str:
 
 
 def smooth(points: list[Point]) -> list[Point]:
-    """A centred mean with Gaussian weights, about 1.5% of the series wide but never wider than a fifth of the way from the start,
+    """A centered mean with Gaussian weights, about 1.5% of the series wide but never wider than a fifth of the way from the start,
     so that the steep beginning stays steep also on a logarithmic axis."""
     smoothed = []
     for at, (x, _) in enumerate(points):

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from lmworks import __version__
 from lmworks.doctor.distributions import Distribution
-from lmworks.doctor.figures import compact, percent, significant, size
+from lmworks.doctor.formatting import compact, percent, significant, size
 from lmworks.files import write_text
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lmworks.doctor.charts import Chart, Level, Line, raw_and_smooth
-from lmworks.doctor.figures import compact
-from lmworks.doctor.gather import Training
-from lmworks.doctor.heat import Heat
+from lmworks.doctor.formatting import compact
+from lmworks.doctor.heatmap import Heatmap
+from lmworks.doctor.run_records import Training
 from lmworks.doctor.series import Point, Series
 from lmworks.metrics.names import METRICS
 
@@ -22,7 +22,7 @@ _LEVEL_TONES = {"xz -9e": "l0", "PPMd": "l1", "byte unigram": "l2"}
 
 
 class Curves:
-    """The charts of one stage; each method gives those that there is data for. `others` are the same stage of runs to compare with."""
+    """The charts of one stage; each method returns those that have data. `others` are the same stage of the runs to compare with."""
 
     def __init__(self, training: Training, group: str, others: Sequence[tuple[str, Training]] = ()) -> None:
         self.training, self.group, self.others = training, group, others
@@ -36,7 +36,7 @@ class Curves:
         series = self.training.series.get("train/loss")
         if series is None:
             return []
-        hint = "Cross-entropy in nats per token: how surprised the model is by the next token. Lower is better."
+        hint = "Cross-entropy in nats per token. Lower is better."
         lines = [*raw_and_smooth(series, "loss", "c0"), *self._others("train/loss")]
         top = _calm_top([point for line in lines if line.kind != "raw" for point in line.points])
         more: dict[str, Any] = {"marks": self.training.marks, "wide": True, "name_phases": True, "top": top}
@@ -65,10 +65,10 @@ class Curves:
             whole = domain == OVERALL
             if not whole:
                 levels = [level for level in levels if level.name != "byte unigram"]  # far above all, and in the table
-            hint = "Bits the model needs for a byte of text it has never seen; comparable across tokenizers."
+            hint = "Cross-entropy on held-out text in bits per byte; comparable across tokenizers."
             if not all_of_it.get(domain):
-                hint += f" Measured all along on the same sample, at most {compact(sample)} bytes of each domain"
-                hint += "; the table below compares the finished models with compressors, on all of the text." if references else "."
+                hint += f" Measured during training on the same sample, at most {compact(sample)} bytes of each domain"
+                hint += "; the table below compares the final models with compressors on all held-out text." if references else "."
             metric = "validation/bits_per_byte" if whole else f"validation/{domain}/bits_per_byte"
             lines = [Line("model", series[domain].means(), "c0"), *self._others(metric)]
             more: dict[str, Any] = {"levels": levels, "wide": whole, "name_phases": whole, "marks": self.quiet if whole else []}
@@ -90,21 +90,21 @@ class Curves:
         )
         if (norm := self.training.series.get("optim/grad_norm")) is not None:
             lines = [*raw_and_smooth(norm, "gradient norm", "c2"), *self._others("optim/grad_norm")]
-            hint = "Global, before clipping. Spikes here come before spikes of the loss."
+            hint = "Global gradient norm before clipping. Spikes often precede loss spikes."
             charts.append(self._chart("norm", "Gradient norm", hint, lines, log_y=_spans(norm), marks=self.quiet))
         charts += self._plain("z", "z-loss", "Squared log-partition of the head, before its weight.", [("train/z_loss", "z-loss", "c3")])
         charts += self._plain("scale", "Loss scale", "Dynamic scale of fp16.", [("optim/loss_scale", "scale", "c4")], log_y=True)
         return charts
 
-    def experts(self) -> list[Chart | Heat]:
+    def experts(self) -> list[Chart | Heatmap]:
         layers = self._layers("experts/load_cv/")
-        charts: list[Chart | Heat] = []
+        charts: list[Chart | Heatmap] = []
         if layers:
             hint = "Coefficient of variation of the experts' loads in each layer: 0 is perfect balance."
             lines = [*self._layer_lines(layers), *self._others("experts/load_cv")]
             charts.append(self._chart("cv", "Load imbalance", hint, lines, zero=True, marks=self.quiet))
-            hint = "The same by layer, first layer on top. Pale is balanced."
-            charts.append(Heat(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
+            hint = "The same by layer, first layer on top. Light colors are balanced."
+            charts.append(Heatmap(f"{self.group}-cv-heat", "Load imbalance by layer", hint, layers, self.steps, self.group))
         charts += self._plain(
             "ratio",
             "Busiest and idlest expert",
@@ -116,7 +116,7 @@ class Curves:
         charts += self._plain(
             "bias",
             "Selection bias",
-            "Largest absolute bias that keeps the experts balanced, over layers.",
+            "Largest absolute selection bias of the routers, over all layers.",
             [("experts/bias_max", "largest bias", "c4")],
             zero=True,
         )
@@ -126,7 +126,7 @@ class Curves:
         charts += self._plain(
             "overflow",
             "Overflow",
-            "Share of the routed tokens above the capacity factor.",
+            "Fraction of routed tokens above the capacity factor.",
             [("experts/overflow", "overflow", "c5")],
             shown="percent",
             zero=True,
@@ -138,12 +138,12 @@ class Curves:
         charts = []
         if (speed := series.get("perf/tokens_per_second")) is not None:
             lines = [*raw_and_smooth(speed, "tokens per second", "c0"), *self._others("perf/tokens_per_second")]
-            hint = "Tokens per second, saves and validation left out."
+            hint = "Tokens per second, without saves and validation."
             charts.append(self._chart("speed", "Throughput", hint, lines, shown="compact", zero=True))
         charts += self._plain(
             "mfu",
             "Model FLOPs utilisation",
-            "Share of this machine's measured matrix-multiply peak.",
+            "Model FLOPs utilization: fraction of this machine's measured matrix-multiply peak.",
             [("perf/mfu", "MFU", "c2")],
             shown="percent",
             zero=True,
@@ -151,7 +151,7 @@ class Curves:
         charts += self._plain(
             "wait",
             "Data wait",
-            "Time for which steps waited for their batch.",
+            "Time that steps waited for their batch.",
             [("perf/data_wait", "wait", "c1")],
             shown="seconds",
             zero=True,

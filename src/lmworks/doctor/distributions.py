@@ -8,10 +8,10 @@ from typing import Any
 
 from lmworks.corpus.histogram import Histogram
 from lmworks.doctor.charts import Axis
-from lmworks.doctor.figures import SHOWN
+from lmworks.doctor.formatting import SHOWN
 
 _MOST_BINS = 48
-_EDGE = 0.002  # of the values at either end are drawn with their neighbours
+_EDGE = 0.002  # of the values at either end are drawn with their neighbors
 
 
 @dataclass(frozen=True)

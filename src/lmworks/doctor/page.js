@@ -82,7 +82,7 @@ class Axis {
   }
 }
 
-// A centred mean with Gaussian weights, `percent` of the series wide, never wider than a fifth of the way from the start (as charts.py).
+// A centered mean with Gaussian weights, `percent` of the series wide, never wider than a fifth of the way from the start (as charts.py).
 const smooth = (values, percent) => values.map((value, at) => {
   const width = Math.min(percent / 100 * values.length, 0.2 * at);
   if (width < 0.5) return value;

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from lmworks import __version__
-from lmworks.doctor import facts
+from lmworks.doctor import overview, tables
 from lmworks.doctor.charts import Chart, Grid
 from lmworks.doctor.curves import Curves
-from lmworks.doctor.gather import Run, Training, gather
-from lmworks.doctor.heat import Heat
+from lmworks.doctor.heatmap import Heatmap
+from lmworks.doctor.run_records import Run, Training, read_run
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
 from lmworks.recipe.schema.cluster import Cluster
@@ -44,7 +44,7 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
     """
     run_dir = Path(run_dir)
     path = run_dir / (COMPARISON if others else FILE)
-    text = render(gather(run_dir), cluster, [gather(other) for other in others])
+    text = render(read_run(run_dir), cluster, [read_run(other) for other in others])
     write_text(path, text.encode("utf-8", "replace").decode())  # a record may hold half a surrogate pair
     return path
 
@@ -55,7 +55,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
     charts: dict[str, list[Any]] = {
         "loss": main.loss(),
-        "held_out": main.held_out(facts.references(run), facts.sizes(run), sample),
+        "held_out": main.held_out(tables.references(run), tables.sizes(run), sample),
         "optimizer": main.optimizer(),
         "experts": main.experts(),
         "machine": main.machine(),
@@ -67,18 +67,18 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     data |= {"steps": grid.steps, "running": run.state == "running"}
     style, script = _source("page.css"), _source("page.js")
     return _template().render(
-        heading=facts.heading(run),
-        comparison=facts.comparison([run, *others]),
+        heading=overview.heading(run),
+        comparison=overview.comparison([run, *others]),
         stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
-        tiles=facts.tiles(run, cluster),
+        tiles=overview.tiles(run, cluster),
         charts={name: _views(part) for name, part in charts.items()},
-        samples=facts.samples(run.pretrain),
-        tuned_samples=facts.samples(run.training["tune"]),
-        bits=facts.bits(run),
-        scores=facts.scores(run),
-        corpus=facts.corpus(run),
-        tokenizer=facts.tokenizer(run),
-        parity=facts.parity(run),
+        samples=tables.samples(run.pretrain),
+        tuned_samples=tables.samples(run.training["tune"]),
+        bits=tables.bits(run),
+        scores=tables.scores(run),
+        corpus=tables.corpus(run),
+        tokenizer=tables.tokenizer(run),
+        parity=tables.parity(run),
         timeline=timeline(run),
         recipe=json.dumps(run.tree, indent=2, ensure_ascii=False) if run.tree else "",
         data=Markup(_json_for_html(data)),
@@ -99,11 +99,11 @@ def _axes(training: Training, grid: Grid) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _views(charts: list[Chart | Heat]) -> list[tuple[str, dict[str, Any]]]:
+def _views(charts: list[Chart | Heatmap]) -> list[tuple[str, dict[str, Any]]]:
     """Shape and view of each; where two stand side by side, a last one without a partner gets the whole width."""
     narrow = [chart for chart in charts if not getattr(chart, "wide", False)]
     alone = narrow[-1] if len(narrow) % 2 else None
-    return [("heat" if isinstance(chart, Heat) else "lines", chart.view() | {"alone": chart is alone}) for chart in charts]
+    return [("heat" if isinstance(chart, Heatmap) else "lines", chart.view() | {"alone": chart is alone}) for chart in charts]
 
 
 @cache

@@ -9,7 +9,7 @@ Point = tuple[float, float]
 
 @dataclass(slots=True)
 class Bucket:
-    """A stretch of neighbouring points: its ends, its extremes, its mean."""
+    """A stretch of neighboring points: its ends, its extremes, its mean."""
 
     first: Point
     last: Point
@@ -38,7 +38,7 @@ class Bucket:
 class Series:
     """Points with rising x, of which at most `most` buckets are kept (an even number, at least 2).
 
-    Each bucket covers `width` points. Whenever they are all used, neighbours are merged and the width doubles, so that nothing
+    Each bucket covers `width` points. Whenever they are all used, neighbors are merged and the width doubles, so that nothing
     need be known about the length. As in M4 (Jugel et al., VLDB 2014) a bucket keeps its first, lowest, highest and last point,
     so a line through them looks like the line through all points, and no spike is lost.
     """

@@ -6,8 +6,8 @@ import json
 import time
 from typing import Any
 
-from lmworks.doctor.figures import compact, significant, size, span
-from lmworks.doctor.gather import Json, Run
+from lmworks.doctor.formatting import compact, significant, size, span
+from lmworks.doctor.run_records import Json, Run
 
 _KINDS = {
     "start": "start",

@@ -18,10 +18,10 @@ def wilson(correct: int, n: int, z: float = Z_95) -> tuple[float, float]:
     if n == 0:
         return 0.0, 1.0
     p = correct / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     # at the ends the formula is exact but its rounding is not
-    return (0.0 if correct == 0 else centre - half), (1.0 if correct == n else centre + half)
+    return (0.0 if correct == 0 else center - half), (1.0 if correct == n else center + half)
 
 
 @dataclass(frozen=True)

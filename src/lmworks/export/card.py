@@ -1,4 +1,4 @@
-"""The model card: what it is, what it was made of, how well it does, how to use it. Only what was measured is said."""
+"""Writes the model card: architecture, training data, evaluation, usage and limitations. It states only what was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmworks.watch.ledger import read_ledger
 
 
 def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
-    """README.md beside the weights, from the recipe and the reports of the run as far as they exist."""
+    """Write README.md beside the weights, from the recipe and the reports of the run that exist."""
     corpus = _optional(run_dir / "corpus" / "report.json")
     results = _optional(run_dir / "evaluate" / "results.json")
     parts = [_front_matter(corpus), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus), _scores(results)]
@@ -56,42 +56,43 @@ def _what(recipe: Recipe, model: Transformer) -> str:
             * sparse
         )
         kind = (
-            f"mixture of {config.moe.n_routed_experts} experts; each token uses {config.moe.num_experts_per_tok} of them and "
-            f"{config.moe.n_shared_experts} shared; "
-            f"dense layers first: {config.moe.first_k_dense_replace}"
+            f"mixture of experts: {config.moe.n_routed_experts} routed experts, {config.moe.num_experts_per_tok} active per token; "
+            f"shared experts: {config.moe.n_shared_experts}; leading dense layers: {config.moe.first_k_dense_replace}"
         )
-    trained = [(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]  # in whole steps, which seldom fill a budget
-    phases = [f"{phase.name} {steps.tokens:,} tokens in sequences of {int(phase.sequence_length):,}" for phase, steps in trained]
-    tuned = f" Then tuned on {int(recipe.tune.tokens):,} tokens of conversations, to write the assistant's part." if recipe.tune else ""
+    trained = [(phase, PhaseSteps.of(phase)) for phase in recipe.train.phases]  # whole steps rarely use a budget exactly
+    phases = [f"{phase.name} {steps.tokens:,} tokens at sequence length {int(phase.sequence_length):,}" for phase, steps in trained]
+    tuned = ""
+    if recipe.tune:
+        tuned = f" It was then fine-tuned on {int(recipe.tune.tokens):,} tokens of conversations, with loss on the assistant's tokens only."
     rows = [
-        ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} used per token)"), ("kind", kind),
-        ("layers, width", f"{config.num_hidden_layers}, {config.hidden_size}"),
+        ("class", f"`{class_for(config)}`"), ("parameters", f"{total:,} ({total - idle:,} active per token)"), ("feed-forward", kind),
+        ("layers, hidden size", f"{config.num_hidden_layers}, {config.hidden_size}"),
         ("attention", _attention(config)),
-        ("vocabulary", f"{config.vocab_size:,}"), ("context", f"{int(config.max_position_embeddings or 0):,} tokens"),
+        ("vocabulary", f"{config.vocab_size:,}"), ("context length", f"{int(config.max_position_embeddings or 0):,} tokens"),
     ]  # fmt: skip
-    begun = f"on from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from nothing"
+    begun = f"from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from scratch"
     text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
     return text + "\n\n" + _markdown(("", ""), rows)
 
 
 def _ended_early(run_dir: Path) -> str:
-    """Which stages ended before their budgets were used up, and with how much."""
+    """Which stages were stopped early, and after how many tokens."""
     lines, events = [], read_ledger(run_dir / "ledger.jsonl")
     for stage in ("pretrain", "tune"):
         last = [event for event in events if event["event"] in ("early_stop", "finish") and event["stage"] == stage]
         ended = next((event for event in last if event["event"] == "early_stop" and event["step"] == last[-1]["step"]), None)
         if ended is not None:
             used, step = ended.get("used_step", ended["step"]), ended["step"]
-            best = "" if used == step else f"; the weights are its best, those of step {used:,} of {step:,}"
+            best = "" if used == step else f"; the weights are the best ones, of step {used:,} of {step:,}"
             lines.append(f"Early stopping ended `{stage}` after {ended['tokens']:,} tokens{best}.")
     return " ".join(lines)
 
 
 def _attention(config: Model) -> str:
     if config.mla is None:
-        return f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads of {config.head_dim}"
+        return f"{config.num_attention_heads} query heads, {config.num_key_value_heads} key-value heads, head dimension {config.head_dim}"
     latents = f"{config.mla.kv_lora_rank} and {config.mla.qk_rope_head_dim}"
-    return f"{config.num_attention_heads} heads of {config.head_dim}, keys and values from latents of {latents}"
+    return f"multi-head latent attention, {config.num_attention_heads} heads of dimension {config.head_dim}, latents of {latents}"
 
 
 def _sources(corpus: dict[str, Any]) -> str:
@@ -100,31 +101,31 @@ def _sources(corpus: dict[str, Any]) -> str:
         return ""
     heads = ("source", "domain", "language", "MB after cleaning", "license")
     rows = [(one["name"], one["domain"], one["language"], f"{one['train']['bytes'] / 1e6:.1f}", one["license"]) for one in used]
-    return "## Trained on\n\n" + _markdown(heads, rows)
+    return "## Training data\n\n" + _markdown(heads, rows)
 
 
 def _scores(results: dict[str, Any]) -> str:
     models = results.get("models", {})
     if not models:
         return ""
-    parts = ["## Measured"]
+    parts = ["## Evaluation"]
     marks = results.get("references", {}).get("bits_per_byte", {})
     domains = next(iter(models.values()))["bits_per_byte"]
     columns = [{domain: value["bits_per_byte"] for domain, value in model["bits_per_byte"].items()} for model in models.values()]
     rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
-    parts.append("Bits per byte of held-out text, lower is better:")
+    parts.append("Bits per byte of held-out text (lower is better):")
     parts.append(_markdown(("domain", *models, *marks), rows))
     scored = [(one, kind) for kind in ("benchmarks", "tasks") for one in next(iter(models.values()))[kind]]
     if scored:
         rows = [(one, *_chances(models, kind, one), *(_score(model[kind].get(one)) for model in models.values())) for one, kind in scored]
         parts.append(
-            "Score in % with 95% interval; benchmarks in cloze form without examples, tasks answered freely. "
-            "Baseline: the best answer that ignores the question."
+            "Accuracy in % with 95% confidence interval. Benchmarks are zero-shot in cloze form, tasks are generated answers. "
+            "Baseline: the best constant answer that ignores the question."
         )
         parts.append(_markdown(("set", "items", "chance", "baseline", *models), rows))
         if doubts := results.get("not_clean"):
             lines = "\n".join(f"- {one}: {why}" for one, why in doubts.items())
-            parts.append(f"Not clean are scores on what may stand in the training text:\n\n{lines}")
+            parts.append(f"Scores that are not clean, because the training text may contain the items:\n\n{lines}")
     return "\n\n".join(parts)
 
 
@@ -163,16 +164,16 @@ def _use(recipe: Recipe, gguf: bool) -> str:
     if gguf:
         blocks.append("```\nllama-server -m ../gguf/model.gguf --jinja\n```")
     if talk:
-        blocks.append("The chat template has GLM-4.x's form. An answer ends at any of the three ids in `generation_config.json`.")
+        blocks.append("The chat template is that of GLM-4.x. Generation stops at any of the three ids in `generation_config.json`.")
     return "\n\n".join(blocks)
 
 
 def _limits(recipe: Recipe) -> str:
     seen = sum(int(phase.tokens) for phase in recipe.train.phases)
-    text = f"It has seen {seen:,} tokens."
+    text = f"The model was pretrained on {seen:,} tokens."
     if seen < 10**9:
-        text += " That is enough to learn the form of its texts and not their facts: what it states is not to be relied on."
-    return f"## Limits\n\n{text} Nothing was done to keep it from harmful or wrong answers."
+        text += " This is enough to learn the style of its training texts but not their facts: do not rely on its statements."
+    return f"## Limitations\n\n{text} It was not trained to avoid harmful or wrong answers."
 
 
 def _markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
-from lmworks.export.names import carries_mtp, from_huggingface, from_neighbours, refuse_foreign, rotates, sources, to_huggingface
+from lmworks.export.names import carries_mtp, from_huggingface, from_interleaved, refuse_foreign, rotates, sources, to_huggingface
 from lmworks.files import atomic_path, explain_damage, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
@@ -101,13 +101,13 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
         family = family_in(config)
         with torch.device("meta"):
             refuse_foreign(handles, Transformer(model).state_dict(), model, family)
-        neighbours = bool(config.get("rope_interleave", True))
+        interleaved = bool(config.get("rope_interleave", True))
         for name, tensor in state.items():
             ours = "embedding.weight" if name == "head.weight" and model.tie_word_embeddings else name
             part = local_slice(ours, tensor)
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
-                    order = partial(from_neighbours, ours, model=model) if neighbours and rotates(ours, model) else None
+                    order = partial(from_interleaved, ours, model=model) if interleaved and rotates(ours, model) else None
                     _read(handles[theirs].get_slice(theirs), theirs, box, order)
                 elif not name.startswith("mtp."):
                     raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
@@ -139,8 +139,8 @@ def read_model(directory: Path) -> Transformer:
     state = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         state.pop("head.weight", None)
-    neighbours = bool(config.get("rope_interleave", True))
-    from_huggingface(_tensors(directory), state, model.config, family_in(config), neighbours=neighbours)
+    interleaved = bool(config.get("rope_interleave", True))
+    from_huggingface(_tensors(directory), state, model.config, family_in(config), interleaved=interleaved)
     return model.eval()
 
 

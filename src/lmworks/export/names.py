@@ -1,8 +1,8 @@
 """Our parameter names and Hugging Face's, which a family declares once (`lmworks.recipe.families`), read in both directions.
 
-Our stacked expert weights (E, out, in) are E separate weights (out, in) there. Layers of multi-token
-prediction go on with the numbers of the others there, and each has a copy of the embedding and the head beside it. The rotated dimensions
-of latent attention lie there in neighbours (2i, 2i + 1), and here in halves (i, i + R/2).
+Our stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging Face's format. Layers of multi-token prediction continue
+the layer numbers there, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are interleaved
+there, in pairs (2i, 2i + 1), and here they are halves, in pairs (i, i + R/2).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
         if "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
-            yield theirs, _neighbours(numbered, tensor, model)
+            yield theirs, _interleave(numbered, tensor, model)
         if name in _COPIES and carries_mtp(model) and model.mtp:
             yield from (
                 (_COPIES[name].replace("{i}", str(model.num_hidden_layers + depth)), tensor.clone())
@@ -99,11 +99,11 @@ def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[
 
 @torch.no_grad()
 def from_huggingface(
-    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, family: Family, *, neighbours: bool = True
+    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, family: Family, *, interleaved: bool = True
 ) -> None:
     """Copy tensors with the names of `family` into `state`, the tensors of `model`; raises `UserError` if the two do not match.
 
-    `neighbours` says how rotated dimensions of latent attention lie in `tensors`.
+    `interleaved`: whether the rotated dimensions of latent attention are interleaved in `tensors`.
     """
     assert model.num_hidden_layers
     missing = {
@@ -128,7 +128,7 @@ def from_huggingface(
         target = state[ours] if expert is None else state[ours][expert]
         if target.shape != tensor.shape:
             raise UserError(f"tensor {theirs} has shape {tuple(tensor.shape)}, but the config says {tuple(target.shape)}")
-        target.copy_(_neighbours(numbered, tensor, model, back=True) if neighbours else tensor)
+        target.copy_(_interleave(numbered, tensor, model, back=True) if interleaved else tensor)
         missing.discard((ours, expert))
     if missing:
         name, expert = min(missing, key=str)
@@ -174,10 +174,10 @@ def rotates(name: str, model: Model) -> bool:
     return model.mla is not None and _ROTATED.match(_outward(name, model.num_hidden_layers)) is not None
 
 
-def from_neighbours(name: str, tensor: Tensor, model: Model) -> Tensor:
+def from_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
     """A whole tensor of theirs in our order of rows."""
     assert model.num_hidden_layers
-    return _neighbours(_outward(name, model.num_hidden_layers), tensor, model, back=True)
+    return _interleave(_outward(name, model.num_hidden_layers), tensor, model, back=True)
 
 
 def carries_mtp(model: Model) -> bool:
@@ -198,8 +198,8 @@ def _inward(name: str, layers: int) -> str:
     return f"mtp.{int(match[2]) - layers}.{'block.' if match[1] == 'layers' else ''}{match[3]}"
 
 
-def _neighbours(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
-    """Rows of latent attention that rotate, from halves to neighbours, or back; other tensors as they are."""
+def _interleave(name: str, tensor: Tensor, model: Model, back: bool = False) -> Tensor:
+    """Reorder the rotated rows of latent attention from halves to interleaved, or back; other tensors are returned unchanged."""
     mla = model.mla
     if mla is None or not _ROTATED.match(name):
         return tensor

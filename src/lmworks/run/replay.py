@@ -1,4 +1,4 @@
-"""A kept bad batch once more, through a checkpoint: what it does to loss and gradients. Nothing of the run is changed."""
+"""Runs a saved bad batch through a checkpoint again and reports loss and gradients. Nothing in the run is changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lmworks.model.balance import set_temperature
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.run.checkpoints import Which, find
-from lmworks.run.walk import require_run
+from lmworks.run.checkpoint_commands import Which, find
+from lmworks.run.run_dir import require_run
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.timeline import Timeline
 from lmworks.shards.read.batch import Batch
@@ -30,15 +30,15 @@ _SHOWN = 5
 
 
 def bad_batches(run_dir: Path, which: Which) -> dict[int, Path]:
-    """The kept batches of a stage, by step."""
+    """The saved bad batches of a stage, by step."""
     place = run_dir / "bad_batches" if which == "base" else run_dir / "tune" / "bad_batches"
     found = {path.stem.removeprefix("step-"): path for path in sorted(place.glob("step-*.npz"))}
     return {int(step): path for step, path in found.items() if step.isdecimal()}
 
 
 def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dict[str, Any]:
-    """Forward and backward of the batch kept at `step` (by default the newest) through the checkpoint of step `at` (by default the newest
-    that the step had not changed yet), in one process; no weight is changed.
+    """Forward and backward of the batch saved at `step` (by default the newest) with the checkpoint of step `at` (by default the newest
+    from before that step), in one process. No weight is changed.
 
     Returns step, checkpoint, loss and gradient norm of the whole batch, `first` (the first operator whose result was not finite, or
     None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
@@ -46,10 +46,10 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
     recipe = require_run(run_dir)
     kept = bad_batches(run_dir, which)
     if not kept:
-        raise UserError(f"{run_dir} has kept no bad batch of {'pretraining' if which == 'base' else 'tuning'}: there was none")
+        raise UserError(f"{run_dir} has no saved bad batch of {'pretraining' if which == 'base' else 'tuning'}")
     step = max(kept) if step is None else step
     if step not in kept:
-        raise UserError(f"no batch of step {step} was kept; those of these steps were: {', '.join(map(str, kept))}")
+        raise UserError(f"no batch of step {step} was saved; there are batches of the steps {', '.join(map(str, kept))}")
     path = find(run_dir, which, _before(run_dir, which, step) if at is None else at)
     train = recipe.train.model_copy(update={"deepspeed": None, "compile": False})
     alone = recipe.model_copy(update={"layout": Layout(), "train": train})
@@ -69,7 +69,7 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
 
 
 def _load(path: Path, step: int, vocab_size: int) -> Batch:
-    """The batch in a file; `UserError` if a model of so many tokens cannot be asked about it."""
+    """Load the batch of a file. Raises `UserError` if it is not valid for a vocabulary of `vocab_size`."""
     arrays = load_bad_batch(path)
     tokens, labels, starts = (arrays.get(name, np.zeros(0)) for name in ("tokens", "labels", "cu_seqlens"))
     whole = tokens.ndim == 2 and tokens.size > 0 and tokens.shape == labels.shape and starts.ndim == 1
@@ -81,19 +81,19 @@ def _load(path: Path, step: int, vocab_size: int) -> Batch:
 
 def _fits(tokens: np.ndarray, labels: np.ndarray, starts: np.ndarray, vocab_size: int) -> bool:
     known = tokens.min() >= 0 and tokens.max() < vocab_size and labels.min() >= IGNORE and labels.max() < vocab_size
-    rows = np.arange(0, tokens.size, tokens.shape[1])  # a document begins in each
+    rows = np.arange(0, tokens.size, tokens.shape[1])  # each sequence begins with a new document
     ordered = len(starts) > 1 and starts[0] == 0 and starts[-1] == tokens.size and (np.diff(starts) >= 0).all()
     return bool(known and ordered and np.isin(rows, starts).all())
 
 
 def _before(run_dir: Path, which: Which, step: int) -> int:
-    """The newest checkpoint of `step` or before, as the step itself saw it, or the oldest."""
+    """The newest checkpoint at or before `step`, or the oldest."""
     steps = [listing.step_of(path) for path in listing.directories(find(run_dir, which).parent)]
     return max((one for one in steps if one <= step), default=min(steps))
 
 
 def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -> None:
-    """Positions, weights of what lies ahead, and temperature as they were in a step."""
+    """Set RoPE, the MTP loss weight and the router temperature as they were at a step."""
     phases = recipe.train.phases
     if which == "base":
         phases = phases[: Timeline(phases).phase_of(step) + 1]
@@ -107,7 +107,7 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -
 
 
 def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:
-    """Loss, gradient norm, the first operator that went wrong, and the largest gradients."""
+    """Loss, gradient norm, the first operator with a non-finite result, and the largest gradients."""
     valid, length = max(batch.valid_tokens, 1), batch.tokens.shape[1]
     with FirstNonFinite(model.parts) as watched:
         sums = model.forward_backward(batch, len(batch.tokens), micro_batch_of(recipe, length), 1 / valid)

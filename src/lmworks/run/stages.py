@@ -1,7 +1,7 @@
-"""The stages of a run: what each needs and makes, and the function that does it.
+"""The stages of a run: what each needs, what it makes, and the function that runs it.
 
-Which stages read a key is declared beside the key (`lmworks.recipe.tree.effects`); when a stage is done again, `lmworks.run.stale`
-decides. Delete a stage's folder and it is made again, equal.
+The recipe keys that a stage reads are declared beside the keys (`lmworks.recipe.tree.effects`); `lmworks.run.staleness` decides when a stage is repeated. If the
+folder of a stage is deleted, it is made again with the same contents.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STAMP = "stage.json"  # in each stage's folder
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a stage is given: the resolved recipe, where everything lies, the command that goes on after an interruption, whether
-    a started run may go on with other token files, the folder of the recipe, and the ranks, if this process is one of several."""
+class StageContext:
+    """Arguments of a stage: the resolved recipe, the run directory, the command that resumes the run, whether a started run may continue
+    with other token files, the folder of the recipe file, and the ranks if this process is one of several."""
 
     recipe: Recipe
     run_dir: Path
     resume_command: str
-    other_data: bool = False
+    allow_other_data: bool = False
     folder: Path = Path()
     ranks: Ranks | None = None
     heartbeat: Heartbeat | None = None
@@ -42,63 +42,63 @@ class Context:
 
 @dataclass(frozen=True)
 class Stage:
-    """`folder` is made by the stage alone. `needs` are the files of earlier stages whose contents it reads, below the run directory, and
-    `makes` patterns of the files in its folder that others read; a name that ends in / is a folder of checkpoints, and means the newest.
+    """One stage. Only the stage writes into `folder`. `needs` lists the files of earlier stages that it reads, relative to the run
+    directory; `makes` has patterns of its output files. A name that ends in / is a folder of checkpoints and means the newest one.
 
-    A stage that `resumes` goes on in a folder that the same recipe has half filled. One that `keeps` goes on in any folder: corpus and
-    shards compare what each part was made from, a tokenizer that weights were trained with stays, and before pretraining changed recipes
-    are refused, so that no checkpoint is cleared behind the user's back.
-    What is done by `all_ranks` is so where there are several; the others wait for the first to do the rest.
-    `check` raises `UserError` for what the stage could not do, so that it is said before anything is trained.
+    resumes: continues in a folder that the same recipe has partly filled; other stages begin with an empty folder.
+    keeps: continues in any folder. Corpus and shards compare the inputs of each part, a tokenizer that weights were trained with is kept,
+        and pretraining refuses changed recipes, so that no checkpoint is deleted without the user's knowledge.
+    all_ranks: runs on all ranks; other stages run on the first rank while the others wait.
+    check: raises `UserError` if the stage could not run, before anything is trained.
     """
 
     name: str
     folder: str
     needs: tuple[str, ...]
     makes: tuple[str, ...]
-    work: Callable[[Context], RenderableType | None]
+    work: Callable[[StageContext], RenderableType | None]
     resumes: bool = False
     keeps: bool = False
     check: Callable[[Recipe], None] | None = None
     all_ranks: bool = False
 
 
-def _asked(recipe: Recipe) -> Protection:
-    """What an evaluation of this recipe will ask: the one answer to what may not be in any text that is trained on."""
+def _protected_items(recipe: Recipe) -> Protection:
+    """The evaluation items of this recipe, which no training text may contain."""
     from lmworks.evaluate.protection import protection
     from lmworks.progress import console
 
-    asked = protection(recipe)
-    for name, reason in asked.unread.items():
-        text = f"{name} cannot be kept out of the training text, so that scores on it will be marked as not clean: {reason}"
+    protected = protection(recipe)
+    for name, reason in protected.unread.items():
+        text = f"the training text cannot be decontaminated against {name}, so its scores will be marked as not clean: {reason}"
         console.print(text, style="yellow")
-    return asked
+    return protected
 
 
-def _searched(asked: Protection, recipe: Recipe, folder: Path) -> None:
-    """Write down that the text of a stage's folder was searched for what is asked."""
+def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
+    """Record for which evaluation items the text of a stage's folder was searched."""
     from lmworks.corpus.contamination import record
 
     gate = recipe.corpus.decontaminate
-    record.save(folder, record.hashes(asked.questions if gate and gate.action != "report" else ()))
+    record.save(folder, record.hashes(protected.questions if gate and gate.action != "report" else ()))
 
 
-def _searched_of(context: Context, *stages: str) -> list[Path]:
-    """The folders of stages with such a record; that of the shards counts where they have imported text."""
+def _search_records(context: StageContext, *stages: str) -> list[Path]:
+    """Folders of stages that have such a record; the shards have one only if they contain imported text."""
     folders = {stage.name: context.run_dir / stage.folder for stage in STAGES}
     return [folders[name] for name in stages if name != "shards" or context.recipe.shards.imported]
 
 
-def _corpus(context: Context) -> RenderableType | None:
+def _corpus(context: StageContext) -> RenderableType | None:
     from lmworks.corpus import prepare, table
 
-    asked = _asked(context.recipe)
-    report = prepare(context.recipe, context.run_dir / "corpus", asked.questions, context.folder, asked.unread)
-    _searched(asked, context.recipe, context.run_dir / "corpus")
+    protected = _protected_items(context.recipe)
+    report = prepare(context.recipe, context.run_dir / "corpus", protected.questions, context.folder, protected.unread)
+    _record_search(protected, context.recipe, context.run_dir / "corpus")
     return table(report)
 
 
-def _tokenizer(context: Context) -> RenderableType | None:
+def _tokenizer(context: StageContext) -> RenderableType | None:
     from lmworks.tokenizer.evaluate import table
     from lmworks.tokenizer.train import train
     from lmworks.train.data.frozen_tokenizer import weights_of
@@ -107,59 +107,59 @@ def _tokenizer(context: Context) -> RenderableType | None:
     return table(train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)["evaluation"])
 
 
-def _shards(context: Context) -> RenderableType | None:
+def _shards(context: StageContext) -> RenderableType | None:
     from lmworks.shards.build.build_shards import build_shards
 
     recipe, run_dir, gate, searched = context.recipe, context.run_dir, None, ""
     if recipe.shards.imported and recipe.corpus.decontaminate:
-        asked = _asked(recipe)
-        gate = asked.gate(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
-        searched = asked.digest(run_dir / "corpus")
+        protected = _protected_items(recipe)
+        gate = protected.gate(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
+        searched = protected.digest(run_dir / "corpus")
     manifest = build_shards(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", gate, searched)
     if gate is not None:
-        _searched(asked, recipe, run_dir / "shards")
-    return f"{sum(manifest.train_tokens().values()):,} tokens to train on, from {len(manifest.sources)} sources"
+        _record_search(protected, recipe, run_dir / "shards")
+    return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
 
 def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
-    """Training operations per token by sequence length, for the share of the peak that a step reaches."""
+    """Training FLOPs per token as a function of the sequence length, for the MFU of a step."""
     from lmworks.plan.flops import flops_per_token
 
     return lambda length: flops_per_token(recipe.model, length).total
 
 
-def _pretrain(context: Context) -> RenderableType | None:
+def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
-    from lmworks.run.start import load_start
+    from lmworks.run.init_weights import load_init_weights
     from lmworks.train.pretrain import pretrain
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
-        before = [folder] if any(folder.glob("step-*")) else []  # what was trained on then may have been searched for less
-        record.save(folder, record.of_all([*_searched_of(context, "corpus", "shards"), *before]))
+        before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
+        record.save(folder, record.of_all([*_search_records(context, "corpus", "shards"), *before]))
     pretrain(
-        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.other_data,
-        context.ranks, context.heartbeat, load_start,
+        context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
+        context.ranks, context.heartbeat, load_init_weights,
     )  # fmt: skip
     return None
 
 
-def _tune(context: Context) -> RenderableType | None:
+def _tune(context: StageContext) -> RenderableType | None:
     from lmworks.train.tune import tune
 
     recipe = context.recipe
 
     def protect() -> tuple[set[str], Decontaminator | None]:
-        asked = _asked(recipe)
-        _searched(asked, recipe, context.run_dir / "tune")
+        protected = _protected_items(recipe)
+        _record_search(protected, recipe, context.run_dir / "tune")
         gate = recipe.corpus.decontaminate
-        return {one.text.strip() for one in asked.questions}, asked.gate(gate.ngram) if gate else None
+        return {one.text.strip() for one in protected.questions}, protected.gate(gate.ngram) if gate else None
 
     tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
     return None
 
 
-def _evaluate(context: Context) -> RenderableType | None:
+def _evaluate(context: StageContext) -> RenderableType | None:
     from lmworks.evaluate.report import evaluate
     from lmworks.evaluate.tables import printable
     from lmworks.tokenizer import load as load_tokenizer
@@ -169,12 +169,12 @@ def _evaluate(context: Context) -> RenderableType | None:
     results: dict[str, Any] = {}
     for name in ("base", "tuned") if context.recipe.tune else ("base",):
         model = load_model(context.run_dir, name)
-        searched = _searched_of(context, "pretrain", *(("tune",) if name == "tuned" else ()))
+        searched = _search_records(context, "pretrain", *(("tune",) if name == "tuned" else ()))
         results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", context.run_dir / "evaluate", name, searched)
     return printable(results)
 
 
-def _export(context: Context) -> RenderableType | None:
+def _export(context: StageContext) -> RenderableType | None:
     from lmworks.export.export import export
 
     return export(context.recipe, context.run_dir, context.run_dir / "export")
@@ -220,7 +220,7 @@ STAGES = (
 
 
 def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
-    """The stages that this recipe has, up to and with `last`; `UserError` if it has no such stage."""
+    """The stages of this recipe, up to and including `last`. Raises `UserError` if it has no such stage."""
     chosen = [stage for stage in STAGES if stage.name != "tune" or recipe.tune is not None]
     names = [stage.name for stage in chosen]
     if last is not None and last not in names:
@@ -229,7 +229,7 @@ def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
 
 
 def clear(folder: Path) -> None:
-    """Empty a stage's folder of what an older recipe, or a killed try, has left. What says that the folder is ours stays."""
+    """Delete what an older recipe or a killed run has left in a stage's folder. The stamp is kept; it marks the folder as ours."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

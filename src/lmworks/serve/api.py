@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from lmworks.errors import UserError
 from lmworks.serve.engine import Delta, Job, PromptTooLong, Scores
-from lmworks.serve.figures import Requests, exposition
-from lmworks.serve.guard import Guard, ServerOptions
+from lmworks.serve.middleware import RequestGuard, ServerOptions
 from lmworks.serve.models import Busy, Models
 from lmworks.serve.page import page
+from lmworks.serve.prometheus import RequestStats, render_metrics
 from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, error_body, parse, require_known
 from lmworks.serve.responses import Chat, Completion
 
@@ -33,7 +33,7 @@ class Api:
 
     def __init__(self, models: Models, options: ServerOptions) -> None:
         self._models, self._options = models, options
-        self._requests = Requests()
+        self._requests = RequestStats()
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -46,7 +46,7 @@ class Api:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
-        guard = Middleware(Guard, options=self._options, record=self._requests.count, paths={route.path for route in routes})
+        guard = Middleware(RequestGuard, options=self._options, record=self._requests.count, paths={route.path for route in routes})
         handlers: Any = dict.fromkeys((BadRequest, UserError, HTTPException, Exception), refused)
         return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=self._lifespan)
 
@@ -97,7 +97,7 @@ class Api:
         return JSONResponse({"status": "ok", "model": self._models.first.name})
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(exposition(self._models.figures(), self._requests), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(render_metrics(self._models.stats(), self._requests), media_type="text/plain; version=0.0.4")
 
     async def home(self, request: Request) -> Response:
         html, policy = page(self._models, request.query_params.get("model"))

@@ -68,7 +68,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Figures:
+class EngineStats:
     """What the worker has done since it started, and what it has before it now (answers, tokens)."""
 
     running: int
@@ -240,11 +240,11 @@ class Engine:
         """Whether the worker can still take requests."""
         return self._worker.is_alive() and not self._closed
 
-    def figures(self) -> Figures:
+    def stats(self) -> EngineStats:
         """Counters for a metrics page."""
         with self._wake:
             running = sum(len(group.live) for group in self._groups)
-            return Figures(running, len(self._waiting), self._counts.prompt_tokens, self._counts.generated_tokens)
+            return EngineStats(running, len(self._waiting), self._counts.prompt_tokens, self._counts.generated_tokens)
 
     def close(self) -> None:
         """Drop all work and end the worker."""

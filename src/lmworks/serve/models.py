@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Engine, Figures
+from lmworks.serve.engine import Engine, EngineStats
 
 
 class Busy(UserError):
@@ -68,10 +68,10 @@ class Models:
         """Whether all that are open can still take requests."""
         return all(engine.alive for engine in self._open.values())
 
-    def figures(self) -> Figures:
+    def stats(self) -> EngineStats:
         """Those of all engines together."""
-        found = [engine.figures() for engine in self._open.values()]
-        return Figures(
+        found = [engine.stats() for engine in self._open.values()]
+        return EngineStats(
             sum(one.running for one in found), sum(one.waiting for one in found),
             sum(one.prompt_tokens for one in found), sum(one.generated_tokens for one in found),
         )  # fmt: skip

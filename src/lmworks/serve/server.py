@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.serve.guard import ServerOptions
+from lmworks.serve.middleware import ServerOptions
 from lmworks.serve.models import Models
 
 if TYPE_CHECKING:

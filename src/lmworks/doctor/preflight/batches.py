@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.plan.render import size
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
@@ -32,7 +32,7 @@ _SLOWER, _SLOWER_SECONDS = 3.0, 0.05
 _LARGER, _LARGER_BYTES = 1.5, 1 << 19
 
 
-def shuffled(context: Context) -> Finding:
+def shuffled(context: CheckContext) -> CheckResult:
     """Of every phase, whether sequences that follow each other come from all over the text, and none comes twice before all came once."""
     context.need_shards()
     order = context.batches.order
@@ -48,7 +48,7 @@ def shuffled(context: Context) -> Finding:
             where = f"phase {steps.name}, source {name}"
             sequence, epoch = found.sequence[mine], found.epoch[mine]
             if problem := _repeated(order, phase, name, sequence, epoch):
-                return Finding("fail", f"{where}: {problem}", "this is a fault of the data order; report it with resolved.json")
+                return CheckResult("fail", f"{where}: {problem}", "this is a fault of the data order; report it with resolved.json")
             beyond, seen, judged = _neighbours(sequence, order.share(phase, name).sequences)
             pairs += judged
             if seen - beyond > worst[1] - worst[2] or not worst[0]:
@@ -58,11 +58,12 @@ def shuffled(context: Context) -> Finding:
     figures = {"sequences": float(looked), "pairs": float(pairs), "documents_in_first_batch": float(len(documents)), "neighbours": worst[1]}
     text = f"{looked:,} sequences, each once an epoch; the first batch of {rows} draws on {len(documents):,} documents"
     if worst[1] - worst[2] > _TOO_OFTEN:
-        return Finding(
-            "fail", f"{worst[0]}: {worst[1]:.0%} of sequences that follow each other are neighbours in the text, {worst[2]:.0%} by chance",
+        return CheckResult(
+            "fail", f"{worst[0]}: {worst[1]:.0%} of consecutive sequences are neighbors in the text, {worst[2]:.0%} by chance",
             "shuffle by sequence, not by document: one bad long file would fill whole batches, and the loss would be noisy", figures,
         )  # fmt: skip
-    return Finding("ok", f"{text}; {worst[1]:.0%} of neighbours in a batch are near in the text, {worst[2]:.0%} by chance", figures=figures)
+    close = f"{worst[1]:.0%} of neighbors in a batch are close in the text, {worst[2]:.0%} by chance"
+    return CheckResult("ok", f"{text}; {close}", figures=figures)
 
 
 def _repeated(order: Order, phase: int, name: str, sequence: np.ndarray, epoch: np.ndarray) -> str | None:
@@ -88,7 +89,7 @@ def _neighbours(sequence: np.ndarray, there: int) -> tuple[float, float, int]:
     return chance, float((gaps <= near).mean()), len(gaps)
 
 
-def independent_of_budget(context: Context) -> Finding:
+def independent_of_budget(context: CheckContext) -> CheckResult:
     """Time and memory of single batches, and of getting ready for them, for the budget and for one a thousand times larger."""
     context.need_shards()
     with TemporaryDirectory() as folder:
@@ -102,8 +103,8 @@ def independent_of_budget(context: Context) -> Finding:
     )
     if large[0] > _SLOWER * small[0] + _SLOWER_SECONDS or large[1] > _LARGER * small[1] + _LARGER_BYTES:
         advice = "something is kept per step or sequence of the run: long runs would slow down or run out of memory"
-        return Finding("fail", text, advice, figures)
-    return Finding("ok", text, figures=figures)
+        return CheckResult("fail", text, advice, figures)
+    return CheckResult("ok", text, figures=figures)
 
 
 def longer(recipe: Recipe, factor: int) -> Recipe:

@@ -1,4 +1,4 @@
-"""All checks in their order, and the walk through them."""
+"""The preflight checks in their order, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmworks.doctor.preflight import batches, collectives, data, disks, environment, exporting, layouts, saving, steps
-from lmworks.doctor.preflight.finding import Context, Finding, NotYet
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, MissingInput
 from lmworks.errors import UserError
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question. What is done by `all_ranks` is so where there are several; the others are the first rank's."""
+    """One check. With `all_ranks` it runs on all ranks together; otherwise on the first rank only."""
 
     name: str
     title: str
-    work: Callable[[Context], Finding]
+    work: Callable[[CheckContext], CheckResult]
     all_ranks: bool = False
 
 
 CHECKS = (
     Check("versions", "environment and versions", environment.versions),
-    Check("plan", "the plan on these machines", environment.planned),
-    Check("disks", "room, bandwidth and stalls of every disk written to", disks.written),
+    Check("plan", "plan for these machines", environment.planned),
+    Check("disks", "free space, bandwidth and stalls of every disk that is written to", disks.written),
     Check("reading", "bandwidth and stalls of the token files' disk", disks.read),
     Check("collectives", "bandwidth and latency between ranks", collectives.measured, all_ranks=True),
     Check("hashes", "token files and their lineage", data.hashes),
     Check("vocabulary", "tokenizer and vocabulary", data.vocabulary),
     Check("first-batches", "the first batch of every phase, forward and backward", steps.first_batches, all_ranks=True),
-    Check("init", "first weights do not depend on the layout", layouts.same_start),
-    Check("parallel", "many ranks compute what one does", layouts.same_steps),
+    Check("init", "initial weights do not depend on the layout", layouts.same_start),
+    Check("parallel", "several ranks compute the same as one", layouts.same_steps),
     Check("shuffled", "batches are shuffled by sequence", batches.shuffled),
     Check("budget", "batches cost the same in a longer run", batches.independent_of_budget),
     Check("saving", "save, kill, resume on another layout, on the real storage", saving.survives),
@@ -42,11 +42,11 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a check has found, and in how many seconds."""
+    """The result of a check, and its duration in seconds."""
 
     number: int
     check: Check
-    finding: Finding
+    finding: CheckResult
     seconds: float
 
     def plain(self) -> dict[str, Any]:
@@ -55,9 +55,9 @@ class Answer:
         return {**about, **asdict(self.finding)}
 
 
-def preflight(context: Context, begin: Callable[[int, Check], None], end: Callable[[Answer], None]) -> list[Answer]:
-    """Ask all questions in their order; `begin` and `end` hear of each. Changes nothing of the run. By the first rank, while the others
-    `follow`."""
+def preflight(context: CheckContext, begin: Callable[[int, Check], None], end: Callable[[Answer], None]) -> list[Answer]:
+    """Run all checks in their order; `begin` and `end` are called for each. Changes nothing in the run. Called on the first rank, while the
+    other ranks `follow`."""
     answers = []
     try:
         for number, check in enumerate(CHECKS, 1):
@@ -74,23 +74,23 @@ def preflight(context: Context, begin: Callable[[int, Check], None], end: Callab
     return answers
 
 
-def follow(context: Context) -> None:
-    """Take part, as another rank than the first, in what all do together."""
+def follow(context: CheckContext) -> None:
+    """Run the checks of all ranks, on every rank but the first."""
     assert context.ranks is not None
     named = {check.name: check for check in CHECKS}
     while (name := context.ranks.receive_broadcast()) is not None:
         ask(named[name], context)
 
 
-def ask(check: Check, context: Context) -> Finding:
-    """What one check finds; whatever goes wrong in it is a finding, too."""
+def ask(check: Check, context: CheckContext) -> CheckResult:
+    """Run one check; an exception in it becomes a failed result."""
     try:
         return check.work(context)
-    except NotYet as reason:
-        return Finding("skip", str(reason), reason.advice)
+    except MissingInput as reason:
+        return CheckResult("skip", str(reason), reason.advice)
     except UserError as error:
         what, _, advice = str(error).partition("; ")
-        return Finding("fail", what, advice)
+        return CheckResult("fail", what, advice)
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return Finding("fail", what, "mend the cause before the run starts; it would meet it, too")
+        return CheckResult("fail", what, "fix the cause before the run starts; the run would fail in the same way")

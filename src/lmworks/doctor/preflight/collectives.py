@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.parallel.mesh import Ranks
 from lmworks.plan.render import size
 from lmworks.recipe.schema.layout import world_size
@@ -18,7 +18,7 @@ _SHARE_OF_NETWORK = 0.5  # of what the cluster states; less is a wrong route or 
 _SHARE_OF_STEP = 0.5  # that gradients may travel; less is hidden behind the backward
 
 
-def measured(context: Context) -> Finding:
+def measured(context: CheckContext) -> CheckResult:
     """Latency and bus bandwidth of an all-reduce along every axis that has ranks; all ranks together.
 
     Bus bandwidth is 2 (n - 1) / n bytes over time, which a ring sends through each link, so it compares with the link whatever n is.
@@ -27,9 +27,9 @@ def measured(context: Context) -> Finding:
     if ranks is None:
         wanted = world_size(context.layout)
         if wanted == 1:
-            return Finding("skip", "one rank talks to nobody")
+            return CheckResult("skip", "one rank talks to nobody")
         launch = f"lmworks launch local {context.name} --to preflight"
-        return Finding("skip", f"this is one process, and the layout has {wanted:,} ranks", launch)
+        return CheckResult("skip", f"this is one process, and the layout has {wanted:,} ranks", launch)
     figures: dict[str, float] = {}
     texts = []
     slowest = float("inf")
@@ -42,12 +42,12 @@ def measured(context: Context) -> Finding:
         if axis in ("fsdp", "dp_replicate"):
             slowest = min(slowest, bandwidth)
     if not texts:
-        return Finding("skip", "one rank talks to nobody")
+        return CheckResult("skip", "one rank talks to nobody")
     text = "; ".join(texts)
     link = context.machine.network_gbps / 8 * 1e9
     if link and slowest < _SHARE_OF_NETWORK * link:
         advice = "look for a wrong interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA), a slow node or a bad cable"
-        return Finding("warn", f"{text}; the cluster states {size(link)}/s", advice, figures)
+        return CheckResult("warn", f"{text}; the cluster states {size(link)}/s", advice, figures)
     if slowest < float("inf"):
         plan = context.plan
         travel = 2 * plan.counts.total / ranks.size("tp") / ranks.size("pp") * 4 / slowest  # fp32 gradients out, weights back
@@ -55,8 +55,8 @@ def measured(context: Context) -> Finding:
         figures |= {"gradient_seconds": travel, "step_seconds": step}
         text += f"; gradients travel {travel:.2g} s of a step of {step:.2g} s"
         if travel > _SHARE_OF_STEP * step:
-            return Finding("warn", text, "a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
-    return Finding("ok", text, figures=figures)
+            return CheckResult("warn", text, "a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
+    return CheckResult("ok", text, figures=figures)
 
 
 def _measure(ranks: Ranks, axis: str) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from lmworks.checkpoint import listing
-from lmworks.doctor.preflight.finding import Context, Finding, NotYet
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, MissingInput
 from lmworks.files import sha256_file
 from lmworks.plan.render import size
 from lmworks.shards.format.indexed import with_ending
@@ -17,7 +17,7 @@ _HASHED = 4 << 30  # bytes; of more, a sample of the shards is hashed
 _PROBE = "Hello, world! 123 + 456 = 579.\n\tnaïve café 你好 👩‍👧"
 
 
-def hashes(context: Context) -> Finding:
+def hashes(context: CheckContext) -> CheckResult:
     """Every file against its hash (of much data a sample), one row of lineage per document, and the run's own data where it has begun."""
     context.need_shards()
     manifest = Manifest.load(context.shards_dir)
@@ -35,18 +35,18 @@ def hashes(context: Context) -> Finding:
     for shard in chosen:
         path = with_ending(context.shards_dir / shard.prefix, ENDING)
         if path.exists() and (rows := open_lineage(path).metadata.num_rows) != shard.documents:
-            return Finding("fail", f"{path} knows {rows:,} documents where the shard has {shard.documents:,}",
+            return CheckResult("fail", f"{path} knows {rows:,} documents where the shard has {shard.documents:,}",
                            f"delete {path.parent} and run: lmworks shards build {context.name}")  # fmt: skip
     if (saved := listing.directories(context.run_dir / "checkpoints")) != []:
         before = listing.read_meta(saved[-1])["meta"].get("shards", {})
         digests = manifest.digests()
         changed = sorted(name for name, digest in before.items() if digests.get(name) != digest)
         if changed:
-            return Finding("fail", f"the run began with other token files of {', '.join(changed)}",
+            return CheckResult("fail", f"the run began with other token files of {', '.join(changed)}",
                            "put the old text and tokenizer back, choose another run_dir, or go on with --allow shards")  # fmt: skip
     sampled = "" if len(chosen) == len(shards) else f" (a sample of {len(shards)})"
     text = f"{len(chosen)} shards, {size(total)}{sampled}: all hashes and lineage as written"
-    return Finding("ok", text, figures={"bytes": float(total)})
+    return CheckResult("ok", text, figures={"bytes": float(total)})
 
 
 def _only(manifest: Manifest, prefixes: set[str]) -> Manifest:
@@ -62,21 +62,21 @@ def _only(manifest: Manifest, prefixes: set[str]) -> Manifest:
     return manifest.model_copy(update={"sources": tuple(sources)})
 
 
-def vocabulary(context: Context) -> Finding:
+def vocabulary(context: CheckContext) -> CheckResult:
     """Text survives the tokenizer; its entries, the shards' and the model's rows are the same tokens."""
     file = context.run_dir / "tokenizer" / "tokenizer.json"
     if not file.exists():
-        raise NotYet("there is no tokenizer yet", f"lmworks tokenizer train {context.name}, then this again")
+        raise MissingInput("there is no tokenizer yet", f"lmworks tokenizer train {context.name}, then this again")
     tokenizer = load_tokenizer(file.parent)
     rows = context.recipe.model.vocab_size
     assert rows
     if tokenizer.vocab_size > rows:
-        return Finding("fail", f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {rows:,} rows",
+        return CheckResult("fail", f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {rows:,} rows",
                        f"--set model.vocab_size={tokenizer.vocab_size}")  # fmt: skip
     if (back := tokenizer.decode(tokenizer.encode(_PROBE))) != _PROBE:
-        return Finding("fail", f"the tokenizer turns {_PROBE!r} into {back!r}", f"delete {file.parent} and train it again")
+        return CheckResult("fail", f"the tokenizer turns {_PROBE!r} into {back!r}", f"delete {file.parent} and train it again")
     text = f"{tokenizer.vocab_size:,} entries, {rows:,} rows"
     if not (context.shards_dir / "manifest.json").exists():
-        return Finding("ok", f"{text}; no token files to compare yet")
+        return CheckResult("ok", f"{text}; no token files to compare yet")
     check_vocabulary(Manifest.load(context.shards_dir), rows, sha256_file(file))
-    return Finding("ok", f"{text}, and the token files were made with this tokenizer")
+    return CheckResult("ok", f"{text}, and the token files were made with this tokenizer")

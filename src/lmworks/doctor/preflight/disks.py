@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks import machine
-from lmworks.doctor.preflight.finding import Context, Finding, Result
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult, Status
 from lmworks.errors import UserError
 from lmworks.plan.render import size
 from lmworks.recipe.schema.layout import world_size
@@ -40,7 +40,7 @@ class Place:
     needed: float
 
 
-def places(context: Context) -> Iterator[Place]:
+def places(context: CheckContext) -> Iterator[Place]:
     """Every directory that the run writes much to."""
     disk, options = context.plan.disk, context.recipe.checkpoints
     copies = disk.checkpoints_kept + 1  # the newest is written before the oldest goes
@@ -56,12 +56,12 @@ def places(context: Context) -> Iterator[Place]:
         yield Place("shards.cache", Path(cache.dir), max(0.0, float(cache.max_bytes) - _bytes(Path(cache.dir))))
 
 
-def ranks_here(context: Context) -> int:
+def ranks_here(context: CheckContext) -> int:
     """Ranks on one machine: those that were started on this one, or as many as the cluster's machines have devices."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", context.machine.devices_per_node))
 
 
-def written(context: Context) -> Finding:
+def written(context: CheckContext) -> CheckResult:
     """Room for all that is planned, and what writing a few tens of megabytes with fsync takes, on every disk."""
     plan, worst, texts, advice = context.plan, 0, [], []
     figures: dict[str, float] = {}
@@ -98,17 +98,17 @@ def written(context: Context) -> Finding:
             advice.append(f"writes to {path} stall: look for a full or shared disk; checkpoints.local keeps saves on a disk of the machine")
     if "://" in (context.recipe.checkpoints.copy_to or ""):
         texts.append("checkpoints.copy_to is far away and not measured")
-    results: tuple[Result, ...] = ("ok", "warn", "fail")
-    return Finding(results[worst], "; ".join(texts), "; ".join(advice), figures)
+    results: tuple[Status, ...] = ("ok", "warn", "fail")
+    return CheckResult(results[worst], "; ".join(texts), "; ".join(advice), figures)
 
 
-def read(context: Context) -> Finding:
+def read(context: CheckContext) -> CheckResult:
     """What reading token files at random places takes, against what training will read, and the longest that one read took."""
     context.need_shards()
     files = sorted(context.shards_dir.rglob("*.bin"))
     times, count = read_times(files, random.Random(context.recipe.seed))
     if not count:
-        return Finding("fail", "the token files are empty", f"delete {context.shards_dir} and run: lmworks shards build {context.name}")
+        return CheckResult("fail", "the token files are empty", f"delete {context.shards_dir} and run: lmworks shards build {context.name}")
     rate, worst = count / sum(times), max(times)
     width = 2 if (context.recipe.model.vocab_size or 0) < 65_500 else 4
     wanted = context.plan.tokens_per_second * width
@@ -117,12 +117,12 @@ def read(context: Context) -> Finding:
     text = f"{size(rate)}/s at random places on {kind}, {size(wanted)}/s needed, worst of {len(times)} reads {worst:.3f} s"
     remedy = "put the token files on a disk of the machine: --set shards.cache.dir=DIR, with shards.cache.max_bytes as large as they are"
     if rate < wanted:
-        return Finding("fail", f"{text}: training would wait for its data", remedy, figures)
+        return CheckResult("fail", f"{text}: training would wait for its data", remedy, figures)
     if stalled(times):
-        return Finding("warn", f"{text}: single reads stall, as where a file system moves files away", remedy, figures)
+        return CheckResult("warn", f"{text}: single reads stall, as where a file system moves files away", remedy, figures)
     if kind.startswith(_SHARED) and context.recipe.shards.cache is None:
-        return Finding("warn", f"{text}; a shared file system may slow down or move files away under the run", remedy, figures)
-    return Finding("ok", text, figures=figures)
+        return CheckResult("warn", f"{text}; a shared file system may slow down or move files away under the run", remedy, figures)
+    return CheckResult("ok", text, figures=figures)
 
 
 def stalled(times: Sequence[float]) -> bool:

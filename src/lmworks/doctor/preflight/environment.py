@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
-from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.recipe.schema.recipe import Recipe
 
 _OLDEST_TORCH = (2, 11)
@@ -32,7 +32,7 @@ def needed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
             yield module, extra, why
 
 
-def versions(context: Context) -> Finding:
+def versions(context: CheckContext) -> CheckResult:
     """Python, torch, the extras that the recipe needs, open files, and whether the hardware has the precision."""
     import resource
 
@@ -47,20 +47,21 @@ def versions(context: Context) -> Finding:
     absent = [(module, extra, why) for module, extra, why in needed(context.recipe) if find_spec(module) is None]
     if absent:
         extras = ",".join(sorted({extra for _, extra, _ in absent}))
-        return Finding("fail", f"{text}; missing: " + ", ".join(f"{m} (for {w})" for m, _, w in absent), f"pip install 'lmworks[{extras}]'")
+        names = ", ".join(f"{m} (for {w})" for m, _, w in absent)
+        return CheckResult("fail", f"{text}; missing: {names}", f"pip install 'lmworks[{extras}]'")
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
-        return Finding("fail", f"{text}; torch is too old", "pip install 'torch>=2.11'")
+        return CheckResult("fail", f"{text}; torch is too old", "pip install 'torch>=2.11'")
     per_node = context.cluster.devices_per_node if context.cluster else gpus
     if gpus and gpus != per_node:
-        return Finding("warn", f"{text}; the cluster says {per_node} devices in a machine", "correct the cluster, or find the lost ones")
+        return CheckResult("warn", f"{text}; the cluster file says {per_node} devices per node", "correct it, or find the missing devices")
     if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _FILES:
-        return Finding("warn", f"{text}; a process may open only {limit} files", "ulimit -n 65536")
+        return CheckResult("warn", f"{text}; a process may open only {limit} files", "ulimit -n 65536")
     if context.recipe.train.precision == "bf16" and not has_bf16(device):
-        return Finding("warn", f"{text}; no bf16 in this hardware, so it is slow", "--set train.precision=auto")
-    return Finding("ok", text)
+        return CheckResult("warn", f"{text}; no bf16 in this hardware, so it is slow", "--set train.precision=auto")
+    return CheckResult("ok", text)
 
 
-def planned(context: Context) -> Finding:
+def planned(context: CheckContext) -> CheckResult:
     """Whether the layout is legal and fits, and what is unwise about it."""
     from lmworks.plan.layout import describe
     from lmworks.plan.memory import GIB
@@ -75,5 +76,5 @@ def planned(context: Context) -> Finding:
     figures = {"memory_bytes": fullest.placed.memory.total, "seconds": plan.seconds}
     unwise = list(plan.warnings())
     if unwise:
-        return Finding("warn", f"{text}; {unwise[0]}", f"lmworks plan {context.name} shows all {len(unwise)} warnings", figures)
-    return Finding("ok", text, figures=figures)
+        return CheckResult("warn", f"{text}; {unwise[0]}", f"lmworks plan {context.name} shows all {len(unwise)} warnings", figures)
+    return CheckResult("ok", text, figures=figures)

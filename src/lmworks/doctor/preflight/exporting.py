@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lmworks.doctor.preflight.finding import Context, Finding
-from lmworks.doctor.preflight.small import HEADS, small_recipe
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
+from lmworks.doctor.preflight.small_model import HEADS, small_recipe
 from lmworks.export import gguf
 from lmworks.export.export import DTYPES, check
 from lmworks.export.huggingface import compare, require_parity, write_model
@@ -23,15 +23,15 @@ _ROWS, _LENGTH = 2, 32
 
 
 @torch.no_grad()
-def round_trip(context: Context) -> Finding:
+def round_trip(context: CheckContext) -> CheckResult:
     """What transformers and a GGUF reader make of it, against what it is."""
     options = context.recipe.export
     if not options.huggingface and not options.gguf:
-        return Finding("skip", "the recipe exports nothing")
+        return CheckResult("skip", "the recipe exports nothing")
     check(context.recipe)
     absent = [name for name, asked in (("transformers", options.huggingface), ("gguf", options.gguf)) if asked and find_spec(name) is None]
     if absent:
-        return Finding("skip", f"{', '.join(absent)} cannot be imported", "pip install 'lmworks[export]'")
+        return CheckResult("skip", f"{', '.join(absent)} cannot be imported", "pip install 'lmworks[export]'")
     dtype, directory = DTYPES[options.dtype], context.run_dir / "tokenizer"
     whole = context.recipe.model
     assert whole.vocab_size and whole.num_attention_heads and whole.head_dim
@@ -57,4 +57,4 @@ def round_trip(context: Context) -> Finding:
             texts.append(f"GGUF {gguf.architecture_for(model.config)}: {gguf.check_gguf(model, path, dtype)} tensors equal")
         elif options.gguf:
             texts.append("GGUF not tried: it holds the tokenizer, and there is none yet")
-    return Finding("ok", "; ".join(texts))
+    return CheckResult("ok", "; ".join(texts))

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lmworks.doctor.preflight import world
-from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight import local_ranks
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.doctor.preflight.rounding import OF_LOSS, SLACK, worst
-from lmworks.doctor.preflight.small import LONGER, RATE, Trained, small_layouts, small_recipe, train
+from lmworks.doctor.preflight.small_model import LONGER, RATE, Trained, small_layouts, small_recipe, train
 from lmworks.model.init import normal, normal_part
 from lmworks.plan.layout import describe
 from lmworks.recipe.derivation.parameters import parameters
@@ -26,11 +26,11 @@ _BOX = 48  # rows and columns
 _ALIKE = 0.1  # correlation of two boxes, beyond chance
 TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
 OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
-_CHANGES = "the layout changes what is learnt: take another, and report this one with resolved.json"
+_CHANGES = "the layout changes the training result: use another, and report this one with resolved.json"
 _ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
 
 
-def same_start(context: Context) -> Finding:
+def same_start(context: CheckContext) -> CheckResult:
     """First weights of the real shapes, part by part, are those of the whole; and so are all weights on the layout scaled down."""
     tp = max(2, context.layout.tp)
     boxes = 0
@@ -38,10 +38,10 @@ def same_start(context: Context) -> Finding:
         parts = [_box(context.recipe.seed, name, shape, rank, tp) for rank in range(2)]
         for rank, part in enumerate(parts):
             if not torch.equal(part, _plainly(context.recipe.seed, name, shape, rank, tp, tuple(part.shape))):
-                return Finding("fail", f"{name}: the part of tensor rank {rank} is not that part of the whole tensor", _ADVICE)
+                return CheckResult("fail", f"{name}: the part of tensor rank {rank} is not that part of the whole tensor", _ADVICE)
         count = parts[0].numel()
         if count >= _BOX and _correlation(parts[0], parts[1]) > _ALIKE + 5 / count**0.5:
-            return Finding("fail", f"{name}: tensor ranks 0 and 1 begin with the same weights", _ADVICE)
+            return CheckResult("fail", f"{name}: tensor ranks 0 and 1 begin with the same weights", _ADVICE)
         boxes += len(parts)
     tensors = 0
     for small in worlds(context):
@@ -50,34 +50,34 @@ def same_start(context: Context) -> Finding:
                 tensors += 1
                 if not np.array_equal(value, small.one.start[name]):
                     text = f"{name} begins with other weights on {describe(small.layout)} than in one process"
-                    return Finding("fail", f"{text} ({_repeats(value)})", _ADVICE)
+                    return CheckResult("fail", f"{text} ({_repeats(value)})", _ADVICE)
     scaled = f", {tensors} whole tensors on the layout scaled down" if tensors else ""
-    return Finding("ok", f"{boxes} parts of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
+    return CheckResult("ok", f"{boxes} parts of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
 
 
-def same_steps(context: Context) -> Finding:
+def same_steps(context: CheckContext) -> CheckResult:
     """Losses, gradient norms, gradients and updated weights of a small model of the same kind, on the layout scaled down.
 
     In fp32 throughout; and in bf16, where the recipe may train in it. Which, the processor has no say in.
     """
     if world_size(context.layout) == 1:
-        return Finding("skip", "one rank has nobody to differ from")
+        return CheckResult("skip", "one rank has nobody to differ from")
     texts: list[str] = []
     figures: dict[str, float] = {}
     for small in worlds(context):
         found = _in_fp32(small, figures)
-        if isinstance(found, Finding):
+        if isinstance(found, CheckResult):
             return found
         texts.append(f"{describe(small.layout)}: {found}")
         if small.bf16 is not None:
             found = _in_bf16(small, small.bf16, figures)
-            if isinstance(found, Finding):
+            if isinstance(found, CheckResult):
                 return found
             texts[-1] += f"; {found}"
-    return Finding("ok", "; ".join(texts), figures=figures)
+    return CheckResult("ok", "; ".join(texts), figures=figures)
 
 
-def _in_fp32(small: World, figures: dict[str, float]) -> Finding | str:
+def _in_fp32(small: World, figures: dict[str, float]) -> CheckResult | str:
     layout, one = small.layout, small.one
     of_loss = of_grad = of_weight = 0.0
     seen: set[str] = set()
@@ -98,12 +98,12 @@ def _in_fp32(small: World, figures: dict[str, float]) -> Finding | str:
     if of_weight > OF_UPDATE:
         return _differs("an updated weight", layout, of_weight)
     if missing := sorted(set(one.weights) - seen):
-        return Finding("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
+        return CheckResult("fail", f"no rank of {describe(layout)} has {missing[0]}", "report it with resolved.json")
     gradients = f" gradients by {of_grad:.0e}," if any(found.grads for found in small.many) else ""
     return f"loss off by {of_loss:.0e},{gradients} weights by {of_weight:.0e} of a step"
 
 
-def _in_bf16(small: World, rounded: Rounded, figures: dict[str, float]) -> Finding | str:
+def _in_bf16(small: World, rounded: Rounded, figures: dict[str, float]) -> CheckResult | str:
     of_loss, times, where = 0.0, 0.0, ""
     for found in rounded.many:
         of_loss = max(of_loss, *(abs(a - b) / abs(b) for a, b in zip(found.losses, rounded.exact.losses, strict=True)))
@@ -116,7 +116,7 @@ def _in_bf16(small: World, rounded: Rounded, figures: dict[str, float]) -> Findi
         return _differs("in bf16 the loss", small.layout, of_loss)
     if times > SLACK:
         text = f"in bf16 {where} on {describe(small.layout)} has {times:.1f} times the rounding error of one process"
-        return Finding("fail", text, _CHANGES)
+        return CheckResult("fail", text, _CHANGES)
     return f"in bf16 loss off by {of_loss:.0e}, the rounding error {times:.1f} times that of one process"
 
 
@@ -139,7 +139,7 @@ class World:
     bf16: Rounded | None
 
 
-def worlds(context: Context) -> list[World]:
+def worlds(context: CheckContext) -> list[World]:
     """Each layout scaled down; made once for all checks."""
     if "worlds" not in context.memory:
         recipe = small_recipe(context.recipe)
@@ -147,10 +147,10 @@ def worlds(context: Context) -> list[World]:
         among_ranks = recipe.model_copy(update={"train": with_engine})
         made: list[World] = []
         if layouts := small_layouts(context.layout):
-            (one,) = world.run(train, 1, recipe, Layout())
+            (one,) = local_ranks.run(train, 1, recipe, Layout())
             bf16 = _alone_in_bf16(context.recipe)
             for layout in layouts:
-                many = world.run(train, world_size(layout), among_ranks, layout)
+                many = local_ranks.run(train, world_size(layout), among_ranks, layout)
                 made.append(World(layout, one, many, bf16 and Rounded(*bf16, _ranks_in_bf16(context.recipe, layout))))
         context.memory["worlds"] = made
     found: list[World] = context.memory["worlds"]
@@ -161,20 +161,20 @@ def _alone_in_bf16(recipe: Recipe) -> tuple[Trained, Trained] | None:
     """One process in fp32 and in bf16; None where the recipe computes in fp32, and for DeepSpeed, which keeps other numbers in bf16."""
     if recipe.train.precision == "fp32" or recipe.train.deepspeed is not None:
         return None
-    (exact,) = world.run(train, 1, small_recipe(recipe), Layout(), LONGER)
-    (one,) = world.run(train, 1, small_recipe(recipe, precision="bf16"), Layout(), LONGER)
+    (exact,) = local_ranks.run(train, 1, small_recipe(recipe), Layout(), LONGER)
+    (one,) = local_ranks.run(train, 1, small_recipe(recipe, precision="bf16"), Layout(), LONGER)
     return exact, one
 
 
 def _ranks_in_bf16(recipe: Recipe, layout: Layout) -> list[Trained]:
-    return world.run(train, world_size(layout), small_recipe(recipe, precision="bf16"), layout, LONGER)
+    return local_ranks.run(train, world_size(layout), small_recipe(recipe, precision="bf16"), layout, LONGER)
 
 
-def _differs(what: str, layout: Layout, off: float) -> Finding:
-    return Finding("fail", f"{what} on {describe(layout)} is off by {off:.1e} from one process", _CHANGES)
+def _differs(what: str, layout: Layout, off: float) -> CheckResult:
+    return CheckResult("fail", f"{what} on {describe(layout)} is off by {off:.1e} from one process", _CHANGES)
 
 
-def _kinds(context: Context) -> dict[str, tuple[int, ...]]:
+def _kinds(context: CheckContext) -> dict[str, tuple[int, ...]]:
     """One matrix of each component of the real model: name and shape."""
     found: dict[Any, tuple[str, tuple[int, ...]]] = {}
     for parameter in parameters(context.recipe.model):

@@ -15,11 +15,11 @@ import numpy as np
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.checkpoints import Checkpoints
 from lmworks.checkpoint.loading import load
-from lmworks.doctor.preflight import world
+from lmworks.doctor.preflight import local_ranks
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.doctor.preflight.disks import nearest, scratch
-from lmworks.doctor.preflight.finding import Context, Finding
 from lmworks.doctor.preflight.layouts import OF_UPDATE, TOLERANCE
-from lmworks.doctor.preflight.small import RATE, STEPS, first_weights, one_step, small_recipe, whole
+from lmworks.doctor.preflight.small_model import RATE, STEPS, first_weights, one_step, small_recipe, whole
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.plan.layout import describe
@@ -31,7 +31,7 @@ _AT_LEAST = 2  # whole checkpoints before the kill
 _PATIENCE = 180.0  # seconds
 
 
-def survives(context: Context) -> Finding:
+def survives(context: CheckContext) -> CheckResult:
     """Two ranks train and save every step until they are killed with SIGKILL inside a save. One process must then read the newest whole
     checkpoint, bit for bit, and a few steps later be where two ranks are that nobody has killed, but for the rounding of another layout."""
     recipe = small_recipe(context.recipe)
@@ -39,31 +39,31 @@ def survives(context: Context) -> Finding:
     place = nearest(context.run_dir / "checkpoints")
     with scratch(place) as folder:
         began = time.monotonic()
-        answers, processes = world.start(keep_saving, 2, folder / "store", recipe, layout, folder / "checkpoints")
+        answers, processes = local_ranks.start(keep_saving, 2, folder / "store", recipe, layout, folder / "checkpoints")
         try:
             inside = _in_a_save(folder / "checkpoints", answers, processes)
         finally:
-            world.end(processes)
+            local_ranks.end(processes)
         seconds = time.monotonic() - began
         path, refused = listing.newest_good(folder / "checkpoints")
         if path is None:
             why = refused[0][1] if refused else "none was finished"
-            return Finding("fail", f"no checkpoint can be read after the kill: {why}", _ADVICE)
+            return CheckResult("fail", f"no checkpoint can be read after the kill: {why}", _ADVICE)
         if refused:
-            return Finding("fail", f"{refused[0][0].name} was named whole and is not: {refused[0][1]}", _ADVICE)
+            return CheckResult("fail", f"{refused[0][0].name} was named whole and is not: {refused[0][1]}", _ADVICE)
         step = listing.step_of(path)
-        resumed, *_ = world.run(go_on, 1, recipe, Layout(), path, step)
-        undisturbed, *_ = world.run(go_on, 2, recipe, layout, None, step)
+        resumed, *_ = local_ranks.run(go_on, 1, recipe, Layout(), path, step)
+        undisturbed, *_ = local_ranks.run(go_on, 2, recipe, layout, None, step)
     if differ := [name for name, weight in undisturbed.saved.items() if not np.array_equal(weight, resumed.saved[name])]:
-        return Finding("fail", f"{path.name} came back with other bits in {len(differ)} tensors, such as {differ[:1]}", _ADVICE)
+        return CheckResult("fail", f"{path.name} came back with other bits in {len(differ)} tensors, such as {differ[:1]}", _ADVICE)
     of_loss = max(abs(a - b) / abs(b) for a, b in zip(resumed.losses, undisturbed.losses, strict=True))
     of_weight = max(float(np.abs(resumed.after[name] - weight).max()) / RATE for name, weight in undisturbed.after.items())
     figures = {"steps_saved": float(step), "seconds_per_save": seconds / step, "loss": of_loss, "weight": of_weight}
     if of_loss > TOLERANCE or of_weight > OF_UPDATE:
         text = f"{STEPS} steps after the resume the loss is off by {of_loss:.0e}, the weights by {of_weight:.0e} of a step"
-        return Finding("fail", text, "a resumed run does not train on from what was saved: report this with resolved.json", figures)
+        return CheckResult("fail", text, "a resumed run does not train on from what was saved: report this with resolved.json", figures)
     when = "inside the save of the next" if inside else "between two saves"
-    return Finding(
+    return CheckResult(
         "ok", f"{describe(layout)} killed {when}; one process read step {step} of {place}, every bit as saved, and trained on: loss off by "
         f"{of_loss:.0e}, weights by {of_weight:.0e} of a step", figures=figures,
     )  # fmt: skip
@@ -125,10 +125,10 @@ def _in_a_save(folder: Path, answers: Any, processes: list[BaseProcess]) -> bool
             return True
         try:
             rank, _, failure = answers.get_nowait()
-            raise world.Lost(f"rank {rank}: {str(failure).strip().splitlines()[-1]}")
+            raise local_ranks.Lost(f"rank {rank}: {str(failure).strip().splitlines()[-1]}")
         except queue.Empty:
             pass
         if not all(process.is_alive() for process in processes):
-            raise world.Lost("a rank that was to save ended by itself")
+            raise local_ranks.Lost("a rank that was to save ended by itself")
         time.sleep(0.001)
     return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lmworks import machine
-from lmworks.doctor.preflight.finding import Context, Finding
+from lmworks.doctor.preflight.check_result import CheckContext, CheckResult
 from lmworks.metrics import system
 from lmworks.optim.optimizer import Updates
 from lmworks.parallel.mesh import alone
@@ -40,7 +40,7 @@ class Peak:
     bytes: float = 0.0
 
 
-def first_batches(context: Context) -> Finding:
+def first_batches(context: CheckContext) -> CheckResult:
     """Finite loss near ln(vocab), finite gradients, and the peak of memory against the plan; eager, so that nothing is compiled for it.
 
     On the ranks of a launch with the real layout; else in one process, where that has room and time for it.
@@ -94,7 +94,7 @@ def first_batches(context: Context) -> Finding:
         elif used > (_EAGER if context.recipe.train.compile else _MORE) * planned + _MORE_BYTES:
             result = max(result, 1)
             advice.append(f"{name}: more memory than planned; lower train.micro_batch_size or set train.activation_checkpointing")
-    return Finding(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
+    return CheckResult(("ok", "warn", "fail")[result], "; ".join(texts), "; ".join(advice), figures)  # type: ignore[arg-type]
 
 
 def expected_loss(recipe: Recipe) -> tuple[float, float]:
@@ -117,7 +117,7 @@ def micro_batch_size(recipe: Recipe, length: int, pipelined: bool) -> int:
     return micro if pipelined else max(1, micro * max(int(phase.sequence_length) for phase in recipe.train.phases) // length)
 
 
-def _planned(context: Context, recipe: Recipe, index: int, micro: int) -> float:
+def _planned(context: CheckContext, recipe: Recipe, index: int, micro: int) -> float:
     """Bytes that the plan counts for a phase of what is in the measurement: not the runtime, and of the optimizer only DeepSpeed's."""
     if context.ranks is not None:
         parts = context.plan.phases[index].placed.memory.components
@@ -127,7 +127,7 @@ def _planned(context: Context, recipe: Recipe, index: int, micro: int) -> float:
     return sum(value for name, value in parts.items() if name not in left_out)
 
 
-def _too_much(context: Context) -> Finding | None:
+def _too_much(context: CheckContext) -> CheckResult | None:
     """Where the whole model does not belong into this process."""
     recipe = context.recipe
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else machine.available_memory()
@@ -139,9 +139,9 @@ def _too_much(context: Context) -> Finding | None:
         seconds += flops_per_token(recipe.model, length).total * micro * length / (0.1 * system.measure_peak())
     launch = f"on the machines of the run: lmworks launch local {context.name} --to preflight"
     if need > free:
-        return Finding("skip", f"one process would need {need / GIB:,.0f} GiB, and {free / GIB:,.0f} are free here", launch)
+        return CheckResult("skip", f"one process would need {need / GIB:,.0f} GiB, and {free / GIB:,.0f} are free here", launch)
     if seconds > _PATIENCE:
-        return Finding("skip", f"it would take some {days(seconds)} here", launch)
+        return CheckResult("skip", f"it would take some {days(seconds)} here", launch)
     return None
 
 

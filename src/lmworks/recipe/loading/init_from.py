@@ -1,6 +1,6 @@
 """Weights to begin with: what a Hugging Face folder or a checkpoint of another run says of its model and where its tokenizer is.
 
-`train.init_from` gives the recipe its shape and its tokenizer. The weights are read when training begins (`lmworks.run.start`).
+`train.init_from` gives the recipe its shape and its tokenizer. The weights are read when training begins (`lmworks.run.init_weights`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recipe's model and layout, made so small that a few processes on CPUs go through it in seconds."""
+"""A scaled-down model and layout of the recipe, which a few CPU processes train within seconds."""
 
 from __future__ import annotations
 

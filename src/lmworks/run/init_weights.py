@@ -1,4 +1,4 @@
-"""The weights that pretraining begins with, where a recipe names some (`train.init_from`)."""
+"""Loads the weights that pretraining starts from (`train.init_from`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lmworks.recipe.loading.init_from import Start, find
 from lmworks.recipe.schema.recipe import Recipe
 
 
-def load_start(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
-    """Fill the model, of which each rank reads what it holds; returns what it began with, for the ledger and all checkpoints.
+def load_init_weights(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
+    """Load the weights into the model; each rank reads its own parts. Returns their origin, for the ledger and all checkpoints.
 
-    Raises `UserError` on all ranks for weights that are damaged, or not of this model.
+    Raises `UserError` on all ranks if the weights are damaged or do not fit the model.
     """
     assert recipe.train.init_from is not None
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.train.init_from)))
@@ -27,17 +27,17 @@ def load_start(recipe: Recipe, model: ParallelModel, communicator: Communicator)
         communicator.run_on_all(lambda: fill(start.path, model.state_dict(), recipe.model))
     else:
         loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
-        if start.averaged:  # what an export of that run would hold
+        if start.averaged:  # the weights that an export of that run would have
             average = {name: value.data for name, value in model.named_parameters()}
             loading.load(start.path, {"average": average}, verified=True, communicator=communicator)
     about = communicator.broadcast(communicator.run_on_all(lambda: _about(start) if communicator.is_first else {}))
     if communicator.is_first:
-        console.print(f"begins with the weights of {start.path}", style="dim")
+        console.print(f"initialized from the weights of {start.path}", style="dim")
     return about
 
 
 def _about(start: Start) -> dict[str, Any]:
-    """Where the weights came from, and the hash of each file that they lay in."""
+    """Path and kind of the weights, and the hash of each of their files."""
     from lmworks.export.huggingface import files_of
 
     path = start.path.absolute()

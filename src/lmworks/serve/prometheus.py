@@ -1,15 +1,15 @@
-"""A few figures for Prometheus, in its text format."""
+"""Server metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lmworks.serve.engine import Figures
+from lmworks.serve.engine import EngineStats
 
 
 @dataclass
-class Requests:
-    """Requests answered, by path and status, and the seconds that they took together."""
+class RequestStats:
+    """Number of answered requests by path and status, and their total duration in seconds."""
 
     answered: dict[tuple[str, int], int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -19,14 +19,14 @@ class Requests:
         self.seconds += seconds
 
 
-def exposition(figures: Figures, requests: Requests) -> str:
-    """Everything that `/metrics` shows."""
+def render_metrics(stats: EngineStats, requests: RequestStats) -> str:
+    """Render the text of `/metrics`."""
     single = [
-        ("lmworks_answers_running", "gauge", "answers being generated", figures.running),
-        ("lmworks_answers_waiting", "gauge", "answers waiting for a place", figures.waiting),
-        ("lmworks_prompt_tokens_total", "counter", "tokens read", figures.prompt_tokens),
-        ("lmworks_generated_tokens_total", "counter", "tokens generated", figures.generated_tokens),
-        ("lmworks_request_seconds_total", "counter", "seconds spent on requests, summed over them", round(requests.seconds, 3)),
+        ("lmworks_answers_running", "gauge", "requests being generated", stats.running),
+        ("lmworks_answers_waiting", "gauge", "requests waiting for a slot", stats.waiting),
+        ("lmworks_prompt_tokens_total", "counter", "prompt tokens processed", stats.prompt_tokens),
+        ("lmworks_generated_tokens_total", "counter", "tokens generated", stats.generated_tokens),
+        ("lmworks_request_seconds_total", "counter", "total duration of requests", round(requests.seconds, 3)),
     ]
     lines = []
     for name, kind, what, value in single:

@@ -14,7 +14,7 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
-from lmworks.run import stages, walk
+from lmworks.run import runner, stages
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
 from tiny_run import STEPS, Tiny, before_each_step, checkpoint, prepare, same_bits
@@ -251,13 +251,13 @@ def test_what_cannot_be_exported_is_said_at_once(finished: Tiny, tmp_path: Path)
 
 def test_the_page_is_written_after_each_stage(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[str]] = []
-    honest = walk.write_page
+    honest = runner.write_page
 
     def watched(run_dir: Path) -> Path:
         written.append(sorted(stage.name for stage in stages.STAGES if (run_dir / stage.folder).exists()))
         return honest(run_dir)
 
-    monkeypatch.setattr(walk, "write_page", watched)
+    monkeypatch.setattr(runner, "write_page", watched)
     tiny_copy.walk()
     assert len(written) == 4 and written[-1] == sorted(ALL)
     assert f"{STEPS}" in (tiny_copy.run_dir / "report.html").read_text()

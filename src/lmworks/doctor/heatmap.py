@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from lmworks.doctor.charts import Axis, Grid
-from lmworks.doctor.figures import compact, significant
+from lmworks.doctor.formatting import compact, significant
 from lmworks.doctor.series import Point
 
 LEVELS = 12
 
 
 @dataclass
-class Heat:
+class Heatmap:
     """`rows` maps a row's name to its points, from the top down. Charts with the same `group` share their cursor."""
 
     id: str
@@ -63,7 +63,7 @@ class Heat:
         }
 
 
-def _edges(centres: list[float]) -> list[float]:
+def _edges(centers: list[float]) -> list[float]:
     """Where one column ends and the next begins: half-way."""
-    inner = [(a + b) / 2 for a, b in pairwise(centres)]
-    return [max(0.0, centres[0] - 0.01) if len(centres) == 1 else 0.0, *inner, 1.0]
+    inner = [(a + b) / 2 for a, b in pairwise(centers)]
+    return [max(0.0, centers[0] - 0.01) if len(centers) == 1 else 0.0, *inner, 1.0]

@@ -1,4 +1,4 @@
-"""What a check is given, and what it says."""
+"""Arguments and results of preflight checks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from lmworks.plan.plan import Plan
     from lmworks.shards.read.batches import Batches
 
-Result = Literal["ok", "warn", "fail", "skip"]
+Status = Literal["ok", "warn", "fail", "skip"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """`text` is what was found, in one line; `advice` what to do about it. `figures` hold what was measured, by name and unit."""
+class CheckResult:
+    """Result of a check. `text` is one line, `advice` the remedy; `figures` are the measurements, by name with unit."""
 
-    result: Result
+    result: Status
     text: str
     advice: str = ""
     figures: dict[str, float] = field(default_factory=dict)
 
 
-class NotYet(Exception):
-    """A check cannot look at what is not there yet; `advice` says what makes it."""
+class MissingInput(Exception):
+    """Raised by a check whose input does not exist yet; `advice` says what creates it."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -39,16 +39,16 @@ class NotYet(Exception):
 
 
 @dataclass(frozen=True)
-class Context:
-    """The recipe with the layout it will run on, the cluster if one was named, how the recipe is called on the command line, and the
-    ranks, if this process is one of several."""
+class CheckContext:
+    """Arguments of a check: the recipe with its mesh layout, the cluster if one was given, the recipe's name on the command line, and the
+    ranks if this process is one of several."""
 
     recipe: Recipe
     fingerprint: str = ""
     cluster: Cluster | None = None
     name: str = "RECIPE"
     ranks: Ranks | None = None
-    memory: dict[str, Any] = field(default_factory=dict)  # what several checks use and is measured once
+    memory: dict[str, Any] = field(default_factory=dict)  # measurements shared by several checks
 
     @property
     def run_dir(self) -> Path:
@@ -57,7 +57,7 @@ class Context:
 
     @cached_property
     def machine(self) -> Cluster:
-        """The cluster that was named, or this machine with as many devices as the layout has ranks, where they are CPUs."""
+        """The given cluster, or this machine; on CPUs with one device per rank of the layout."""
         if self.cluster is not None:
             return self.cluster
         from lmworks.plan.machine import this_machine
@@ -69,7 +69,7 @@ class Context:
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises `UserError` where the layout is not legal or does not fit."""
+        """Raises `UserError` if the layout is invalid or does not fit into memory."""
         from lmworks.plan.plan import make_plan
 
         return make_plan(self.recipe, self.fingerprint, self.machine)
@@ -91,13 +91,13 @@ class Context:
         return self.run_dir / "shards"
 
     def need_shards(self) -> None:
-        """Raise `NotYet` unless there are token files."""
+        """Raise `MissingInput` unless there are token files."""
         if not (self.shards_dir / "manifest.json").exists():
-            raise NotYet("there are no token files yet", f"lmworks shards build {self.name}, then this again")
+            raise MissingInput("there are no token files yet", f"lmworks shards build {self.name}, then this again")
 
     @cached_property
     def batches(self) -> Batches:
-        """All batches of the run; `NotYet` before there are token files."""
+        """All batches of the run; `MissingInput` before there are token files."""
         from lmworks.shards.read.batches import Batches
 
         self.need_shards()

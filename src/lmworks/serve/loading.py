@@ -1,4 +1,4 @@
-"""A trained model on the disk as an engine that answers."""
+"""Loads trained models from disk into engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 
-def open_run(run_dir: Path, base: bool = False) -> Engine:
-    """The engine for a run: its tuned model, or its base model if asked or if it has no other, from the newest good checkpoint.
+def load_engine(run_dir: Path, base: bool = False) -> Engine:
+    """Load the engine of a run from the newest good checkpoint: its tuned model, or its base model if `base` or if it has no other.
 
-    Raises `UserError` if there is no such run, nothing trained in it, or a model and tokenizer that do not belong together.
+    Raises `UserError` if there is no such run, nothing has been trained, or model and tokenizer do not fit together.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "resolved.json").is_file():
@@ -28,23 +28,23 @@ def open_run(run_dir: Path, base: bool = False) -> Engine:
     recipe = load_resolved(run_dir / "resolved.json")
     tuned = not base and bool(directories(folder(run_dir, "tuned")))
     model = load_model(run_dir, "tuned" if tuned else "base")
-    return engine_for(model, run_dir / "tokenizer", f"{recipe.name}-base" if base else recipe.name, tuned)
+    return make_engine(model, run_dir / "tokenizer", f"{recipe.name}-base" if base else recipe.name, tuned)
 
 
-def open_both(run_dir: Path, base: bool = False) -> Models:
-    """The models of a run to be served: that of `open_run`, and the other of base and tuned, where there is one, at its first request."""
+def load_models(run_dir: Path, base: bool = False) -> Models:
+    """The models of a run to serve: that of `load_engine` now, and the other of base and tuned, if it exists, at its first request."""
     from lmworks.checkpoint.listing import directories
     from lmworks.train.load import folder
 
-    first = open_run(run_dir, base)
+    first = load_engine(run_dir, base)
     if not all(directories(folder(run_dir, which)) for which in ("base", "tuned")):
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    return Models(first, {name: Closed(first.context, base, lambda: open_run(run_dir, not base))})
+    return Models(first, {name: Closed(first.context, base, lambda: load_engine(run_dir, not base))})
 
 
-def engine_for(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True) -> Engine:
-    """The engine for a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not belong together."""
+def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True) -> Engine:
+    """Make an engine of a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not fit together."""
     from lmworks.serve.vocabulary import Vocabulary
     from lmworks.tokenizer import load
 

@@ -1,4 +1,4 @@
-"""What stands before the routes: who may ask, from where, and how much. Plain ASGI, so that streams pass through untouched."""
+"""ASGI middleware that checks each request (host, API key, body) before it reaches the routes. Streams pass through unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where to listen and what to accept; `max_body` is in bytes, `max_waiting` in answers. A client has `head_seconds` to send the head of
-    a request, and `body_seconds` for its body."""
+    """Address and limits of the server. `max_body` is in bytes, `max_waiting` in queued requests. A client has `head_seconds` to send the
+    headers of a request, and `body_seconds` to send its body."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -33,14 +33,14 @@ class ServerOptions:
 
 
 class _BadBody(Exception):
-    """A body that is not taken: message and status."""
+    """A body that is refused: message and status."""
 
 
-class Guard:
+class RequestGuard:
     """Checks host, key, content type and body size, and records each answer's status and duration.
 
-    A server on loopback answers only to loopback names: otherwise any web page could reach it by pointing a name of its
-    own at 127.0.0.1 (DNS rebinding). JSON is required because browsers send nothing but forms to strangers unasked.
+    A server on loopback answers only requests for loopback names: otherwise any web page could reach it by resolving a name of its own to
+    127.0.0.1 (DNS rebinding). JSON is required because browsers send only forms to other origins without asking them.
     """
 
     def __init__(self, app: Any, options: ServerOptions, record: Callable[[str, int, float], None], paths: set[str]) -> None:
@@ -62,12 +62,12 @@ class Guard:
         try:
             await self._guarded(scope, receive, watched)
         finally:
-            # Only known paths become labels: a scanner must not grow the table without end.
+            # Only known paths become labels, so that a scanner cannot grow the table without limit.
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._record(path, status, time.monotonic() - start)
 
     async def _guarded(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # of several the first counts
+        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of several counts
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             await _refuse(send, *refusal)
@@ -78,10 +78,10 @@ class Guard:
         async def limited() -> Any:
             nonlocal seen, whole
             try:
-                async with asyncio.timeout_at(None if whole else deadline):  # behind the body comes only the end of the connection
+                async with asyncio.timeout_at(None if whole else deadline):  # after the body only the disconnect follows
                     message = await receive()
             except TimeoutError:
-                raise _BadBody(f"the body has not come within {self._options.body_seconds:g} s", 408) from None
+                raise _BadBody(f"the body was not received within {self._options.body_seconds:g} s", 408) from None
             seen, whole = seen + len(message.get("body", b"")), not message.get("more_body", False)
             if seen > self._options.max_body:
                 raise _BadBody(*self._too_large())
@@ -120,7 +120,7 @@ class Guard:
 
 
 def _name(host: str) -> str | None:
-    """The name in a Host header, without its port; None if it is no such header."""
+    """The host name in a Host header, without its port; None if the header is invalid."""
     found = _HOST.fullmatch(host)
     return (found[1] or found[2]).lower() if found else None
 

@@ -25,9 +25,9 @@ from lmworks.recipe.schema.effect import StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers, table
 from lmworks.recipe.tree.keys import known_paths
-from lmworks.run import stages, stale
-from lmworks.run.stages import STAGES, Context, Stage, stages_for
-from lmworks.run.walk import Told, walk
+from lmworks.run import stages, staleness
+from lmworks.run.runner import StageEvent, run_stages
+from lmworks.run.stages import STAGES, Stage, StageContext, stages_for
 from lmworks.train import load
 from lmworks.train.load import load_model
 from lmworks.watch.ledger import read_ledger
@@ -38,17 +38,17 @@ PAGE = (Path(__file__).parents[2] / "docs" / "changes.md").read_text(encoding="u
 LONGER = "train.phases.long.tokens=4096 tokens"
 
 
-def told_by(run: Tiny, *overrides: str, last: str | None = None, allow: tuple[str, ...] = ()) -> list[Told]:
-    told: list[Told] = []
-    walk(run.resolve(*overrides), last=last, allow=allow, tell=told.append, resume_command="lmworks run")
+def told_by(run: Tiny, *overrides: str, last: str | None = None, allow: tuple[str, ...] = ()) -> list[StageEvent]:
+    told: list[StageEvent] = []
+    run_stages(run.resolve(*overrides), last=last, allow=allow, on_event=told.append, resume_command="lmworks run")
     return told
 
 
-def done(told: list[Told]) -> list[str]:
+def done(told: list[StageEvent]) -> list[str]:
     return [one.stage for one in told if one.what == "begin"]
 
 
-def why(told: list[Told], stage: str) -> str:
+def why(told: list[StageEvent], stage: str) -> str:
     return next(str(one.printable) for one in told if (one.stage, one.what) == (stage, "begin"))
 
 
@@ -79,12 +79,14 @@ def test_a_change_of_any_key_makes_again_what_the_page_says(finished: Tiny, monk
     """All keys that there are, those of the run's recipe and those that it leaves out."""
     recipe, rows = load_resolved(finished.run_dir / "resolved.json"), in_table()
     files = json.loads((finished.run_dir / "sources.json").read_text())
-    values: dict[str, Any] = dict.fromkeys(known_paths(Recipe)) | stale.values_of(recipe)
-    monkeypatch.setattr(stale, "_content", cache(stale._content))
-    assert not any(stale.why(stage, recipe, finished.run_dir, stale.inputs(stage, recipe, finished.run_dir, files)) for stage in STAGES)
+    values: dict[str, Any] = dict.fromkeys(known_paths(Recipe)) | staleness.recipe_values(recipe)
+    monkeypatch.setattr(staleness, "_content", cache(staleness._content))
+    current = [staleness.stage_inputs(stage, recipe, finished.run_dir, files) for stage in STAGES]
+    assert not any(staleness.stale_reason(stage, recipe, finished.run_dir, made) for stage, made in zip(STAGES, current, strict=True))
     wrong = []
     for path, value in values.items():
-        made = [[stale.inputs(stage, recipe, finished.run_dir, files, {path: one}) for stage in STAGES] for one in (value, ["x", value])]
+        pair = (value, ["x", value])
+        made = [[staleness.stage_inputs(stage, recipe, finished.run_dir, files, {path: one}) for stage in STAGES] for one in pair]
         again = {stage.name for stage, before, after in zip(STAGES, *made, strict=True) if before != after}
         expected = next(stages for keys, stages, _ in reversed(rows) if any(covers(key, path) for key in keys))
         if again != expected:
@@ -144,7 +146,7 @@ def test_stages_read_no_key_that_is_not_declared(tiny_copy: Tiny, monkeypatch: p
     watched = Watched()
 
     def at(stage: Stage) -> Stage:
-        def work(context: Context) -> Any:
+        def work(context: StageContext) -> Any:
             watched.now = stage.name
             try:
                 return stage.work(replace(context, recipe=watched.know(context.recipe)))
@@ -168,7 +170,7 @@ def test_what_comes_out_the_same_makes_nothing_else_again(tiny_copy: Tiny, tmp_p
     recipe.write_text(tiny_copy.recipe.read_text().replace("domain: docs, license: PSF-2.0", "domain: docs, license: Apache-2.0"))
     told = told_by(Tiny(recipe, tiny_copy.run_dir), last="shards")
     assert done(told) == ["corpus"]
-    assert "again, since corpus.sources.docs.license (PSF-2.0 -> Apache-2.0); what was built on it follows" in why(told, "corpus")
+    assert "repeated because corpus.sources.docs.license (PSF-2.0 -> Apache-2.0); stages built on it follow" in why(told, "corpus")
     assert why(told, "corpus").count("tokenizer, shards") == 1
     assert done(told_by(Tiny(recipe, tiny_copy.run_dir), last="shards")) == []
 
@@ -232,7 +234,7 @@ def test_a_lost_file_is_made_again(run: Tiny, name: str, again: list[str]) -> No
     content = path.read_bytes()
     path.unlink()
     told = told_by(run)
-    assert done(told)[:1] == again and f"{name} is lost" in why(told, again[0])
+    assert done(told)[:1] == again and f"{name} is missing" in why(told, again[0])
     assert name == "evaluate/results.json" or (done(told) == again and path.read_bytes() == content)
     path.write_bytes(content[: len(content) // 2])
     if again != ["tokenizer"]:  # a tokenizer that is cut short is not the one that the weights know
@@ -252,12 +254,12 @@ def test_files_of_others_are_never_touched(finished: Tiny, tmp_path: Path) -> No
         (project / folder).mkdir(parents=True)
         (project / folder / "mine.txt").write_text("a year of work")
     before = sorted(path for path in project.rglob("*") if path.is_file())
-    with pytest.raises(UserError, match=r"tokenizer holds mine.txt and was not made by lmworks; nothing of it was touched: move it away"):
+    with pytest.raises(UserError, match=r"tokenizer holds mine.txt and was not made by lmworks; nothing in it was changed: move it away"):
         Tiny(finished.recipe, project).walk()
     assert [path for path in sorted(project.rglob("*")) if path.is_file() and path.name != "lock"] == before
     (project / "lock").unlink()
     (project / "metrics.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"project holds metrics.jsonl and is no run of lmworks; choose another directory"):
+    with pytest.raises(UserError, match=r"project holds metrics.jsonl and is not a run of lmworks; choose another directory"):
         Tiny(finished.recipe, project).walk()
     (project / "metrics.jsonl").unlink()
     (project / "lock").write_text("poetry")
@@ -285,7 +287,7 @@ def test_clearing_keeps_what_says_that_the_folder_is_ours(run: Tiny, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lmworks.run.walk.remember", killed)
+        patch.setattr("lmworks.run.runner.write_stamp", killed)
         with pytest.raises(KeyboardInterrupt):
             run.walk("evaluate.prompts=[Once]", last="evaluate")
     assert [path.name for path in (run.run_dir / "evaluate").iterdir()] == ["stage.json"]
@@ -308,7 +310,8 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
     told = told_by(run, LONGER, last="pretrain", allow=("train.phases.long.tokens",))
     assert done(told) == ["pretrain"]
     note = next(str(one.printable) for one in told if one.what == "note")
-    assert note.startswith("follows from what changed: optimizer.learning_rate") and "to keep it: --set optimizer.learning_rate=" in note
+    assert note.startswith("derived values that change with it: optimizer.learning_rate")
+    assert "to keep them: --set optimizer.learning_rate=" in note
     (event,) = [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == "recipe_changed"]
     keys = {"train.phases.long.tokens", "optimizer.learning_rate", "optimizer.adam_learning_rate"}
     assert {one["key"] for one in event["allowed"]} == keys

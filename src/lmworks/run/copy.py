@@ -1,7 +1,7 @@
-"""Copies of runs in object storage or another directory, and runs made from them again.
+"""Copies runs to object storage or another directory, and restores runs from such copies.
 
-A copy is laid out as the run is. Whatever is in it counts once what names its files with their hashes lies there, which comes last: a
-checkpoint's manifest, and `copied.json` in the folder of a stage. The run's own small files lie in `run.gz` beside its checkpoints.
+A copy has the same folders as the run. A folder counts as copied once the list of its files with their hashes is there, which is written
+last: a checkpoint's manifest, and `copied.json` in the folder of a stage. The run's small files are in `run.gz` beside its checkpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sync_directory
 from lmworks.progress import bar
+from lmworks.run.run_dir import require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
-from lmworks.run.stale import remembered
-from lmworks.run.walk import require_run
+from lmworks.run.stamps import read_stamp
 from lmworks.storage import explain_storage_errors, filesystem, make_directory, require_writable
 from lmworks.train.load import folder
 from lmworks.watch import skips
@@ -34,26 +34,26 @@ from lmworks.watch.lock import RunLock
 
 SEAL = "copied.json"
 _DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`
-_TRAINED: tuple[tuple[Literal["base", "tuned"], str], ...] = (("base", "pretrain"), ("tuned", "tune"))
+_MODELS: tuple[tuple[Literal["base", "tuned"], str], ...] = (("base", "pretrain"), ("tuned", "tune"))
 _NAME = re.compile(r"(?!.*(?:^|/)\.)[^\0\n]{1,1000}")
 _THREADS = 8
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-class _Far:
-    """A directory, local or behind a URL."""
+class _Remote:
+    """The directory of a copy, local or behind a URL."""
 
     def __init__(self, url: str, what: str) -> None:
         self.url = url.rstrip("/")
         self._system, self._root = filesystem(self.url, what)
 
     def read(self, name: str) -> bytes | None:
-        """A small file; None if there is none."""
+        """Read a small file; None if it does not exist."""
         path = f"{self._root}/{name}"
         try:
             if self._system.size(path) > manifest.MOST_DOCUMENT:
-                raise UserError(f"{self.url}/{name} is too large for what it should be")
+                raise UserError(f"{self.url}/{name} is larger than such a file can be")
             data: bytes = self._system.cat_file(path)
         except FileNotFoundError:
             return None
@@ -68,14 +68,14 @@ class _Far:
         return [path.name for path in sorted((path for path in found if listing.is_name(path.name)), key=listing.step_of, reverse=True)]
 
     def fetch(self, name: str, path: Path) -> None:
-        """A file, on the disk when this returns."""
+        """Download a file and sync it to disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._system.get_file(f"{self._root}/{name}", str(path))
         with open(path, "rb") as handle:
             os.fsync(handle.fileno())
 
     def put(self, path: Path, name: str, entry: Entry) -> None:
-        """Make a file the same as `path`, unless it is; what arrived is read and compared."""
+        """Upload `path` unless the remote file is already equal; the upload is read back and compared."""
         if not self._same(name, entry):
             make_directory(self._system, os.path.dirname(f"{self._root}/{name}"))
             self._system.put_file(str(path), f"{self._root}/{name}")
@@ -99,67 +99,68 @@ class _Far:
             self._system.rm_file(f"{self._root}/{name}")
 
 
-def copy(run_dir: Path, url: str, tell: Tell) -> None:
-    """Copy a run that rests: corpus and shards where they are done, and its newest good checkpoints with the run's small files.
+def copy_run(run_dir: Path, url: str, report: Report) -> None:
+    """Copy a run that is not running: corpus and shards if they are done, and its newest good checkpoints with the run's small files.
 
-    What is there already and the same is not sent again, so that a copy that was cut off goes on.
+    Files that are already there and equal are not sent again, so an interrupted copy resumes.
     """
     require_run(run_dir)
     require_writable(url, "copy")
-    far = _Far(url, "copy")
+    remote = _Remote(url, "copy")
     with RunLock(run_dir), explain_storage_errors(url, "copy"):
         for stage in _DATA:
-            if (remembered(run_dir / stage.folder) or {}).get("done"):
-                tell(f"{stage.name}: {_copy_stage(run_dir, far, stage)}")
-        for which, name in _TRAINED:
+            if (read_stamp(run_dir / stage.folder) or {}).get("done"):
+                report(f"{stage.name}: {_copy_stage(run_dir, remote, stage)}")
+        for which, name in _MODELS:
             place = folder(run_dir, which)
             newest, _ = listing.newest_good(place)
             if newest is not None:
-                to = f"{far.url}/{place.relative_to(run_dir)}"
+                to = f"{remote.url}/{place.relative_to(run_dir)}"
                 copied = copy_checkpoint(newest, to, run_files=partial(run_files_of, run_dir, place))
-                tell(f"{name}: {newest.name} {'copied' if copied else 'was there'}")
+                report(f"{name}: {newest.name} {'copied' if copied else 'already there'}")
 
 
-def _copy_stage(run_dir: Path, far: _Far, stage: Stage) -> str:
+def _copy_stage(run_dir: Path, remote: _Remote, stage: Stage) -> str:
     paths = {STAMP: run_dir / stage.folder / STAMP}
-    for name in (remembered(run_dir / stage.folder) or {}).get("outputs", {}):
+    for name in (read_stamp(run_dir / stage.folder) or {}).get("outputs", {}):
         paths[name] = run_dir / stage.folder / name
     files = {name: Entry(path.stat().st_size, manifest.hash_file(path)) for name, path in paths.items()}
-    seal = _sealed(files)
-    if far.read(f"{stage.folder}/{SEAL}") == seal:
-        return "was there"
-    far.remove(f"{stage.folder}/{SEAL}")
+    seal = _seal_bytes(files)
+    if remote.read(f"{stage.folder}/{SEAL}") == seal:
+        return "already there"
+    remote.remove(f"{stage.folder}/{SEAL}")
     with bar(f"copying {stage.name}", sum(entry.bytes for entry in files.values())) as progress:
 
         def put(name: str) -> None:
-            far.put(paths[name], f"{stage.folder}/{name}", files[name])
+            remote.put(paths[name], f"{stage.folder}/{name}", files[name])
             progress.advance(files[name].bytes)
 
         manifest.parallel(put, sorted(files), _THREADS)
-    far.write(f"{stage.folder}/{SEAL}", seal)
+    remote.write(f"{stage.folder}/{SEAL}", seal)
     return "copied"
 
 
-def _sealed(files: Mapping[str, Entry]) -> bytes:
+def _seal_bytes(files: Mapping[str, Entry]) -> bytes:
     return json.dumps({name: asdict(files[name]) for name in sorted(files)}, indent=1).encode() + b"\n"
 
 
-def restore(url: str, run_dir: Path, tell: Tell) -> None:
-    """Make a run directory of a copy: the newest good checkpoints, the run's small files, and corpus and shards where they were copied.
+def restore_run(url: str, run_dir: Path, report: Report) -> None:
+    """Restore a run directory from a copy: the newest good checkpoints, the run's small files, and corpus and shards if they were copied.
 
-    The next `lmworks run` makes what is not there and trains on. `UserError` if `run_dir` holds anything, or nothing in the copy is good.
+    The next `lmworks run` makes what is missing and resumes. Raises `UserError` if `run_dir` is not empty or the copy has
+    no good checkpoint.
     """
     if run_dir.is_symlink() or (run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))):
-        raise UserError(f"{run_dir} is not empty; a run is restored into a folder of its own")
-    far, aside = _Far(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
+        raise UserError(f"{run_dir} is not empty; restore into a new directory")
+    remote, aside = _Remote(url, "restore"), run_dir.with_name(f".{run_dir.name}.restored")
     with explain_os_errors(run_dir), explain_storage_errors(url, "restore"):
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            found = [_restore_checkpoint(far, aside, which, name, tell) for which, name in _TRAINED]
+            found = [_restore_checkpoint(remote, aside, which, name, report) for which, name in _MODELS]
             if not any(found):
-                raise UserError(f"there is no whole checkpoint of a run in {far.url}, so nothing is restored")
+                raise UserError(f"{remote.url} has no complete checkpoint of a run, so nothing is restored")
             for stage in _DATA:
-                _restore_stage(far, aside, stage, tell)
+                _restore_stage(remote, aside, stage, report)
             if run_dir.is_dir():
                 run_dir.rmdir()
             os.replace(aside, run_dir)
@@ -168,48 +169,48 @@ def restore(url: str, run_dir: Path, tell: Tell) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _restore_checkpoint(far: _Far, to: Path, which: Any, stage: str, tell: Tell) -> bool:
-    """The newest one that is good and was not taken back, with the files of the run; False if there is none."""
+def _restore_checkpoint(remote: _Remote, to: Path, which: Any, stage: str, report: Report) -> bool:
+    """Restore the newest checkpoint that is good and was not rolled back, and the files of the run; False if there is none."""
     place = folder(to, which)
     name = str(place.relative_to(to))
-    steps = far.steps(name)
+    steps = remote.steps(name)
     if not steps:
         return False
     packed = to / BUNDLE
     try:
-        far.fetch(f"{name}/{BUNDLE}", packed)
+        remote.fetch(f"{name}/{BUNDLE}", packed)
     except FileNotFoundError:
-        raise UserError(f"{far.url}/{name} has no {BUNDLE}, so it is no copy of a run") from None
+        raise UserError(f"{remote.url}/{name} has no {BUNDLE}, so it is not a copy of a run") from None
     files = to / "files"
     unpack(packed, files)
     packed.unlink()
-    # those with the tuned model's checkpoints are newer than those with the base model's
+    # files saved with the tuned model's checkpoints are newer than those saved with the base model's
     shutil.copytree(files, to, dirs_exist_ok=True)
     shutil.rmtree(files)
     history = skips.rollbacks(read_ledger(to / "ledger.jsonl"), stage)
     for step in steps:
-        reason = _fetch_checkpoint(far, f"{name}/{step}", place / step, history)
+        reason = _fetch_checkpoint(remote, f"{name}/{step}", place / step, history)
         if reason is None:
-            tell(f"{stage}: {step}")
+            report(f"{stage}: {step}")
             return True
-        tell(f"{stage}: {step} is not used: {reason}")
+        report(f"{stage}: {step} is not used: {reason}")
         shutil.rmtree(place / step, ignore_errors=True)
     return False
 
 
-def _fetch_checkpoint(far: _Far, name: str, to: Path, history: list[skips.Rollback]) -> str | None:
-    """Why the checkpoint is not to be used; None if it is in `to`, and good."""
+def _fetch_checkpoint(remote: _Remote, name: str, to: Path, history: list[skips.Rollback]) -> str | None:
+    """Download a checkpoint into `to`; returns why it cannot be used, or None if it is good."""
     try:
-        far.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME)
+        remote.fetch(f"{name}/{manifest.NAME}", to / manifest.NAME)
         files = manifest.entries(to)
-        far.fetch(f"{name}/{listing.META}", to / listing.META)
+        remote.fetch(f"{name}/{listing.META}", to / listing.META)
         if (reason := manifest.differing(to, {listing.META: files[listing.META]})) is not None:
             return reason
         if skips.undone(listing.step_of(to), len(listing.read_meta(to)["meta"].get("rollbacks", [])), history):
-            return "a rollback took it back"
-        _fetch_all(far, name, to, {one: entry for one, entry in files.items() if one != listing.META})
+            return "it was rolled back"
+        _fetch_all(remote, name, to, {one: entry for one, entry in files.items() if one != listing.META})
     except FileNotFoundError as error:
-        return f"it is not whole ({Path(str(error.filename or error)).name} is missing)"
+        return f"it is not complete ({Path(str(error.filename or error)).name} is missing)"
     except (ValueError, KeyError) as error:
         return str(error)
     reason = manifest.problem(to)
@@ -217,33 +218,33 @@ def _fetch_checkpoint(far: _Far, name: str, to: Path, history: list[skips.Rollba
     return reason
 
 
-def _restore_stage(far: _Far, to: Path, stage: Stage, tell: Tell) -> None:
-    data = far.read(f"{stage.folder}/{SEAL}")
+def _restore_stage(remote: _Remote, to: Path, stage: Stage, report: Report) -> None:
+    data = remote.read(f"{stage.folder}/{SEAL}")
     if data is None:
-        tell(f"{stage.name}: not in the copy; the next run makes it again")
+        report(f"{stage.name}: not in the copy; the next run will make it again")
         return
     try:
         files = {name: Entry(int(entry["bytes"]), str(entry["blake3"])) for name, entry in json.loads(data).items()}
-        if _sealed(files) != data or any(not _NAME.fullmatch(name) or name.startswith("/") for name in files):
-            raise ValueError(f"{SEAL} is not as it was written")
-        _fetch_all(far, stage.folder, to / stage.folder, files)
+        if _seal_bytes(files) != data or any(not _NAME.fullmatch(name) or name.startswith("/") for name in files):
+            raise ValueError(f"{SEAL} has been changed")
+        _fetch_all(remote, stage.folder, to / stage.folder, files)
         reason = manifest.differing(to / stage.folder, files)
     except FileNotFoundError as error:
         reason = f"{Path(str(error.filename or error)).name} is missing"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error)
     if reason is None:
-        tell(f"{stage.name}: {len(files)} files")
+        report(f"{stage.name}: {len(files)} files")
         return
-    tell(f"{stage.name}: the copy is damaged ({reason}); the next run makes it again")
+    report(f"{stage.name}: the copy is damaged ({reason}); the next run will make it again")
     shutil.rmtree(to / stage.folder, ignore_errors=True)
 
 
-def _fetch_all(far: _Far, name: str, to: Path, files: Mapping[str, Entry]) -> None:
+def _fetch_all(remote: _Remote, name: str, to: Path, files: Mapping[str, Entry]) -> None:
     with bar(f"fetching {name}", sum(entry.bytes for entry in files.values())) as progress:
 
         def fetch(one: str) -> None:
-            far.fetch(f"{name}/{one}", to / one)
+            remote.fetch(f"{name}/{one}", to / one)
             progress.advance(files[one].bytes)
 
         manifest.parallel(fetch, sorted(files), _THREADS)

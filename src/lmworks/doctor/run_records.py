@@ -1,4 +1,4 @@
-"""All that a run directory has recorded so far, read in one pass, whatever exists of it and at whatever moment."""
+"""Reads the records of a run directory in one pass. Any part may be missing, and the run may be active."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.checkpoint import listing
-from lmworks.doctor import forms
-from lmworks.doctor.forms import MOST, shaped
+from lmworks.doctor import schema
+from lmworks.doctor.schema import MOST, conform
 from lmworks.doctor.series import Series
 from lmworks.errors import UserError
 from lmworks.recipe.loading.load import load_resolved
@@ -114,8 +114,8 @@ class Run:
         return any(one["name"] == stage and one["state"] == "stale" for one in self.stages)
 
 
-def gather(run_dir: Path) -> Run:
-    """Read everything; raises `UserError` only if `run_dir` is no directory."""
+def read_run(run_dir: Path) -> Run:
+    """Read all records. Raises `UserError` only if `run_dir` is not a directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
@@ -135,9 +135,9 @@ def gather(run_dir: Path) -> Run:
         training,
         events,
         left_out,
-        _json(run_dir / "corpus" / "report.json", forms.CORPUS),
-        _json(run_dir / "tokenizer" / "report.json", forms.TOKENIZER),
-        _json(run_dir / "evaluate" / "results.json", forms.RESULTS),
+        _json(run_dir / "corpus" / "report.json", schema.CORPUS),
+        _json(run_dir / "tokenizer" / "report.json", schema.TOKENIZER),
+        _json(run_dir / "evaluate" / "results.json", schema.RESULTS),
         _json(run_dir / "export" / "parity.json"),
         stages,
         _state(run_dir, stages, training, bool(events)),
@@ -163,7 +163,7 @@ def lines(path: Path) -> Iterator[Json]:
 
 def _json(path: Path, form: Json = {}) -> Json:  # noqa: B006  which nobody changes
     try:
-        return shaped(json.loads(path.read_bytes()), form) or {}
+        return conform(json.loads(path.read_bytes()), form) or {}
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -211,7 +211,7 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
     rest: deque[Json] = deque(maxlen=_LAST_EVENTS)
     shown, reason = 0, ""
     stage, changed = "pretrain", ""
-    for event in (shaped(line, forms.EVENT) for line in lines(path)):
+    for event in (conform(line, schema.EVENT) for line in lines(path)):
         what = str(event.get("event", ""))
         if event.get("stage") in training:
             stage = event["stage"]
@@ -287,7 +287,7 @@ def _thinned(marks: list[Mark]) -> list[Mark]:
 
 
 def _read_samples(path: Path, training: Training) -> None:
-    for record in (shaped(line, forms.SAMPLE) for line in lines(path)):
+    for record in (conform(line, schema.SAMPLE) for line in lines(path)):
         prompt = record.get("prompt")
         if not isinstance(prompt, str) or not isinstance(record.get("step"), int):
             continue
@@ -307,7 +307,7 @@ def _stages(run_dir: Path, tunes: bool) -> list[Json]:
     for name, folder in STAGES:
         if name == "tune" and not tunes:
             continue
-        stamp = _json(run_dir / folder / "stage.json", forms.STAGE)
+        stamp = _json(run_dir / folder / "stage.json", schema.STAGE)
         state = "done" if stamp.get("done") is True else "begun" if "done" in stamp else "open"
         read = {key: value for key, value in _dict(stamp.get("inputs")).items() if key in _WEIGHTS}
         weights |= {key: listing.content(run_dir / key) for key in read if key not in weights}
@@ -332,7 +332,7 @@ def _state(run_dir: Path, stages: list[Json], training: dict[str, Training], tol
 
 def _alive(run_dir: Path) -> bool:
     """Whether the process that the lock names lives. The lock itself is not tried: a run that starts just now would be refused."""
-    holder = _json(run_dir / "lock", forms.LOCK)
+    holder = _json(run_dir / "lock", schema.LOCK)
     pid = holder.get("pid")
     if not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False

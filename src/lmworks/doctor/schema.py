@@ -1,4 +1,4 @@
-"""The form of what a run records, as far as its page reads it: what has another form is left out, whoever wrote it.
+"""Schemas of the records that the run page reads. Values that do not match are left out, whoever wrote them.
 
 A form is a type (float takes whole numbers too, nothing takes true and false), a list of one form, or a map of forms by key, in which "*"
 stands for every other key. A key that a form does not have is left as it is.
@@ -40,7 +40,7 @@ EVENT = {"event": str, "stage": str, "time": float, "reason": str, "step": int}
 SAMPLE = {"prompt": str, "completion": str, "step": int}
 
 
-def shaped(value: Any, form: Any, depth: int = 0) -> Any:
+def conform(value: Any, form: Any, depth: int = 0) -> Any:
     """`value` without what is not of its form; None if that is all of it. Whatever the form says, numbers that no figure can be made of
     are None, and so is what lies too deep."""
     if form is object and isinstance(value, dict | list):
@@ -50,11 +50,11 @@ def shaped(value: Any, form: Any, depth: int = 0) -> Any:
     if isinstance(form, dict):
         if not isinstance(value, dict):
             return None
-        found = {key: shaped(item, form.get(key, form.get("*", object)), depth + 1) for key, item in value.items()}
+        found = {key: conform(item, form.get(key, form.get("*", object)), depth + 1) for key, item in value.items()}
         unread = {key for key, item in value.items() if item is None and key not in form and "*" not in form}
         return {key: item for key, item in found.items() if item is not None or key in unread}
     if isinstance(form, list):
-        items = (shaped(item, form[0], depth + 1) for item in value) if isinstance(value, list) else ()
+        items = (conform(item, form[0], depth + 1) for item in value) if isinstance(value, list) else ()
         return [item for item in items if item is not None]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value if form is object or (isinstance(value, form) and not isinstance(value, bool)) else None

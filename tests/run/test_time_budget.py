@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmworks.parallel.mesh import Ranks
-from lmworks.run import budget
+from lmworks.run import time_budget
 from lmworks.train.calibrate import Speed
 from tiny_run import Tiny
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def measured(tiny: Tiny, ranks: int) -> Speed:
     recipe = tiny.resolve("time=20 s", f"layout.dp_shard={ranks}", "train.micro_batch_size=1").recipe
-    return budget.measure(recipe, tiny.run_dir, Ranks(recipe.layout))
+    return time_budget.measure_speed(recipe, tiny.run_dir, Ranks(recipe.layout))
 
 
 def test_ranks_measure_together_and_know_the_same(ranks, tiny: Tiny) -> None:

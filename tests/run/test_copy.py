@@ -24,8 +24,8 @@ from lmworks.checkpoint import Checkpoints, listing
 from lmworks.checkpoint.copy_to import copy_checkpoint
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
-from lmworks.run import copies
-from lmworks.run.copies import copy, restore
+from lmworks.run import copy as copying
+from lmworks.run.copy import copy_run, restore_run
 from lmworks.watch.ledger import Ledger, read_ledger
 from patience import PATIENCE
 from tiny_run import RECIPE, Tiny, checkpoint, curve, same_bits
@@ -130,38 +130,38 @@ def trained(server: Server, far: Tiny) -> Tiny:
 
 def test_corpus_and_shards_are_copied_and_restored(bucket: str, trained: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    copy(trained.run_dir, f"s3://{bucket}/all", told.append)
+    copy_run(trained.run_dir, f"s3://{bucket}/all", told.append)
     assert [re.sub("step-.*? ", "", one) for one in told] == ["corpus: copied", "shards: copied", "pretrain: copied"]
     names = objects(bucket)
     assert not [name for name in names if "credentials" in name or name.endswith("/lock")]
 
     # What is there and the same is not sent again, and one that differs is.
     client().pipe_file(f"{bucket}/all/shards/manifest.json", b"{}")
-    client().rm_file(f"{bucket}/all/shards/{copies.SEAL}")
+    client().rm_file(f"{bucket}/all/shards/{copying.SEAL}")
     sent: list[str] = []
-    honest = copies._Far._same
-    monkeypatch.setattr(copies._Far, "_same", lambda self, name, entry: honest(self, name, entry) or bool(sent.append(name)))
+    honest = copying._Remote._same
+    monkeypatch.setattr(copying._Remote, "_same", lambda self, name, entry: honest(self, name, entry) or bool(sent.append(name)))
     told.clear()
-    copy(trained.run_dir, f"s3://{bucket}/all", told.append)
+    copy_run(trained.run_dir, f"s3://{bucket}/all", told.append)
     assert sent == ["shards/manifest.json"]
-    assert [one.rpartition(": ")[2] for one in told[:2]] == ["was there", "copied"]
+    assert [one.rpartition(": ")[2] for one in told[:2]] == ["already there", "copied"]
     assert objects(bucket) == names
 
     back = Tiny(trained.recipe, tmp_path / "back")
-    restore(f"s3://{bucket}/all", back.run_dir, told.append)
+    restore_run(f"s3://{bucket}/all", back.run_dir, told.append)
     for stage in ("corpus", "tokenizer", "shards"):
         outputs = json.loads((trained.run_dir / stage / "stage.json").read_text())["outputs"]
         assert outputs
         for name in outputs:
             assert (back.run_dir / stage / name).read_bytes() == (trained.run_dir / stage / name).read_bytes()
     assert back.walk(*SHORT, last="shards") == [(stage, "skip") for stage in ("corpus", "tokenizer", "shards")]
-    with pytest.raises(UserError, match=r"is not empty; a run is restored into a folder of its own"):
-        restore(f"s3://{bucket}/all", back.run_dir, told.append)
+    with pytest.raises(UserError, match=r"is not empty; restore into a new directory"):
+        restore_run(f"s3://{bucket}/all", back.run_dir, told.append)
 
 
 def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Path) -> None:
     """Without their local files: through the cache, block by block."""
-    copy(trained.run_dir, f"s3://{bucket}/run", print)
+    copy_run(trained.run_dir, f"s3://{bucket}/run", print)
     lean = trained.copy(tmp_path / "lean")
     shutil.rmtree(lean.run_dir / "checkpoints")
     (lean.run_dir / "metrics.jsonl").unlink()
@@ -174,7 +174,7 @@ def test_tokens_are_read_from_the_copy(bucket: str, trained: Tiny, tmp_path: Pat
 @pytest.mark.parametrize("harm", ["truncated", "gone"])
 def test_a_damaged_copy_is_passed_over_aloud(bucket: str, trained: Tiny, tmp_path: Path, harm: str) -> None:
     folder = trained.run_dir / "checkpoints"
-    copy(trained.run_dir, f"s3://{bucket}/run", print)
+    copy_run(trained.run_dir, f"s3://{bucket}/run", print)
     older = tmp_path / "step-00000001"
     shutil.copytree(listing.directories(folder)[-1], older)
     assert copy_checkpoint(older, f"s3://{bucket}/run/checkpoints")
@@ -187,29 +187,29 @@ def test_a_damaged_copy_is_passed_over_aloud(bucket: str, trained: Tiny, tmp_pat
         if harm == "truncated":
             files.pipe_file(path, content[:-1])
     told: list[str] = []
-    restore(f"s3://{bucket}/run", tmp_path / "back", told.append)
+    restore_run(f"s3://{bucket}/run", tmp_path / "back", told.append)
     said = "\n".join(told)
     assert f"pretrain: {newest} is not used: " in said and "pretrain: step-00000001" in said
     assert "shards: the copy is damaged" in said and not (tmp_path / "back" / "shards").exists()
     assert [path.name for path in listing.directories(tmp_path / "back" / "checkpoints")] == ["step-00000001"]
     # And one without any good checkpoint is no run.
     files.rm_file(f"{bucket}/run/checkpoints/step-00000001/manifest.json")
-    with pytest.raises(UserError, match="there is no whole checkpoint of a run in s3://"):
-        restore(f"s3://{bucket}/run", tmp_path / "other", told.append)
+    with pytest.raises(UserError, match=r"s3://.* has no complete checkpoint of a run"):
+        restore_run(f"s3://{bucket}/run", tmp_path / "other", told.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "step-00000001"]
 
 
 def test_a_checkpoint_that_was_rolled_back_stays_where_it_is(bucket: str, trained: Tiny, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "run")
-    copy(run.run_dir, f"s3://{bucket}/run", print)
+    copy_run(run.run_dir, f"s3://{bucket}/run", print)
     first, *_, last = listing.directories(run.run_dir / "checkpoints")
     with Ledger(run.run_dir / "ledger.jsonl") as ledger:
         ledger.write("rollback", stage="pretrain", step=listing.step_of(last), to_step=listing.step_of(first), skip=None)
     shutil.rmtree(last)
-    copy(run.run_dir, f"s3://{bucket}/run", print)
+    copy_run(run.run_dir, f"s3://{bucket}/run", print)
     told: list[str] = []
-    restore(f"s3://{bucket}/run", tmp_path / "back", told.append)
-    assert f"pretrain: {last.name} is not used: a rollback took it back" in told
+    restore_run(f"s3://{bucket}/run", tmp_path / "back", told.append)
+    assert f"pretrain: {last.name} is not used: it was rolled back" in told
     assert [path.name for path in listing.directories(tmp_path / "back" / "checkpoints")] == [first.name]
     back = Tiny(trained.recipe, tmp_path / "back")
     back.pretrain(*SHORT)
@@ -242,8 +242,8 @@ def test_an_upload_that_is_killed_is_no_checkpoint(server: Server, bucket: str, 
     assert process.wait(PATIENCE) == -signal.SIGKILL and asked
     server.busy = lambda method, path: False
     assert not [name for name in objects(bucket) if name.endswith("manifest.json")]
-    with pytest.raises(UserError, match="there is no whole checkpoint"):
-        restore(f"s3://{bucket}/run", trained.run_dir.with_name("never"), print)
+    with pytest.raises(UserError, match="has no complete checkpoint"):
+        restore_run(f"s3://{bucket}/run", trained.run_dir.with_name("never"), print)
     assert copy_checkpoint(source, url)
     assert not copy_checkpoint(source, url), "it is there already"
 
@@ -271,8 +271,8 @@ def test_one_line_for_a_bucket_that_is_not_there(server: Server, far: Tiny, tmp_
     missing = f"s3://none-{uuid.uuid4().hex}/x"
     for act in (
         lambda: save(tmp_path / "run", missing),
-        lambda: copy(trained.run_dir, missing, print),
-        lambda: restore(missing, tmp_path / "new", print),
+        lambda: copy_run(trained.run_dir, missing, print),
+        lambda: restore_run(missing, tmp_path / "new", print),
     ):
         with pytest.raises(UserError, match=r"there is no (s3://none|whole checkpoint of a run in s3://none)"):
             act()
@@ -285,8 +285,8 @@ def test_one_line_for_a_wrong_key_without_it(server: Server, bucket: str, far: T
     try:
         url = f"s3://{bucket}/run"
         for act in (
-            lambda: restore(url, tmp_path / "new", print),
-            lambda: copy(trained.run_dir, url, print),
+            lambda: restore_run(url, tmp_path / "new", print),
+            lambda: copy_run(trained.run_dir, url, print),
             lambda: save(tmp_path / "saved", url),
             lambda: Tiny(far.recipe, tmp_path / "run").walk(last="corpus"),
         ):

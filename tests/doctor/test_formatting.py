@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.doctor import figures
+from lmworks.doctor import formatting
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ from lmworks.doctor import figures
     ],
 )
 def test_shown(shown: str, value: float, text: str) -> None:
-    assert figures.SHOWN[shown](value) == text
+    assert formatting.SHOWN[shown](value) == text
 
 
 def test_what_is_not_a_number() -> None:
-    assert figures.significant(float("nan")) == figures.significant(float("inf")) == "–"
+    assert formatting.significant(float("nan")) == formatting.significant(float("inf")) == "–"

@@ -1,4 +1,4 @@
-"""Processes of this machine that play ranks for the length of one check."""
+"""Starts local processes as ranks for the duration of one check."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
                 try:
                     rank, value, failure = answers.get(timeout=1)
                 except queue.Empty:
-                    _look(found, processes, deadline)
+                    _require_alive(found, processes, deadline)
                     continue
                 if failure:
                     raise Lost(f"rank {rank}: {failure.strip().splitlines()[-1]}")
@@ -45,7 +45,7 @@ def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     return [found[rank] for rank in range(ranks)]
 
 
-def _look(found: dict[int, Any], processes: list[BaseProcess], deadline: float) -> None:
+def _require_alive(found: dict[int, Any], processes: list[BaseProcess], deadline: float) -> None:
     """Raise `Lost` for a rank that can no longer answer, or has not in time."""
     waited = [rank for rank in range(len(processes)) if rank not in found]
     for rank in waited:

@@ -1,0 +1,320 @@
+"""Runs the stages of a recipe: skips stages that are done, resumes or repeats the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from lmworks import credentials
+from lmworks.checkpoint import listing as saved
+from lmworks.corpus.readers.snapshot import Listing, changes, listing
+from lmworks.doctor.page import write_page
+from lmworks.files import explain_full_disk, read_json, write_json
+from lmworks.interrupt import Interrupted
+from lmworks.recipe.after import Layout
+from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.tree.effects import readers
+from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
+from lmworks.run import time_budget
+from lmworks.run.run_dir import require_own_folder, require_own_run_dir
+from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
+from lmworks.run.staleness import StaleReason, phase_names, recipe_values, stage_inputs, stale_reason
+from lmworks.run.stamps import read_stamp, seconds_by_stage, write_stamp
+from lmworks.train.data.frozen_tokenizer import require_same, weights_of
+from lmworks.watch.ledger import Ledger
+from lmworks.watch.lock import RunLock
+
+if TYPE_CHECKING:
+    from lmworks.train.calibrate import Speed
+
+SOURCES = "sources.json"
+_MEASURE = "measure"
+_DATA = ("corpus", "tokenizer", "shards")
+
+
+@dataclass(frozen=True)
+class StageEvent:
+    """Progress of the run for the terminal: a stage begins, is skipped because it is done, or ends; or a note about it.
+
+    `printable` is shown with the event; for a stage that is repeated it says why, and which stages will follow.
+    """
+
+    stage: str
+    kind: str  # begin | skip | end | note
+    seconds: float = 0.0
+    printable: RenderableType | None = None
+
+
+def run_stages(
+    resolved: Resolved, *, last: str | None = None, allow: Sequence[str] = (), on_event: Callable[[StageEvent], None], resume_command: str
+) -> Path:
+    """Bring the run directory up to date with the recipe, up to and including stage `last`; returns the directory.
+
+    Raises `UserError` before the first stage if a later stage could not run, and if the recipe has changed since training began and the
+    changed keys are not allowed by name. Raises `Interrupted` if training was asked to stop.
+    """
+    recipe = resolved.recipe
+    assert recipe.run_dir
+    run_dir, began = Path(recipe.run_dir), time.monotonic()
+    stages_for(recipe, last)
+    credentials.load(run_dir)
+    allow_other_data = any(_affects_tokens(recipe, name) for name in allow)
+    with _join_ranks(StageContext(recipe, run_dir, resume_command, allow_other_data, resolved.path.parent)) as context:
+        if context.ranks is not None and not context.ranks.is_first:
+            _run_other_rank(context)
+        else:
+            _run_first_rank(context, resolved, last, allow, on_event, began)
+    return run_dir
+
+
+@contextmanager
+def _join_ranks(context: StageContext) -> Iterator[StageContext]:
+    """Join the process group if this process was launched as a rank. (Otherwise torch is not imported, so data stages start quickly.)"""
+    if "RANK" not in os.environ:
+        yield context
+        return
+    from lmworks.launch.rank_context import rank_context
+
+    with rank_context(context.recipe, context.run_dir) as (ranks, heartbeat):
+        yield replace(context, ranks=ranks, heartbeat=heartbeat)
+
+
+def _run_other_rank(context: StageContext) -> None:
+    """Run on all ranks but the first: carry out the commands that the first rank sends."""
+    assert context.ranks is not None
+    stages = {stage.name: stage for stage in STAGES}
+    while (command := context.ranks.receive_broadcast()) is not None:
+        if isinstance(command, Recipe):
+            context = replace(context, recipe=command)
+        elif command == _MEASURE:
+            time_budget.measure_speed(context.recipe, context.run_dir, context.ranks)
+        else:
+            stages[command].work(context)
+
+
+def _run_first_rank(
+    context: StageContext, resolved: Resolved, last: str | None, allow: Sequence[str], on_event: Callable[[StageEvent], None], began: float
+) -> None:
+    """Run on the first rank: carry out the recipe, and send commands to the other ranks for what all ranks do."""
+    run_dir, ranks = context.run_dir, context.ranks
+    together = False
+
+    def speed_of(recipe: Recipe) -> Speed:
+        nonlocal together
+        if ranks is not None:
+            ranks.broadcast(recipe)
+            ranks.broadcast(_MEASURE)
+        together = True
+        speed = time_budget.measure_speed(recipe, run_dir, ranks)
+        together = False
+        return speed
+
+    try:
+        require_own_run_dir(run_dir, resolved.text)
+        with RunLock(run_dir):
+            settled = time_budget.recorded_budget(resolved, run_dir)
+            recipe = (settled or resolved).recipe
+            stages = stages_for(recipe, last)
+            state = _detect_changes(run_dir, settled or resolved, allow, on_event)
+            trains = any(stage.name == "pretrain" for stage in stages)  # the data stages do not check the model
+            waiting = [stage for stage in stages if state.stale_reason(stage, recipe)]
+            for stage in stages_for(recipe) if trains and waiting else ():
+                if stage.check:
+                    stage.check(recipe)
+            for stage in waiting:
+                require_own_folder(run_dir, stage)
+            require_same(run_dir, weights_of(run_dir))
+            _record_layout(run_dir, recipe)
+            (settled or resolved).save(run_dir)
+            if state.files != _recorded_files(run_dir):
+                write_json(run_dir / SOURCES, state.files)
+            for stage in (one for one in stages if one.name in _DATA):  # these do not depend on the time budget
+                _run_stage(context, stage, resolved.recipe, state, on_event)
+            if any(stage.name == "shards" for stage in stages):
+                _require_enough_text(run_dir, recipe)
+            if not trains:
+                return
+            made_now = settled is None
+            if settled is None:
+                settled, lines = time_budget.settle_budget(resolved, run_dir, lambda: time.monotonic() - began, speed_of)
+                settled.save(run_dir)
+                for line in lines:
+                    on_event(StageEvent("pretrain", "note", printable=line))
+            if ranks is not None and settled is not resolved:
+                ranks.broadcast(settled.recipe)
+            context = replace(context, recipe=settled.recipe)
+            for stage in (one for one in stages_for(settled.recipe, last) if one.name not in _DATA):
+                together = stage.all_ranks
+                _run_stage(context, stage, settled.recipe, state, on_event)
+                together = False
+            if made_now and last is None:
+                _record_times(run_dir, time.monotonic() - began)
+    finally:
+        if ranks is not None and not together:  # an error while all ranks work is raised on all of them
+            ranks.broadcast(None)
+
+
+def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
+    """Raise `UserError` before training if there are too few tokens for the budgets. A budget in time is fitted to the data instead."""
+    from lmworks.shards.format.manifest import Manifest
+    from lmworks.shards.order import Order
+
+    if recipe.time is None and recipe.train.phases and not saved.begun(run_dir / "checkpoints"):
+        Order(recipe, Manifest.load(run_dir / "shards"))
+
+
+@dataclass(frozen=True)
+class _State:
+    """State at the start: the run directory, the current `files` of the sources, and the `changes` of the recipe since the last run."""
+
+    run_dir: Path
+    files: Listing
+    changes: list[Change] = field(default_factory=list)
+
+    def inputs(self, stage: Stage, recipe: Recipe) -> dict[str, str]:
+        return stage_inputs(stage, recipe, self.run_dir, self.files)
+
+    def stale_reason(self, stage: Stage, recipe: Recipe) -> StaleReason:
+        return stale_reason(stage, recipe, self.run_dir, self.inputs(stage, recipe))
+
+
+def _record_times(run_dir: Path, seconds: float) -> None:
+    """Record planned and actual times in the ledger."""
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        stages = {name: list(pair) for name, pair in time_budget.planned_and_actual_seconds(run_dir, seconds_by_stage(run_dir)).items()}
+        ledger.write("time", seconds=round(seconds, 1), planned_and_actual=stages)
+
+
+def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _State, on_event: Callable[[StageEvent], None]) -> None:
+    folder = context.run_dir / stage.folder
+    made_from = state.inputs(stage, recipe)
+    reason = stale_reason(stage, recipe, context.run_dir, made_from)
+    if not reason:
+        on_event(StageEvent(stage.name, "skip"))
+        return
+    require_own_folder(context.run_dir, stage)
+    if not stage.keeps and not (stage.resumes and not reason.changed and not reason.new):
+        clear(folder)
+    for name in () if stage.all_ranks else reason.lost:  # the trainer finds the newest complete checkpoint itself
+        if name != f"{stage.folder}/{STAMP}":
+            (context.run_dir / name).unlink(missing_ok=True)
+    on_event(StageEvent(stage.name, "begin", printable=_describe_redo(context.run_dir, stage, recipe, reason, state)))
+    write_stamp(folder, stage, made_from)
+    _record_stage(context.run_dir, stage, "stage_began")
+    began = time.monotonic()
+    if stage.all_ranks and context.ranks is not None:
+        context.ranks.broadcast(stage.name)
+    try:
+        with explain_full_disk(folder):
+            result = stage.work(context)
+    except Interrupted:
+        write_page(context.run_dir)
+        raise
+    seconds = time.monotonic() - began
+    write_stamp(folder, stage, made_from, seconds)
+    _record_stage(context.run_dir, stage, "stage_ended", seconds=round(seconds, 1))
+    write_page(context.run_dir)
+    on_event(StageEvent(stage.name, "end", seconds, result))
+
+
+def _record_stage(run_dir: Path, stage: Stage, event: str, **fields: float) -> None:
+    """Record the start or end of a stage in the ledger; the trainer records its own stages."""
+    if not stage.all_ranks:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write(event, name=stage.name, **fields)
+
+
+def _describe_redo(run_dir: Path, stage: Stage, recipe: Recipe, reason: StaleReason, state: _State) -> Text | None:
+    """Why a finished stage is repeated, and which stages were built on it; None if it was not finished."""
+    text = reason.text(state.changes)
+    if not text:
+        return None
+    changed, built = {stage.folder}, []
+    for other in stages_for(recipe):
+        if any(need.partition("/")[0] in changed for need in other.needs) and read_stamp(run_dir / other.folder) is not None:
+            changed.add(other.folder)
+            built.append(other.name)
+    after = f"; stages built on it follow if its output changes: {', '.join(built)}" if built else ""
+    if stage.name == "tokenizer" and saved.begun(run_dir / "checkpoints"):
+        text += "; tokenizer.json is kept because weights were trained with it"
+    return Text(f"repeated because {text + after}", "yellow")
+
+
+def _recorded_files(run_dir: Path) -> Listing:
+    """The files of the sources as the last run recorded them."""
+    path = run_dir / SOURCES
+    seen: Listing = read_json(path) if path.exists() else {}
+    return seen
+
+
+def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_event: Callable[[StageEvent], None]) -> _State:
+    """Detect changes of the recipe and of the sources' files, which count as changes of the recipe."""
+    before = _recorded_files(run_dir)
+    now = listing(resolved.recipe, before)
+    found = list(changes(before, now))
+    accepted = _accept_changes(run_dir, resolved, allow, found)
+    for change in found:
+        on_event(StageEvent("corpus", "note", printable=f"the files of source {change.path.split('.')[2]} have changed: {change.new}"))
+    matter, derived = [change for change in accepted if not harmless(change)], _derived_keys(resolved)
+    follows = [change for change in matter if set(change.keys) <= derived]
+    if follows and len(follows) < len(matter) and saved.begun(run_dir / "checkpoints"):
+        keep = " ".join(f"--set {change.path}={change.old}" for change in follows)
+        note = f"derived values that change with it: {', '.join(map(str, follows))}; to keep them: {keep}"
+        on_event(StageEvent("pretrain", "note", printable=note))
+    return _State(run_dir, now, accepted)
+
+
+def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], files: Sequence[Change]) -> list[Change]:
+    """Differences between the recipe and that of the last run; changed `files` of a source count as a change of it.
+
+    Once training has begun, a changed recipe is refused unless each changed key is allowed by name. Allowed changes go to the ledger.
+    """
+    path = run_dir / "resolved.json"
+    if not path.exists():
+        return list(files)
+    before, recipe = load_resolved(path), resolved.recipe
+    changed = [*(change for change in changed_keys(before, recipe) if change.path != "run_dir"), *files]
+    if sorted(phase_names(before)) == sorted(phase_names(recipe)) and phase_names(before) != phase_names(recipe):
+        changed.append(Change("train.phases", phase_names(before), phase_names(recipe)))
+    if not saved.begun(run_dir / "checkpoints"):
+        return changed
+    accepted = require_allowed(changed, allow, _derived_keys(resolved))
+    if changed:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write(
+                "recipe_changed",
+                allowed=[{"key": c.path, "old": c.old, "new": c.new} for c in accepted],
+                harmless=[{"key": c.path, "old": c.old, "new": c.new} for c in changed if harmless(c)],
+            )
+    return changed
+
+
+def _derived_keys(resolved: Resolved) -> set[str]:
+    """Keys whose values are derived from other keys. `threads` is left out: it is derived from the machine."""
+    return {path for path, origin in resolved.origins.items() if origin.kind == "derived"} - {"threads"}
+
+
+def _affects_tokens(recipe: Recipe, allowed: str) -> bool:
+    """Whether an allowed key, or a key below it, is read by the corpus or shards stage. Then the token files may change too."""
+    if allowed.partition(".")[0] not in Recipe.model_fields:
+        return False
+    below = [path for path in recipe_values(recipe) if path.startswith(f"{allowed}.")]
+    return any({"corpus", "shards"} & set(readers(path)) for path in (allowed, *below))
+
+
+def _record_layout(run_dir: Path, recipe: Recipe) -> None:
+    """Record the mesh layout at the start of a run with several ranks, and each change of it, in the ledger."""
+    path = run_dir / "resolved.json"
+    before = load_resolved(path).layout if path.exists() else Layout()
+    if recipe.layout != before:
+        with Ledger(run_dir / "ledger.jsonl") as ledger:
+            ledger.write("layout", **as_tree(recipe.layout))

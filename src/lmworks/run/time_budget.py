@@ -1,0 +1,245 @@
+"""Turns the recipe's `time` into token budgets, before the first training step, with the measured speed of this machine.
+
+The token budgets in the recipe are then proportions: one factor scales the budgets of all phases and of tuning to fill the time that
+remains after data preparation and before validation, evaluation and export. The resulting numbers go into the ledger and resolved.json.
+A run keeps its numbers, also on another machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmworks.checkpoint import listing
+from lmworks.errors import UserError
+from lmworks.files import sha256_file
+from lmworks.plan.flops import flops_per_token
+from lmworks.plan.plan import days
+from lmworks.recipe.loading.document import Keys
+from lmworks.recipe.loading.load import Numbers, Resolved
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.tree.fingerprint import as_tree
+from lmworks.recipe.tree.paths import display, get
+from lmworks.run.time_estimate import (
+    FEW_ITEMS,
+    FEWEST,
+    FixedWork,
+    fixed_work,
+    predict_seconds,
+    scale_budgets,
+    total_seconds,
+    training_seconds,
+)
+from lmworks.watch.ledger import Ledger, read_ledger
+
+if TYPE_CHECKING:
+    from lmworks.parallel.mesh import Ranks
+    from lmworks.train.calibrate import Speed
+
+EVENT = "budget"
+BEFORE = "data, start and measuring"
+_LEDGER = "ledger.jsonl"
+_SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
+_LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
+_SIZES = [digits * 10**power for power in range(4, 11) for digits in range(10, 100)]  # 100k to 990B, two digits
+
+
+
+def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
+    """The recipe with the budgets that were recorded when its run began; None if there are none yet.
+
+    A key that has been changed in the recipe since then keeps its new value.
+    """
+    recipe = resolved.recipe
+    if recipe.time is None:
+        return resolved
+    path = run_dir / _LEDGER
+    events = [line for line in read_ledger(path) if line["event"] == EVENT] if path.exists() else []
+    begun = listing.begun(run_dir / "checkpoints")
+    if not events:
+        return resolved if begun else None
+    tree, numbers = as_tree(recipe), {tuple(number["keys"]): number for number in events[-1]["numbers"]}
+    same = {keys: number for keys, number in numbers.items() if get(tree, keys) in (number["old"], number["new"])}
+    if not begun and (len(same) < len(numbers) or events[-1]["seconds"] != recipe.time):
+        return None
+    return resolved.settled({keys: (number["new"], number["why"]) for keys, number in same.items()})
+
+
+def measure_speed(recipe: Recipe, run_dir: Path, ranks: Ranks | None) -> Speed:
+    """Measure the speed of the recipe's own steps on a batch of each sequence length. Called on all ranks."""
+    from lmworks.shards.format.manifest import check_vocabulary
+    from lmworks.shards.read.batches import Batches
+    from lmworks.train import calibrate
+    from lmworks.train.step import micro_batch_of
+
+    assert recipe.time is not None and recipe.model.vocab_size
+    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
+    check_vocabulary(batches.manifest, recipe.model.vocab_size, sha256_file(run_dir / "tokenizer" / "tokenizer.json"))
+    found = {}
+    for index, phase in enumerate(batches.order.timeline.phases):
+        length = phase.sequence_length
+        if length not in found:
+            rows = min(phase.full, 4 * micro_batch_of(recipe, length) * (1 if ranks is None else ranks.size("dp")))
+            last = batches.order.timeline.first_step(index + 1) - 1  # after any batch ramp
+            found[length] = batches.batch(last, 0, min(rows, batches.order.sequences(last)[1]))
+    if recipe.tune is not None and (length := int(recipe.tune.sequence_length)) not in found:
+        rows = min(int(recipe.tune.global_batch_size) // length, 4 * micro_batch_of(recipe, length))
+        found[length] = calibrate.random_batch(recipe, length, rows)
+    patience = min(30.0, 0.01 * recipe.time)
+    return calibrate.measure(recipe, list(found.values()), patience, lambda length: flops_per_token(recipe.model, length).total, ranks)
+
+
+def settle_budget(
+    resolved: Resolved, run_dir: Path, spent: Callable[[], float], speed_of: Callable[[Recipe], Speed]
+) -> tuple[Resolved, list[str]]:
+    """Turn the time of a recipe whose shards exist into token budgets, and record them in the ledger.
+
+    `spent` returns the seconds of the command so far, `speed_of` measures a recipe. Returns the recipe with the budgets, and lines for the
+    terminal: how they were computed, the planned times, and what was reduced. Raises `UserError` if the time is already over.
+    """
+    recipe = resolved.recipe
+    assert recipe.time is not None
+    whole = float(recipe.time)
+    if spent() >= whole:
+        raise UserError(
+            f"time: {days(whole)} are not enough, preparing the data alone took {days(spent())}; run the same command again, whose time "
+            f"starts from zero with the data done, or allow more time, such as --time {4 * spent():.0f}s"
+        )
+    work = fixed_work(recipe, run_dir)
+    speed = speed_of(recipe)
+    numbers: dict[Keys, tuple[Any, str]] = {}
+    if recipe.size == "auto":
+        numbers = _choose_size(resolved, whole * (1 - _SLACK) - spent(), speed, work)
+        recipe = resolved.settled(numbers).recipe
+        speed = speed_of(recipe)
+    before = spent()
+    left = whole * (1 - _SLACK) - before
+    given_up = []
+    for keys, value, text, least in _reductions(recipe, whole):
+        shortest = scale_budgets(recipe, 0)
+        if total_seconds(shortest, speed, work) + max(0.0, least - training_seconds(shortest, speed)) <= left:
+            break
+        recipe = _with(recipe, keys, value)
+        numbers[keys] = value, f"reduced to stay within {days(whole)}"
+        given_up.append(text)
+    factor = _largest_factor(lambda factor: total_seconds(scale_budgets(recipe, factor), speed, work) <= left)
+    readings = _max_epochs_read(scale_budgets(recipe, factor), run_dir) / recipe.shards.max_epochs
+    if readings > 1:
+        factor *= 0.99 / readings
+        text = f"no source is read more than {recipe.shards.max_epochs:g} times (shards.max_epochs)"
+        given_up.append(f"part of the time stays unused: {text}")
+    recipe = scale_budgets(recipe, factor)
+    planned = {BEFORE: before, **predict_seconds(recipe, speed, work)}
+    fixed = sum(planned.values()) - before - training_seconds(recipe, speed)
+    why = f"{days(whole)}: {_describe_speed(speed)}, {before:.0f} s before the first step, {fixed:.0f} s besides training; in whole steps"
+    asked = resolved.settled(numbers).recipe
+    for index, (phase, old) in enumerate(zip(recipe.train.phases, asked.train.phases, strict=True)):
+        numbers["train", "phases", index, "tokens"] = _scaled_tokens(phase.tokens, old.tokens, why)
+    if recipe.tune is not None and asked.tune is not None:
+        numbers["tune", "tokens"] = _scaled_tokens(recipe.tune.tokens, asked.tune.tokens, why)
+    if sum(planned.values()) > whole:
+        given_up.append(f"the time limit: with the minimum of {FEWEST} steps per phase it takes about {days(sum(planned.values()))}")
+    _write_ledger(resolved, run_dir, numbers, planned, given_up, why)
+    lines = [why, "planned: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in planned.items())]
+    return resolved.settled(numbers), lines + [f"reduced: {', '.join(given_up)}"] * bool(given_up)
+
+
+def _scaled_tokens(tokens: Tokens, old: Tokens, why: str) -> tuple[str, str]:
+    return tokens.text(), f"{tokens / old:.3g} times {old.text()} for {why}"
+
+
+def _write_ledger(resolved: Resolved, run_dir: Path, numbers: Numbers, planned: Mapping[str, float], given_up: list[str], why: str) -> None:
+    tree = as_tree(resolved.recipe)
+    listed = [
+        {"key": display(tree, keys), "keys": list(keys), "old": get(tree, keys), "new": value, "why": reason}
+        for keys, (value, reason) in numbers.items()
+    ]
+    with Ledger(run_dir / _LEDGER) as ledger:
+        ledger.write(
+            EVENT, seconds=float(resolved.recipe.time or 0), why=why, numbers=listed, given_up=given_up,
+            planned={name: round(seconds, 1) for name, seconds in planned.items()},
+        )  # fmt: skip
+
+
+def _choose_size(resolved: Resolved, left: float, speed: Speed, work: FixedWork) -> dict[Keys, tuple[Any, str]]:
+    """The largest size whose own budget, 20 tokens per active parameter, fits into `left` seconds. Sequence lengths are not
+    changed, because the tokenizer was trained for them."""
+    phases = resolved.recipe.train.phases
+    lengths: dict[Keys, tuple[Any, str]] = {
+        ("train", "phases", index, "sequence_length"): (phase.sequence_length.text(), "as the tokenizer was trained for")
+        for index, phase in enumerate(phases)
+    }
+
+    why = "the compute-optimal size for the time at the measured speed (arXiv:2203.15556)"
+
+    def numbers(size: int) -> dict[Keys, tuple[Any, str]]:
+        return {("size",): (_size_text(size), why), **lengths}
+
+    def seconds(size: int) -> float:
+        return total_seconds(resolved.settled(numbers(size)).recipe, speed, work)
+
+    return numbers(_SIZES[max(0, bisect_right(_SIZES, left, key=seconds) - 1)])
+
+
+def _size_text(size: int) -> str:
+    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if size >= scale:
+            return f"{size / scale:g}{unit}"
+    return str(size)
+
+
+def _reductions(recipe: Recipe, whole: float) -> Iterator[tuple[Keys, Any, str, float]]:
+    """What is reduced if time is short, in this order: a key, its new value, a text, and the training seconds below which it is reduced."""
+    wanted = recipe.evaluate
+    if wanted.benchmarks and wanted.benchmark_items > FEW_ITEMS:
+        text = f"benchmark items ({wanted.benchmark_items} -> {FEW_ITEMS} per set)"
+        yield ("evaluate", "benchmark_items"), FEW_ITEMS, text, _LEAST * whole
+    if wanted.tasks and wanted.task_items > FEW_ITEMS:
+        yield ("evaluate", "task_items"), FEW_ITEMS, f"questions ({wanted.task_items} -> {FEW_ITEMS} per task)", _LEAST * whole
+    if recipe.tune is not None:
+        yield ("tune",), None, "tuning", 0.0
+
+
+def _with(recipe: Recipe, keys: Keys, value: Any) -> Recipe:
+    first, *rest = map(str, keys)
+    node = value if not rest else getattr(recipe, first).model_copy(update={rest[0]: value})
+    return recipe.model_copy(update={first: node})
+
+
+def _max_epochs_read(recipe: Recipe, run_dir: Path) -> float:
+    """Epochs of the source that is read most often."""
+    from lmworks.shards.read.batches import Batches
+
+    endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": float("inf")})})
+    return max(share.epochs for share in Batches(endless, run_dir / "shards").order.shares())
+
+
+def _largest_factor(fits: Callable[[float], bool]) -> float:
+    """The largest factor for which `fits` holds; 0 if there is none."""
+    high = 1.0
+    while fits(high) and high < 1e12:
+        high *= 2
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _describe_speed(speed: Speed) -> str:
+    if not speed.steps:
+        return f"{speed.forward:.3g} FLOP/s, as given by LMWORKS_MACHINE"
+    by_length = " and ".join(f"{tokens:,.0f}" for tokens in speed.tokens.values())
+    lengths = " and ".join(f"{length:,}" for length in speed.tokens)
+    return f"{by_length} tokens/s measured in {speed.steps} steps (sequence length {lengths})"
+
+
+def planned_and_actual_seconds(run_dir: Path, actual: Mapping[str, float | None]) -> dict[str, tuple[float, float | None]]:
+    """Planned and actual seconds by stage; empty for a run without `time`."""
+    path = run_dir / _LEDGER
+    events = [line for line in read_ledger(path) if line["event"] == EVENT] if path.exists() else []
+    planned = events[-1]["planned"] if events else {}
+    return {name: (seconds, seconds if name == BEFORE else actual.get(name)) for name, seconds in planned.items()}

@@ -1,0 +1,150 @@
+"""Predicts the seconds that each stage after the data takes, from the measured speed of the recipe's own steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmworks import machine
+from lmworks.plan.flops import flops_per_token
+from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.units import Duration, Tokens
+from lmworks.shards.order.timeline import PhaseSteps
+
+if TYPE_CHECKING:
+    from lmworks.train.calibrate import Speed
+
+FEW_ITEMS = 10  # questions per benchmark set and task where time is short
+FEWEST = 20  # steps of a phase, and of tuning
+# Generated tokens: of a reply, of a sample in the evaluation, and of a sample during training.
+_REPLY, _SAMPLE, _ON_THE_WAY = 64, 48, 32
+_WINDOWS = 1.2  # tokens scored per token of held-out text, because windows overlap
+# CPU seconds of everything but model computation, on a core that runs `_loop` in _LOOP seconds (measured on the quickstart).
+_LOOP = 0.037
+_CONVERSATION, _COMPRESSED_BYTE, _EVALUATION, _EXPORT = 0.0025, 2.5e-6, 3.0, 6.0
+
+
+@dataclass(frozen=True)
+class FixedWork:
+    """Work of the stages after the data that does not depend on the budget: tokens of a validation, tokens and bytes of all held-out text,
+    tokens per item by benchmark set. `slowness` scales the CPU time of everything that is not model computation."""
+
+    validation: int
+    held_out: int
+    held_out_bytes: int
+    items: Mapping[str, float]
+    slowness: float
+
+
+def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
+    from lmworks.shards.read.batches import Batches
+    from lmworks.train.pretrain import held_out
+
+    batches = Batches(scale_budgets(recipe, 0), run_dir / "shards")
+    phases = recipe.train.phases
+    length = int(phases[0].sequence_length)
+    rows = max(1, (recipe.train.micro_batch_size or 1) * max(int(phase.sequence_length) for phase in phases) // length)
+    pieces = held_out(batches, recipe, length, rows)
+    splits = [source.validation for source in batches.manifest.sources if source.validation]
+    return FixedWork(
+        validation=sum(map(len, pieces.values())) * rows * length,
+        held_out=sum(split.tokens for split in splits),
+        held_out_bytes=sum(split.bytes for split in splits),
+        items=_tokens_per_item(recipe, run_dir),
+        slowness=1.0 if machine.speed() is not None else statistics.median(_loop() for _ in range(5)) / _LOOP,
+    )
+
+
+def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
+    """Mean tokens per item of each benchmark set, with all choices, over the first items; 0 if the set is not available."""
+    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.evaluate import benchmarks
+    from lmworks.tokenizer import load
+
+    found = {}
+    tokenizer = load(run_dir / "tokenizer")
+    for name in recipe.evaluate.benchmarks:
+        try:
+            items = benchmarks.load(name, FEW_ITEMS)
+        except Unavailable:
+            items = []
+        texts = [context + rest for item in items for context, rest in zip(item.contexts, item.continuations, strict=True)]
+        found[name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
+    return found
+
+
+def _loop() -> float:
+    """Seconds of a fixed amount of work in Python."""
+    began = time.perf_counter()
+    counts: dict[int, int] = {}
+    for number in range(300_000):
+        counts[number % 1000] = counts.get(number % 1000, 0) + len(str(number))
+    return time.perf_counter() - began
+
+
+def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
+    """Predicted seconds of each stage after the data."""
+    from lmworks.train.calibrate import ROWS
+    from lmworks.train.course import interval_in_steps
+
+    def forward(tokens: float, length: int) -> float:
+        return tokens * flops_per_token(recipe.model, length).total / 3 / speed.forward
+
+    def generate(tokens: int, length: int) -> float:
+        return tokens * ROWS * flops_per_token(recipe.model, length).total / 3 / speed.decode
+
+    def course(steps: int, tokens: int, validation: int, length: int) -> float:
+        """Seconds of a trainer besides its steps: validation and samples."""
+
+        def times(every: Duration) -> int:
+            return -(-steps // interval_in_steps(every, steps, tokens))  # the last step always counts
+
+        return times(train.validate_every) * forward(validation, length) + times(train.sample_every) * generate(_ON_THE_WAY, length)
+
+    train, tune, wanted = recipe.train, recipe.tune, recipe.evaluate
+    phases = [PhaseSteps.of(phase) for phase in train.phases]
+    steps, tokens = sum(phase.steps for phase in phases), sum(phase.tokens for phase in phases)
+    found = {"pretrain": sum(_step_seconds(recipe, speed, phase.tokens, phase.sequence_length) for phase in phases)}
+    found["pretrain"] += course(steps, tokens, work.validation, phases[0].sequence_length)
+    if tune is not None:
+        length, batch = int(tune.sequence_length), int(tune.global_batch_size)
+        found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)
+        found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
+        found["tune"] += work.slowness * _CONVERSATION * sum(data.count for data in tune.data)
+    context, models = phases[-1].sequence_length, 1 if tune is None else 2
+    scored = _WINDOWS * work.held_out + sum(work.items[one] * wanted.benchmark_items for one in wanted.benchmarks)
+    replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY
+    found["evaluate"] = models * (forward(scored, context) + generate(replies + _SAMPLE, phases[0].sequence_length))
+    found["evaluate"] += work.slowness * (_EVALUATION + wanted.references * _COMPRESSED_BYTE * work.held_out_bytes)
+    found["export"] = work.slowness * _EXPORT * (recipe.export.huggingface or recipe.export.gguf)
+    return found
+
+
+def total_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> float:
+    return sum(predict_seconds(recipe, speed, work).values())
+
+
+def training_seconds(recipe: Recipe, speed: Speed) -> float:
+    """Seconds of the training steps alone, including tuning."""
+    seconds = sum(_step_seconds(recipe, speed, int(phase.tokens), int(phase.sequence_length)) for phase in recipe.train.phases)
+    tune = recipe.tune
+    return seconds + (_step_seconds(recipe, speed, int(tune.tokens), int(tune.sequence_length)) if tune else 0.0)
+
+
+def _step_seconds(recipe: Recipe, speed: Speed, tokens: int, length: int) -> float:
+    return tokens * flops_per_token(recipe.model, length).total / speed.train[length]
+
+
+def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
+    """The recipe with its token budgets times `factor`, in whole steps, and at least `FEWEST` steps per phase."""
+
+    def budget(tokens: int, batch: int) -> Tokens:
+        return Tokens(max(FEWEST, int(factor * tokens / batch)) * batch)
+
+    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
+    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.global_batch_size)})
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})
