@@ -244,12 +244,12 @@ def unsummed(function: Callable[..., Any], *args: Any) -> Any:
     """A rank that leaves its loss out of the sum."""
     from lmworks.parallel.mesh import Ranks
 
-    honest = Ranks.sum
-    Ranks.sum = lambda self, tensor, axis: tensor  # type: ignore[method-assign]
+    honest = Ranks.all_reduce
+    Ranks.all_reduce = lambda self, tensor, axis: tensor  # type: ignore[method-assign]
     try:
         return function(*args)
     finally:
-        Ranks.sum = honest  # type: ignore[method-assign]
+        Ranks.all_reduce = honest  # type: ignore[method-assign]
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from torch.distributed.pipelining import PipelineStage
 
 from lmworks.checkpoint.checkpoints import Checkpoints
-from lmworks.checkpoint.tensor_files import missing, read_table
+from lmworks.checkpoint.tensor_files import incomplete_tensors, read_table
 from lmworks.errors import UserError
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.parallel_model import ParallelModel
@@ -138,7 +138,7 @@ def test_a_checkpoint_holds_the_embedding_once(ranks: RankPool, layout: dict[str
     """And is that of one process: which loads it, and the ranks load what one process has saved."""
     expected = _round_trip({}, tmp_path / "one", tmp_path / "one")
     found = ranks.run(_round_trip, _world(layout), layout, tmp_path / "ranks", tmp_path / "one")
-    assert not missing(read_table(tmp_path / "ranks" / "step-00000001"))
+    assert not incomplete_tensors(read_table(tmp_path / "ranks" / "step-00000001"))
     for held in found:
         assert held.items() <= expected.items()
     assert _round_trip({}, tmp_path / "again", tmp_path / "ranks") == expected

@@ -45,11 +45,11 @@ def told_by(run: Tiny, *overrides: str, last: str | None = None, allow: tuple[st
 
 
 def done(told: list[StageEvent]) -> list[str]:
-    return [one.stage for one in told if one.what == "begin"]
+    return [one.stage for one in told if one.kind == "begin"]
 
 
 def why(told: list[StageEvent], stage: str) -> str:
-    return next(str(one.printable) for one in told if (one.stage, one.what) == (stage, "begin"))
+    return next(str(one.printable) for one in told if (one.stage, one.kind) == (stage, "begin"))
 
 
 def in_table() -> list[tuple[list[str], set[str], str]]:
@@ -309,7 +309,7 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
         run.walk(LONGER, last="pretrain")
     told = told_by(run, LONGER, last="pretrain", allow=("train.phases.long.tokens",))
     assert done(told) == ["pretrain"]
-    note = next(str(one.printable) for one in told if one.what == "note")
+    note = next(str(one.printable) for one in told if one.kind == "note")
     assert note.startswith("derived values that change with it: optimizer.learning_rate")
     assert "to keep them: --set optimizer.learning_rate=" in note
     (event,) = [line for line in read_ledger(run.run_dir / "ledger.jsonl") if line["event"] == "recipe_changed"]

@@ -11,8 +11,8 @@ from lmworks.doctor.formatting import compact, percent, significant, size, span
 from lmworks.doctor.run_records import Json, Run
 from lmworks.doctor.tables import as_dict, references
 from lmworks.doctor.timeline import STAGE_WORDS
-from lmworks.recipe.after import Cluster
 from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.tree.paths import flatten
 
 _LONGEST = 3e9  # seconds that a run may take

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lmworks.errors import UserError
 from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.stages import STAMP, Stage
 from lmworks.watch.lock import is_lock
 

@@ -19,9 +19,9 @@ from lmworks.corpus.readers.snapshot import Listing, changes, listing
 from lmworks.doctor.page import write_page
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
-from lmworks.recipe.after import Layout
 from lmworks.recipe.loading.load import Resolved, load_resolved
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.run import time_budget
@@ -166,7 +166,7 @@ def _run_first_rank(
 def _require_enough_text(run_dir: Path, recipe: Recipe) -> None:
     """Raise `UserError` before training if there are too few tokens for the budgets. A budget in time is fitted to the data instead."""
     from lmworks.shards.format.manifest import Manifest
-    from lmworks.shards.order import Order
+    from lmworks.shards.order.order import Order
 
     if recipe.time is None and recipe.train.phases and not saved.begun(run_dir / "checkpoints"):
         Order(recipe, Manifest.load(run_dir / "shards"))

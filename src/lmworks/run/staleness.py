@@ -16,7 +16,7 @@ from typing import Any
 from lmworks.checkpoint import listing
 from lmworks.corpus.readers.snapshot import Listing
 from lmworks.files import sha256_file
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical
 from lmworks.recipe.tree.paths import flatten

@@ -19,7 +19,7 @@ from lmworks.plan.flops import flops_per_token
 from lmworks.plan.plan import days
 from lmworks.recipe.loading.document import Keys
 from lmworks.recipe.loading.load import Numbers, Resolved
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.recipe.tree.paths import display, get

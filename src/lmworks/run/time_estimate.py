@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lmworks import machine
 from lmworks.plan.flops import flops_per_token
-from lmworks.recipe.recipe import Recipe
+from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration, Tokens
 from lmworks.shards.order.timeline import PhaseSteps
 
@@ -89,7 +89,7 @@ def _loop() -> float:
 def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
     """Predicted seconds of each stage after the data."""
     from lmworks.train.calibrate import ROWS
-    from lmworks.train.course import interval_in_steps
+    from lmworks.train.curriculum import interval_in_steps
 
     def forward(tokens: float, length: int) -> float:
         return tokens * flops_per_token(recipe.model, length).total / 3 / speed.forward

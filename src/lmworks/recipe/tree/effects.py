@@ -1,6 +1,7 @@
 """What each key of the recipe affects: the stages that read it, and what a change of it needs once training has begun.
 
-The declarations stand beside the keys (`lmworks.recipe.schema.effect`). From them follow the inputs of a stage (`lmworks.run.staleness`), the
+The declarations stand beside the keys (`lmworks.recipe.schema.effect`). From them follow the inputs of a stage (`lmworks.run.staleness`),
+the
 keys that need `--allow` (`lmworks.recipe.tree.fingerprint`), the mark * of docs/recipe.md, and the table of docs/changes.md, which
 `python -m lmworks.recipe.tree.effects` prints.
 """

@@ -59,7 +59,8 @@ def build_shards(
 
 
 def _build(
-    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None, protected_sha256: str
+    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None,
+    protected_sha256: str
 ) -> Manifest:
     out_dir.mkdir(parents=True, exist_ok=True)
     with atomic_path(out_dir / TOKEN_BYTES) as aside, open(aside, "wb") as handle:
