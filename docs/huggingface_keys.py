@@ -19,6 +19,7 @@ _SHAPE: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": "64 tokens",
 }  # fmt: skip
 _MOE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+_SOFTMAX: dict[str, Any] = _MOE | {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "scoring_func": "softmax"}
 _MLA: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 _EXTENDED: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": "16 tokens"}
 SAMPLES: tuple[dict[str, Any], ...] = (
@@ -27,10 +28,8 @@ SAMPLES: tuple[dict[str, Any], ...] = (
     _SHAPE | {"rope": _EXTENDED | {"scaling": "yarn"}},
     _SHAPE | {"rope": _EXTENDED | {"scaling": "llama3"}},
     _SHAPE | {"use_qk_norm": True, "sliding_window": "8 tokens", "layer_types": ["sliding_attention", "full_attention"]},
-    _SHAPE | {"moe": _MOE | {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "balance": {"method": "none"}},
-              "use_qk_norm": True},
-    _SHAPE | {"moe": _MOE | {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "balance": {"method": "aux"}},
-              "use_qk_norm": True},
+    _SHAPE | {"use_qk_norm": True, "moe": _SOFTMAX | {"balance": {"method": "none"}}},
+    _SHAPE | {"use_qk_norm": True, "moe": _SOFTMAX | {"balance": {"method": "aux"}}},
     _SHAPE | {"no_rope_layer_interval": 4},
 )  # fmt: skip
 

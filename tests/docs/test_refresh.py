@@ -12,7 +12,6 @@ from pages import ROOT
 from lmworks.errors import UserError
 from tiny_run import Tiny
 
-
 PAGES = ("README.md", "docs/quickstart.md")
 
 
