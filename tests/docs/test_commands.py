@@ -281,3 +281,11 @@ def test_yaml_of_the_pages_is_yaml() -> None:
     found = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found
     assert all(isinstance(yaml.safe_load("\n".join(block.lines)), dict) for block in found)
+
+
+def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
+    from lmworks.recipe.load import load_recipe  # PATH-CHECK
+
+    (recipe,) = [block for block in blocks(ROOT / "README.md") if block.language == "yaml"]
+    (tmp_path / "mine.yaml").write_text("\n".join(recipe.lines))
+    assert load_recipe(str(tmp_path / "mine.yaml")).recipe.train.phases
