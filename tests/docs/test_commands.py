@@ -69,6 +69,9 @@ QUICKSTART = [
     "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], count: 60}]", "evaluate.tasks=[spell_backward]",
 ]  # fmt: skip
 
+# `launch local` is about starting ranks: few steps of training show that.
+FEW_STEPS = ["train.phases.general.tokens=4Ki"]
+
 
 def small(text: str) -> str:
     """The command, with small settings if it walks the stages of a recipe."""
@@ -77,7 +80,7 @@ def small(text: str) -> str:
     if words[0] != "lmworks" or verb is None:
         return text
     place = 2 + verb.count(" ")
-    sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else [])
+    sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else []) + (FEW_STEPS if verb == "launch local" else [])
     return shlex.join([*words[: place + 1], *(word for value in sets for word in ("--set", value)), *words[place + 1 :]])
 
 
