@@ -240,7 +240,7 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
 
 
 def parts(words: list[str]) -> list[str]:
-    """What is wrong with `lmworks ...`, where words in capitals stand for anything."""
+    """What is wrong with `lmworks ...`, where words in capitals, and *, stand for anything."""
     from lmworks.cli.main import _register, app
 
     _register()
@@ -248,7 +248,7 @@ def parts(words: list[str]) -> list[str]:
     words = words[1:]
     while words and hasattr(command, "commands"):
         if words[0] not in command.commands:
-            return [] if words[0].isupper() else [f"there is no command {words[0]!r}"]
+            return [] if words[0].isupper() or words[0] == "*" else [f"there is no command {words[0]!r}"]
         command = command.commands[words.pop(0)]
     options = {option for parameter in command.params for option in parameter.opts} | {"--help", "--debug"}
     return [f"there is no option {word}" for word in words if word.startswith("--") and word.split("=")[0] not in options]
