@@ -1,7 +1,7 @@
 """Update README.md and docs/quickstart.md from a finished run: python docs/refresh.py RUN
 
-Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md, its section MEASURED into README.md, and a picture of the
-run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
+Writes the summary that `lmworks run` printed at the end of RUN into docs/quickstart.md, its section MEASURED into README.md, and a picture
+of the run page. Needs the extra `dev`, and a chromium for the picture. Run it from the root of the repository.
 """
 
 from __future__ import annotations
