@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from lmworks.errors import UserError
-from lmworks.recipe.huggingface import to_config  # PATH-CHECK
-from lmworks.recipe.model import Model  # PATH-CHECK
+from lmworks.recipe.loading.huggingface import to_config
+from lmworks.recipe.schema.model import Model
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from lmworks.recipe.keys import nodes_of  # PATH-CHECK
-from lmworks.recipe.recipe import Recipe  # PATH-CHECK
 from pages import ROOT
 from pydantic import BaseModel
+
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.keys import nodes_of
 
 
 def nodes(node: type[BaseModel]) -> Iterator[type[BaseModel]]:
