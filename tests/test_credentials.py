@@ -156,7 +156,7 @@ def test_a_run_keeps_them_in_files_of_its_owner_alone(tmp_path: Path, port: int,
     def corpus() -> Any:
         told: list[Any] = []
         run_stages(resolved, last="corpus", on_event=told.append, resume_command="")
-        assert [one.what for one in told] == ["begin", "end"]
+        assert [one.kind for one in told] == ["begin", "end"]
         return json.loads((run_dir / "corpus" / "report.json").read_text())
 
     report = corpus()
@@ -174,7 +174,7 @@ def test_a_run_keeps_them_in_files_of_its_owner_alone(tmp_path: Path, port: int,
         resolved = load_recipe(source, [f"run_dir={run_dir}", "checkpoints.copy_to=memory://***@bucket/2"])
         told: list[Any] = []
         run_stages(resolved, last="corpus", on_event=told.append, resume_command="")
-        assert [one.what for one in told] == ["skip"]
+        assert [one.kind for one in told] == ["skip"]
     monkeypatch.setattr(credentials, "_known", {})
     assert credentials.reveal(load_resolved(run_dir / "resolved.json").checkpoints.copy_to) == f"memory://bob:{PASSWORD}@bucket/2"
     monkeypatch.setattr(credentials, "_known", {})

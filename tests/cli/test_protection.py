@@ -119,7 +119,7 @@ def test_benchmarks_are_kept_out_and_one_that_was_not_is_scored_as_not_clean(
     assert done.code == 0, done.err
     assert ITEM not in trained_on(tmp_path / "run"), "copa asks it"
     assert read_json(tmp_path / "run" / "corpus" / "report.json")["protected"]["copa"]["found"] == 1
-    assert "piqa cannot be kept out of the training text" in " ".join((done.out + done.err).split())
+    assert "cannot be decontaminated against piqa" in " ".join((done.out + done.err).split())
     monkeypatch.setattr(benchmarks, "load_all", toy_set)
     results, said = evaluated(lmworks, monkeypatch, tmp_path, *arguments)
     scores = results["models"]["base"]["benchmarks"]
@@ -141,7 +141,7 @@ def test_tuning_data_holds_nothing_that_is_asked(
     leak = {"messages": [{"role": "user", "content": "A riddle!"}, {"role": "assistant", "content": ITEM}]}
     (tmp_path / "chats.jsonl").write_text("\n".join([*chats[:40], json.dumps(leak)]) + "\n")
     monkeypatch.setattr(pretrain, "pretrain", lambda *given: None)
-    monkeypatch.setattr(tune, "Tuning", enough)
+    monkeypatch.setattr(tune, "TuningCurriculum", enough)
     data = f"tune.data=[{{name: mine, kind: jsonl, path: {tmp_path}/chats.jsonl}}]"
     lmworks("tune", *with_leak(tiny, tmp_path), "--set", own(tmp_path, ITEM), "--set", data)
     manifest = read_json(tmp_path / "run" / "tune" / "data" / "manifest.json")

@@ -194,7 +194,7 @@ def test_columns_of_html_and_markdown_are_read_as_such(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"kind": "jsonl", "markup": {"body": "html"}}, "markup names 'body', which is no column of text_key: text"),
-        ({"kind": "text", "markup": {"text": "html"}}, "markup is for columns, which kind text has not"),
+        ({"kind": "text", "markup": {"text": "html"}}, "markup is for columns, which kind text does not have"),
     ],
 )
 def test_markup_of_what_is_no_column_is_refused(more: dict[str, Any], message: str) -> None:

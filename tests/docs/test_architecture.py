@@ -98,10 +98,6 @@ def test_the_floor_imports_no_room() -> None:
 
 
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCE.rglob("*.py")}
-KNOWN_CIRCLES: list[set[str]] = [
-    {"lmworks.shards.read.batches", "lmworks.shards.read.validation"},
-    {"lmworks.tokenizer.chat", "lmworks.tokenizer.tokenizer"},
-]  # to be emptied
 
 
 def imported_at_the_top(path: Path) -> set[str]:
@@ -136,7 +132,7 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
     inside = {name for name in MODULES if name.split(".")[1:2] == [room]}
     found = circles({name: (imported_at_the_top(MODULES[name]) & inside) - {name} for name in inside})
-    assert not [circle for circle in found if circle not in KNOWN_CIRCLES], "move what both need into a module that neither imports"
+    assert not found, "move what both need into a module that neither imports"
 
 
 def test_the_model_reads_its_part_of_the_recipe_and_no_more() -> None:

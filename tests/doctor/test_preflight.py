@@ -109,7 +109,7 @@ def test_whatever_goes_wrong_in_a_check_is_a_finding() -> None:
     for error, result, advice in (
         (UserError("it is broken; mend it"), "fail", "mend it"),
         (MissingInput("not there", "make it"), "skip", "make it"),
-        (KeyError("x"), "fail", "mend the cause"),
+        (KeyError("x"), "fail", "fix the cause"),
     ):
         found = checks.ask(checks.Check("one", "one", raising(error)), None)  # type: ignore[arg-type]
         assert found.result == result and found.advice.startswith(advice)

@@ -119,7 +119,7 @@ def test_ranks_that_never_meet_are_not_started_for_ever(tmp_path: Path, monkeypa
 
     def nearly(folder: Folder) -> None:
         begin(folder)
-        folder.unmet.write_bytes(b"." * 18)  # two more are allowed
+        folder.unmet.write_bytes(b"." * 19)  # one more is allowed
 
     monkeypatch.setattr(Folder, "begin", nearly)
     assert local(run_dir, recipe, "2").run() == 1

@@ -83,11 +83,11 @@ def sparse(expert_size: int, number: str, hidden: int = 32) -> Recipe:
         (16, "bf16", 36, "model.hidden_size 36 is not a multiple of 8, which grouped products of 16-bit numbers need"),
     ],
 )
-def test_sizes_that_grouped_products_cannot_take(moe_intermediate_size: int, number: str, hidden: int, message: str) -> None:
+def test_sizes_that_grouped_products_cannot_take(expert_size: int, number: str, hidden: int, message: str) -> None:
     """What is refused would have failed in the kernel, and what is not refused runs."""
     with pytest.raises(UserError, match=message):
-        build(sparse(moe_intermediate_size, number, hidden), alone(), CPU)
-    build(sparse(moe_intermediate_size // 4 * 4, "fp32", 32), alone(), CPU)
+        build(sparse(expert_size, number, hidden), alone(), CPU)
+    build(sparse(expert_size // 4 * 4, "fp32", 32), alone(), CPU)
 
 
 def built(expert_size: int, number: str) -> str:

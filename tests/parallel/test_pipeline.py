@@ -36,9 +36,9 @@ FAST: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "pipeline_schedule": "zero-bubble"}, "tied"), ({"pp": 2}, "post_norm"),
     ({"pp": 2, "dp_shard": 2, "zero": 0}, "tied"),
     ({"pp": 2, "dp_shard": 2, "zero": 1}, "mla"),
-    ({"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1}, "mtp"),
 ]
 MORE: list[dict[str, Any]] = [
+    {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "zero": 1},
     {"pp": 4, "pipeline_schedule": "zero-bubble"},
     {"pp": 2, "dp_shard": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2},
     {"pp": 2, "dp_shard": 2, "pipeline_schedule": "zero-bubble"},

@@ -34,7 +34,7 @@ def _choices(layout: dict[str, Any]) -> tuple[Choices, dict[str, np.ndarray]]:
     return seen, {name: value for name, value in trained.weights.items() if ".router." in name}
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2, "ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"dp_shard": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_all_ranks_choose_the_same(ranks: RankPool, layout: dict[str, Any]) -> None:
     """To the last bit, in every micro-batch of three steps; the ranks of `tp` are neighbours in number."""
     found = ranks.run(_choices, 2 * layout.get("dp_shard", 1), layout)

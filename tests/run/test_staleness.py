@@ -186,7 +186,7 @@ def test_the_tokenizer_stays_under_trained_weights(tmp_path: Path) -> None:
     told = told_by(made, last="pretrain", allow=("corpus.sources.docs.files",))
     assert done(told) == ["corpus", "tokenizer", "shards", "pretrain"]
     assert "corpus.sources.docs.files (1 file -> 1 changed" in why(told, "corpus")
-    assert "tokenizer.json stays, since weights were trained with it" in why(told, "tokenizer")
+    assert "tokenizer.json is kept because weights were trained with it" in why(told, "tokenizer")
     assert tokenizer.read_bytes() == before
     assert same_bits(checkpoint(made.run_dir), weights) == []
     assert listing.read_meta(listing.directories(made.run_dir / "checkpoints")[-1])["meta"]["tokenizer"] == sha256_file(tokenizer)
@@ -263,7 +263,7 @@ def test_files_of_others_are_never_touched(finished: Tiny, tmp_path: Path) -> No
         Tiny(finished.recipe, project).walk()
     (project / "metrics.jsonl").unlink()
     (project / "lock").write_text("poetry")
-    with pytest.raises(UserError, match="project holds lock and is no run"):
+    with pytest.raises(UserError, match="project holds lock and is not a run"):
         Tiny(finished.recipe, project).walk()
     assert (project / "lock").read_text() == "poetry"
 
@@ -275,7 +275,7 @@ def test_a_link_to_the_folder_of_another_run_is_not_followed(run: Tiny, tmp_path
         path.unlink()
     (other.run_dir / "evaluate").rmdir()
     (other.run_dir / "evaluate").symlink_to(run.run_dir / "evaluate", target_is_directory=True)
-    with pytest.raises(UserError, match=r"evaluate is a link to .*, which another run made and reads"):
+    with pytest.raises(UserError, match=r"evaluate is a link to .*, which belongs to another run"):
         other.walk("evaluate.prompts=[Once]")
     assert sha256_file(run.run_dir / "evaluate" / "results.json") == before
 

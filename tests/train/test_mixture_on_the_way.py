@@ -108,7 +108,7 @@ def read_by_a_rank(tiny: Tiny, change: MixtureOverride, when: int, slow: int) ->
     return read
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_all_ranks_take_a_change_up_at_the_same_step(ranks, tiny_copy: Tiny, slow: int) -> None:
     """The two halves of every batch are those that anybody reads of the run afterwards: no rank changed a step early or late."""
     told = ranks.run(read_by_a_rank, 2, tiny_copy, MixtureOverride(2, {"docs": 1.0}), 6, slow)

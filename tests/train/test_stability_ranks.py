@@ -64,7 +64,7 @@ def test_a_flipped_bit_in_one_of_four_copies_is_found_and_the_rank_named(ranks, 
     assert (line["ranks"], line["certain"]) == ([rank], True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_sound_copies_and_arithmetic_pass(ranks, tiny_copy: Tiny, precision: str) -> None:
     told = ranks.run(trained, 4, tiny_copy, ["stability.recheck_every=4 steps", f"train.precision={precision}"], "", 0)
     assert told == ["finished"] * 4
