@@ -22,6 +22,6 @@ def nodes(node: type[BaseModel]) -> Iterator[type[BaseModel]]:
 def test_every_renamed_key_is_a_row() -> None:
     page = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `[\w., ]+` \| `(\w+)` \| `(\w+)` \|$", page, flags=re.M))
-    renamed = {item for node in nodes(Recipe) for item in getattr(node, "renamed", {}).items() if item[0] != item[1]}
+    renamed = {item for node in nodes(Recipe) for item in node.renamed.items() if item[0] != item[1]}
     assert renamed
     assert renamed <= rows

@@ -1,8 +1,7 @@
 """The stages of a run: what each needs, what it makes, and the function that runs it.
 
 The recipe keys that a stage reads are declared beside the keys (`lmworks.recipe.tree.effects`); `lmworks.run.staleness` decides when a
-stage is repeated. If the
-folder of a stage is deleted, it is made again with the same contents.
+stage is repeated. If the folder of a stage is deleted, it is made again with the same contents.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc, Phase
 from lmworks.recipe.schema.units import Duration
-from lmworks.shards.read.batches import Batch, Batches
+from lmworks.shards.read.batch import Batch
+from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.train.data.chat import chat_shards
 from lmworks.train.data.mixture import read_changes

@@ -62,6 +62,11 @@ def pieces(job: Job) -> Sequence[Piece]:
     return job.pieces
 
 
+def only_if(condition: Callable[[Job], object], tasks: Callable[[Job], Sequence[Any]]) -> Callable[[Job], Sequence[Any]]:
+    """The tasks of a pass that a job has where `condition` holds; none elsewhere."""
+    return lambda job: tasks(job) if condition(job) else ()
+
+
 def weight(task: object) -> int:
     """Input bytes of a task, for progress."""
     return task.bytes if isinstance(task, Piece) else 0

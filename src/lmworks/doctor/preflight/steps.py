@@ -101,8 +101,7 @@ def expected_loss(recipe: Recipe) -> tuple[float, float]:
     """Between what the first loss must lie: ln(vocab), and what the spread of the logits adds (half their variance).
 
     Normed states times a head of initializer_range give logits of variance hidden_size * initializer_range^2. A tied head sees its own
-    embedding in the
-    state, which can add as much as hidden_size * initializer_range."""
+    embedding in the state, which can add as much as hidden_size * initializer_range."""
     model = recipe.model
     assert model.vocab_size and model.hidden_size
     spread = model.hidden_size * model.initializer_range**2 + (

@@ -90,8 +90,7 @@ def shape(size: int, model: Model) -> dict[str, int]:
     """The shape whose parameter count is nearest to `size`; experts and top-k stay as `model` says.
 
     `model` needs its vocabulary. Returns hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-    intermediate_size and, for a mixture of
-    experts, moe_intermediate_size.
+    intermediate_size and, for a mixture of experts, moe_intermediate_size.
     """
     best: tuple[float, dict[str, int]] | None = None
     hidden = 64

@@ -1,8 +1,7 @@
 """What each key of the recipe affects: the stages that read it, and what a change of it needs once training has begun.
 
 The declarations stand beside the keys (`lmworks.recipe.schema.effect`). From them follow the inputs of a stage (`lmworks.run.staleness`),
-the
-keys that need `--allow` (`lmworks.recipe.tree.fingerprint`), the mark * of docs/recipe.md, and the table of docs/changes.md, which
+the keys that need `--allow` (`lmworks.recipe.tree.fingerprint`), the mark * of docs/recipe.md, and the table of docs/changes.md, which
 `python -m lmworks.recipe.tree.effects` prints.
 """
 
@@ -13,20 +12,23 @@ from functools import lru_cache
 from itertools import groupby
 from typing import get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import NOT_ARCHITECTURE, Effect, Rule, StageName
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.keys import nodes_of, tag_of
 
 
 def _of_field(field: FieldInfo) -> Effect | None:
-    return next((item for item in field.metadata if isinstance(item, Effect)), None)
+    """The effect that a field declares: its own, or that of the only node that it holds."""
+    own = next((item for item in field.metadata if isinstance(item, Effect)), None)
+    below = nodes_of(field.annotation)
+    return own or (below[0].effect if len(below) == 1 and not _is_list(field) else None)
 
 
-def _of_node(node: type[BaseModel]) -> Effect | None:
-    return getattr(node, "effect", None)
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is list
 
 
 @lru_cache(maxsize=4096)
@@ -39,20 +41,19 @@ def effect_of(path: str) -> Effect:
 
 
 def _find(path: str) -> Effect | None:
-    nodes: list[type[BaseModel]] = [Recipe]
-    found, in_list = _of_node(Recipe), False
+    nodes: list[type[Node]] = [Recipe]
+    found, in_list = Recipe.effect, False
     for part in path.split("."):
         if in_list:  # this part names an item
             nodes = [node for node in nodes if tag_of(node) == part] or nodes[: len(nodes) == 1]
-            found = (_of_node(nodes[0]) if nodes else None) or found
+            found = (nodes[0].effect if nodes else None) or found
             in_list = False
             continue
         field = next((node.model_fields[part] for node in nodes if part in node.model_fields), None)
         if field is None:
             return found
-        nodes, in_list = nodes_of(field.annotation), get_origin(field.annotation) is list
-        own = _of_node(nodes[0]) if len(nodes) == 1 and not in_list else None
-        found = _of_field(field) or own or found
+        nodes, in_list = nodes_of(field.annotation), _is_list(field)
+        found = _of_field(field) or found
     return found
 
 
@@ -67,25 +68,21 @@ def rule(paths: Iterable[str]) -> Rule:
     return "never" if "never" in found else "allow" if "allow" in found else "free"
 
 
-def declarations(node: type[BaseModel] = Recipe, above: str = "") -> Iterator[tuple[str, Effect]]:
+def declarations(node: type[Node] = Recipe, above: str = "") -> Iterator[tuple[str, Effect]]:
     """Every declaration with the path that it holds for and for all below it, in the order of the tree; `*` stands for the name of an
     item. Of several that match a key the last one counts."""
     for key, field in node.model_fields.items():
-        path, many = f"{above}{key}", get_origin(field.annotation) is list
-        below = nodes_of(field.annotation)
-        own = _of_field(field)
-        if not many and own is None and len(below) == 1:
-            own = _of_node(below[0])
-        if own is not None:
-            yield path, own
-        for inner in below:
+        path, many = f"{above}{key}", _is_list(field)
+        if (effect := _of_field(field)) is not None:
+            yield path, effect
+        for inner in nodes_of(field.annotation):
             start = f"{path}.{tag_of(inner) or '*'}" if many else path
-            if many and (of_items := _of_node(inner)) is not None:
-                yield start, of_items
+            if many and inner.effect is not None:
+                yield start, inner.effect
             yield from declarations(inner, f"{start}.")
 
 
-def not_architecture(node: type[BaseModel], above: str = "") -> Iterator[str]:
+def not_architecture(node: type[Node], above: str = "") -> Iterator[str]:
     """The keys below `node` that are marked `NOT_ARCHITECTURE`, by dotted path."""
     for key, field in node.model_fields.items():
         if NOT_ARCHITECTURE in field.metadata:

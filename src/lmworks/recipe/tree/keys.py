@@ -6,28 +6,27 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
 from lmworks.errors import UserError
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.tree.paths import Keys, display, nearest
 
 
-def nodes_of(annotation: Any) -> list[type[BaseModel]]:
+def nodes_of(annotation: Any) -> list[type[Node]]:
     """The node types inside an annotation such as `Moe | None` or `list[Phase]`; several where one key tells them apart."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Node):
         return [annotation]
     if get_origin(annotation) in (Annotated, Union, types.UnionType, list, tuple):
         return [node for part in get_args(annotation) for node in nodes_of(part)]
     return []
 
 
-def tag_of(node: type[BaseModel]) -> str | None:
+def tag_of(node: type[Node]) -> str | None:
     """The value of `step` that stands for this node, if it is one of several."""
     field = node.model_fields.get("step")
     return get_args(field.annotation)[0] if field is not None and get_origin(field.annotation) is Literal else None
 
 
-def node_for(annotation: Any, value: Any) -> type[BaseModel] | None:
+def node_for(annotation: Any, value: Any) -> type[Node] | None:
     """The node type that `value` is meant to be; None if there is none, or its `step` is unknown (which validation then says)."""
     nodes = nodes_of(annotation)
     if len(nodes) < 2:
@@ -36,7 +35,7 @@ def node_for(annotation: Any, value: Any) -> type[BaseModel] | None:
     return next((node for node in nodes if tag_of(node) == tag), None)
 
 
-def known_paths(node: type[BaseModel], above: str = "") -> Iterator[str]:
+def known_paths(node: type[Node], above: str = "") -> Iterator[str]:
     """Every dotted path below `node`; list items appear as NAME."""
     for key, info in node.model_fields.items():
         yield above + key
@@ -82,7 +81,7 @@ def refuse_unknown(tree: dict[str, Any], root: Any, place: Callable[[Keys], str]
     walk(tree, root, ())
 
 
-def takes_other_forms(node: type[BaseModel]) -> bool:
+def takes_other_forms(node: type[Node]) -> bool:
     """Whether a text may stand for the map of a node: then it has a validator of its own that spells it out."""
     validators = node.__pydantic_decorators__.model_validators
     return sum(one.info.mode == "before" for one in validators.values()) > 1
@@ -92,9 +91,9 @@ def _short(value: Any) -> str:
     return "nothing" if value is None else "a list" if isinstance(value, list) else repr(value)[:100]
 
 
-def _message(tree: Any, root: type[BaseModel], node: type[BaseModel], keys: Keys, key: str) -> str:
+def _message(tree: Any, root: type[Node], node: type[Node], keys: Keys, key: str) -> str:
     where = display(tree, keys) or "the top"
-    if new := getattr(node, "renamed", {}).get(key):
+    if new := node.renamed.get(key):
         return f"{where} has no key {key!r} any more; it is called {new!r} now"
     close = nearest(key, list(node.model_fields))
     if close:

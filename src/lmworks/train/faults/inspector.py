@@ -12,7 +12,7 @@ import torch
 
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.shards.read.batches import Batch
+from lmworks.shards.read.batch import Batch
 from lmworks.train.curriculum import Curriculum
 from lmworks.train.faults.anomaly import first_non_finite
 from lmworks.train.faults.handler import FaultHandler
@@ -54,8 +54,7 @@ class StepInspector:
         """Test for silent corruption, if it is due after this step."""
         if not is_due(step + 1, self._recheck_interval):
             return None
-        micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], self._model.pipeline is not None)
-        return self._faults.check_corruption(step, self._model, self._state.optimizer, batch, micro_batch_size)
+        return self._faults.check_corruption(step, self._model, self._state.optimizer, batch, self._micro_batch_size(batch))
 
     def _find_first_non_finite(self, step: int, batch: Batch, valid_tokens: int) -> str | None:
         """Run forward and backward of the step again, to find this rank's first operator with a result that is not finite."""
@@ -63,8 +62,10 @@ class StepInspector:
         torch.manual_seed(dropout_seed(self._recipe.seed, step, self._model.ranks.global_rank))
         scaler = self._state.scaler
         scale = (1.0 if scaler is None else scaler.scale) / max(valid_tokens, 1)
-        micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], self._model.pipeline is not None)
-        return first_non_finite(self._model, batch, self._curriculum.sequences(step), micro_batch_size, scale)
+        return first_non_finite(self._model, batch, self._curriculum.sequences(step), self._micro_batch_size(batch), scale)
+
+    def _micro_batch_size(self, batch: Batch) -> int:
+        return micro_batch_of(self._recipe, batch.tokens.shape[1], self._model.pipeline is not None)
 
     def _arrays(self, step: int, batch: Batch) -> Mapping[str, np.ndarray]:
         """The whole batch of a step, for replay; `batch` is this rank's share of it."""

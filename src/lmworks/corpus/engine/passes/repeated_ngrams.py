@@ -7,7 +7,7 @@ tasks that read all parts go through the hashes a slice at a time, so that their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,15 @@ import pyarrow as pa
 
 from lmworks.corpus.dedup.keys import in_slice
 from lmworks.corpus.dedup.substring import anchors, cut, later, repeated, runs
-from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, cutting, in_order, texts_of
+from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, in_order, texts_of
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
 from lmworks.corpus.engine.tables import parquet_writer, save_array
-from lmworks.corpus.engine.task import Advance, reduction
+from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.units import Units, units
 
 _SLICE = 1 << 25  # hashes
-
-
-def pieces_if_cutting(job: Job) -> Sequence[Piece]:
-    return job.pieces if cutting(job) else ()
-
-
-def reduction_if_cutting(job: Job) -> Sequence[str]:
-    return reduction(job) if cutting(job) else ()
 
 
 def _length(job: Job) -> int:
