@@ -1,4 +1,4 @@
-"""Raw text to clean documents: `prepare` makes the corpus of a recipe, `table` shows what became of it."""
+"""Raw text to clean documents: `prepare` makes the corpus of a recipe, `table` shows the funnel of documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Report", "prepare", "table"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: pyarrow and numpy are not needed to show a recipe."""
+    """Import on first use: pyarrow and numpy are not needed to show a recipe."""
     from importlib import import_module
 
     if name not in __all__:

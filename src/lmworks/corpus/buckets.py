@@ -1,4 +1,4 @@
-"""Which quality bucket of its source a document belongs to."""
+"""Assignment of documents to the quality buckets of their source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from lmworks.recipe.schema.corpus import Source
 
 
 def bucket_of(document: Document, source: Source) -> str | None:
-    """The name of the bucket with the highest minimum that the document reaches; None where the source has no buckets.
+    """The name of the bucket with the highest minimum that the document reaches; None if the source has no buckets.
 
-    What reaches none, or has not been measured, falls into the lowest.
+    A document that reaches no minimum, or has no value, belongs to the lowest bucket.
     """
     if not source.buckets:
         return None

@@ -1,7 +1,7 @@
-"""`lmworks corpus analyze`: the figures of a corpus before and after, per source, domain and language.
+"""`lmworks corpus analyze`: statistics of a corpus before and after processing, per source, domain and language.
 
-Documents, bytes, languages, lengths and duplicates are counted over everything, from the decisions. Words, tokens and perplexity need the
-texts, those that were dropped included, which are read again from the sources; they are measured on some parts of each source.
+Documents, bytes, languages, lengths and duplicates are counted over all documents, from the decisions. Words, tokens and perplexity need
+texts, including those of dropped documents, which are read again from the sources. They are measured on some parts of each source.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and c
 
 
 def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
-    """The figures of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`,
+    """Statistics of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`,
     `missing`, `unread`.
 
-    The texts of at most `most_parts` parts of each source are looked at, evenly spaced over it. Memory: one batch of texts per process, and
-    8 bytes for each duplicate. Raises UserError for a corpus that is not finished.
+    Texts are read from at most `most_parts` parts of each source, evenly spaced. Memory: one batch of texts per process, and 8 bytes per
+    duplicate. Raises UserError if the corpus is not finished.
     """
     corpus = Prepared(out)
     chosen = {str(piece) for source in corpus.job.sources for piece in _spread(corpus, source.name, most_parts)}
@@ -55,7 +55,7 @@ def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int 
 
 
 def _spread(corpus: Prepared, name: str, most: int) -> list[Piece]:
-    """At most so many parts of a source, evenly spaced over it."""
+    """At most `most` parts of a source, evenly spaced."""
     pieces = [piece for piece in corpus.pieces if piece.source.name == name]
     count = min(most, len(pieces))
     return [pieces[place * len(pieces) // count] for place in range(count)]
@@ -63,7 +63,7 @@ def _spread(corpus: Prepared, name: str, most: int) -> list[Piece]:
 
 def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     for found in corpus.report["sources"]:
-        tally = tallies[found["name"]]  # the decisions tell the bytes that were read; here are those that were written
+        tally = tallies[found["name"]]  # the decisions hold the bytes that were read; the report those that were written
         tally.train.count, tally.validation = Count(**found["train"]), Count(**found["validation"])
     whole, domains = Tally(), {source.domain: Tally() for source in corpus.job.sources}
     for source in corpus.job.sources:
@@ -86,7 +86,7 @@ def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]
 
 
 def _examples(out: Path) -> list[dict[str, str]]:
-    """The beginnings of some dropped documents, for each reason the first ones of different sources where there are."""
+    """The beginnings of some dropped documents: for each reason the first ones, from different sources where possible."""
     kept: dict[str, list[dict[str, str]]] = {}
     for line in jsonl.read(out / "rejected.jsonl"):
         found = kept.setdefault(str(line.get("reason")), [])
@@ -102,13 +102,13 @@ def _examples(out: Path) -> list[dict[str, str]]:
 
 
 def _statistics(corpus: Prepared, name: str) -> dict[str, Any]:
-    """The distributions of what the steps have measured, by fact: as read and as trained on."""
+    """The distributions of the facts that the steps measured: over all documents that were read, and over training documents."""
     prefix = f"{name}/"
     return {key.removeprefix(prefix): value for key, value in corpus.report["statistics"].items() if key.startswith(prefix)}
 
 
 def _summed(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same over all sources."""
+    """The distributions added over all sources."""
     found: dict[str, dict[str, Histogram]] = {}
     for of_source in statistics:
         for fact, sides in of_source.items():
@@ -118,7 +118,7 @@ def _summed(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _copied(corpus: Prepared, whole: Tally) -> dict[str, Any]:
-    """How often documents have copies, and those that have the most."""
+    """How many copies documents have, and the documents with the most copies."""
     values, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *whole.copied]), return_counts=True)
     sizes, documents = np.unique(counts, return_counts=True)
     first = np.lexsort((values, -counts))[:_MOST_COPIED]

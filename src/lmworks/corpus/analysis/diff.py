@@ -1,4 +1,4 @@
-"""`lmworks corpus diff`: the documents that only one of two corpora has, and the decisions that differ."""
+"""`lmworks corpus diff`: documents that are in only one of two corpora, and decisions that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("lost", "gained", "moved", "changed", "dropped otherwise")
 
 @dataclass
 class Group:
-    """Documents of a source to which the same happened: `before` and `after` are fates with their reasons, or outputs."""
+    """Documents of a source with the same difference: `before` and `after` are fates with reasons, or outputs."""
 
     kind: str
     before: str
@@ -30,7 +30,9 @@ class Group:
 
 @dataclass
 class SourceDifference:
-    """The differences in one source. `same` counts documents in the same place in both, `renamed` those of them with another origin."""
+    """The differences in one source. `same` counts documents with the same text in the same output of both corpora, `renamed` those of them
+    with another origin.
+    """
 
     name: str
     before: int = 0
@@ -43,10 +45,10 @@ class SourceDifference:
 def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
     """Compare two corpora, source by source.
 
-    Documents that both have kept are matched by their texts, at the same origin first, then anywhere in the source; the others by their
-    origins; and what was kept and is still without a match by its text in another source. So where rows were inserted into a file, it is
-    only known of what was kept. Each kept text is read once. Memory: 250 bytes for each document of the largest source, both sides and
-    everything in between included.
+    Documents that both corpora kept are matched by text: first at the same origin, then anywhere in the source. The others are matched by
+    origin. Kept documents that are still unmatched are matched by text across sources. So if rows were inserted into a file, only kept
+    documents are matched correctly. Each kept text is read once. Memory: 250 bytes per document of the largest source, for both corpora and
+    all intermediate arrays.
     """
     labels, found = Labels(), {}
     unmatched: list[tuple[Records, Records]] = []
@@ -64,7 +66,7 @@ def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
 
 
 def _compare(difference: SourceDifference, before: Records, after: Records, labels: Labels) -> tuple[Records, Records]:
-    """Match the documents of one source; returns those kept that the other side has not."""
+    """Match the documents of one source; returns the kept documents of each corpus that have no match."""
     for by_origin in (True, False):
         old, new = before.kept(), after.kept()
         left, right = _matched(*((one.texts_at_origins() if by_origin else occurrences(one.rows["text"])) for one in (old, new)))
@@ -85,13 +87,13 @@ def _compare(difference: SourceDifference, before: Records, after: Records, labe
 
 
 def _matched(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of equal keys, each of which occurs once on a side."""
+    """The indices of equal keys; each key occurs once per side."""
     _, left, right = np.intersect1d(old, new, assume_unique=True, return_indices=True)
     return left, right
 
 
 def _compare_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: Labels) -> int:
-    """Documents with the same texts, side by side; returns how many are in the same place."""
+    """Compare pairs of documents with equal texts; returns how many are in the same output."""
     same_place = old.rows["output"] == new.rows["output"]
     moved = np.flatnonzero(~same_place)
     _group(difference, "moved", old.some(moved), new.some(moved), "output", labels)
@@ -113,7 +115,7 @@ def _in_other_sources(found: dict[str, SourceDifference], old: Records, new: Rec
 
 
 def _group(difference: SourceDifference, kind: str, before: Records, after: Records, column: str, labels: Labels) -> None:
-    """Count documents, side by side, by what they were and what they are."""
+    """Count pairs of documents by their values of `column` before and after."""
     pairs = np.stack([before.rows[column], after.rows[column]], axis=1) if len(before.rows) else np.zeros((0, 2), np.uint16)
     for was, now in np.unique(pairs, axis=0).tolist():
         chosen = np.flatnonzero((pairs == (was, now)).all(axis=1))

@@ -1,4 +1,4 @@
-"""What a step has changed in a text, short enough to read."""
+"""The lines of a text that a step changed, in a short form."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import takewhile
 
-MOST_LINES = 3000  # beyond this comparing line by line takes too long
+MOST_LINES = 3000  # longer texts take too long to compare line by line
 _AROUND = 60
 
 
 def differences(before: str, after: str, most: int = 12) -> list[str]:
-    """Lines that are gone (`- `), new (`+ `), or changed (both), of each what lies around its first difference; at most `most`."""
+    """Removed lines (`- `), added lines (`+ `) and changed lines (both); of each, an excerpt around the first difference. At most `most`
+    lines.
+    """
     old, new = before.split("\n"), after.split("\n")
     head = _common(old, new)
     tail = _common(old[head:][::-1], new[head:][::-1])
     old, new = old[head : len(old) - tail], new[head : len(new) - tail]
     if len(old) + len(new) > MOST_LINES:
-        return [f"{len(old):,} lines have become {len(new):,}, from line {head + 1:,} on"]
+        return [f"{len(old):,} lines were replaced by {len(new):,}, from line {head + 1:,} on"]
     shown: list[str] = []
     for kind, first, last, begin, end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind != "equal":
@@ -38,7 +40,7 @@ def _pairs(old: list[str], new: list[str]) -> list[str]:
 
 
 def _common(old: Sequence[str], new: Sequence[str]) -> int:
-    """How many begin alike."""
+    """Length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
 
 

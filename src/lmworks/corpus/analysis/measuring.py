@@ -1,4 +1,4 @@
-"""Counts of one part of a corpus: decisions and, on request, texts before and after the steps."""
+"""Statistics of one part of a corpus, from its decisions and, on request, from its texts before and after the steps."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
-"""Tokens of each text; goes to other processes."""
+"""Number of tokens of each text. It is pickled to worker processes."""
 
 _COLUMNS = ("bytes", "language", "fate", "reason", "copy_of", "variant_of")
-_PER_OUTPUT = 500_000  # characters of held-out text that the reference model reads of each output
-_VARIANTS, _NUMBERS, _PARTS = 8, 28, 18  # bits of a packed id; the rest are for the source
+_PER_OUTPUT = 500_000  # characters of held-out text per output that the reference model is trained on
+_VARIANTS, _NUMBERS, _PARTS = 8, 28, 18  # bits of a packed id; the remaining bits hold the source
 
 
 def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: CountTokens | None) -> tuple[Tally, str | None]:
-    """The counts of one part; `texts` says whether its texts are read too.
+    """The statistics of one part. If `texts` is true, its texts are read too.
 
-    Second: None, or why the texts that were dropped could not be read again; those that were kept are measured all the same.
+    The second value is None, or the reason why the texts of dropped documents could not be read again; kept texts are measured in any case.
     """
     corpus = _opened(out)
     piece = corpus.piece(name, number)
@@ -51,7 +51,7 @@ def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: C
         _read_again(corpus, piece, tally, measure)
     except UserError as error:
         for side in (tally.read, *tally.dropped.values()):
-            side.texts = Texts()  # some of it may be of other documents
+            side.texts = Texts()  # some texts may belong to other documents
         return tally, str(error)
     return tally, None
 
@@ -63,7 +63,7 @@ def _opened(out: Path) -> Prepared:
 
 @lru_cache(maxsize=1)
 def reference(out: Path) -> Reference:
-    """The model of the held-out text of the corpus, of each output some."""
+    """The reference model, trained on some held-out text of each output of the corpus."""
 
     def texts() -> Iterator[str]:
         for paths in corpus_files(out, "validation").values():
@@ -97,7 +97,7 @@ def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
 
 
 def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
-    """(N,) ids of documents as uint64: source, part, number and variant."""
+    """The inverse of `unpacked`: (N,) ids of documents as uint64 with source, part, number and variant."""
     places = {source.name: place for place, source in enumerate(corpus.job.sources)}
     split = [split_id(identity) for identity in ids]
     return np.array(
@@ -107,20 +107,22 @@ def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
 
 
 def unpacked(corpus: Prepared, value: int) -> str:
-    """The inverse of `packed`: the id as text."""
+    """The document id of a packed value."""
     value, variant = divmod(value, 1 << _VARIANTS)
     name = corpus.job.sources[value >> (_PARTS + _NUMBERS)].name
     return variant_id(f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}", variant)
 
 
 class _Measure:
-    """Adds texts to the figures of those they belong to. Documents of equal fate share one `Texts`."""
+    """Measures texts and adds the results to `Texts` objects. Documents with the same fate share one object."""
 
     def __init__(self, model: Reference, count_tokens: CountTokens | None) -> None:
         self._model, self._count_tokens = model, count_tokens
 
     def add(self, texts: Sequence[str], belongs: Sequence[Sequence[Texts]], skip: Sequence[bool] = ()) -> None:
-        """Of each text the figures that it counts in; `skip` is true for those that the reference model has learned."""
+        """Measure texts. `belongs` lists the `Texts` objects that each text counts in; `skip` is true for texts that the reference model
+        was trained on.
+        """
         sizes = [len(text.encode()) for text in texts]
         words = np.diff(units(texts).bounds).tolist()
         tokens = list(self._count_tokens(texts)) if self._count_tokens else [0] * len(texts)
@@ -155,7 +157,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure) -> None:
-    """The texts before the first step. Raises UserError where the source is not what it was."""
+    """Measure the texts before the first step. Raises UserError if the source has changed."""
     waiting: list[tuple[str, list[Texts], bool]] = []
     characters = 0
 
@@ -180,7 +182,7 @@ def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure)
 
 
 def _decided(corpus: Prepared, piece: Piece) -> Iterator[tuple[str, str, str]]:
-    """(origin, fate, reason) of each document that was read of a part."""
+    """(origin, fate, reason) of each document of a part that was read; variants are left out."""
     for _, rows in corpus.decisions(piece, ("origin", "fate", "reason", "variant_of")):
         rows = rows.filter(pc.equal(rows["variant_of"], ""))
         yield from zip(*(rows[name].to_pylist() for name in ("origin", "fate", "reason")), strict=True)

@@ -1,4 +1,4 @@
-"""Which protected text a document of the corpus holds."""
+"""The protected text that a document of the corpus contains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lmworks.corpus.readers.items import EXCERPT
 
 @dataclass(frozen=True)
 class Passage:
-    """Words of a document that stand in the protected text `against`."""
+    """A passage of a document that also occurs in the protected text `against`."""
 
     against: str
     passage: str
 
 
 def passages(corpus: Prepared, piece: Piece, identity: str) -> list[Passage]:
-    """The passages for which a document was, or could have been, dropped, longest first.
+    """The passages for which a document was dropped, or could have been, longest first.
 
-    They are looked for again where the staged files are kept; else those that the report has are all there are.
+    They are computed again if staged files are kept; otherwise only the passages listed in the report are known.
     """
     found = corpus.staged(piece, identity)
     if found is None:
         told = [one for one in corpus.report["contamination"] if one["id"] == identity]
         return [Passage(one["against"], one["passage"]) for one in told]
     row, text = found
-    text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # which is what the gate saw
+    text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # the text that was scanned
     return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in verdicts(corpus.job, piece).get(row, [])]

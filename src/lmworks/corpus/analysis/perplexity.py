@@ -1,7 +1,7 @@
-"""How surprising a text is to a small model of the held-out text: what does not read like the rest of the corpus stands out.
+"""Perplexity of texts under a small model of the held-out text. Text that is unlike the rest of the corpus has an unusual value.
 
-The model is one of bytes, so that it knows no unknown words and no language: n-grams up to 5, interpolated by method C of Witten
-and Bell (1991). Contexts longer than two bytes are hashed; two that fall together blur the model a little, as its text is small.
+The model predicts bytes, so it has no unknown words and is independent of the language: n-grams up to length 5, interpolated by method C of
+Witten and Bell (1991). Contexts longer than two bytes are hashed; collisions change the estimates little, because the text is small.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 LONGEST = 4  # bytes of context
 MOST_TEXT = 8_000_000
-HEAD = 4096  # bytes of a text that are looked at
-_BITS = (0, 8, 16, 20, 21)  # of the table of contexts of each length
-NEVER = 1 / 65536  # of a byte that the model thinks impossible
+HEAD = 4096  # bytes of a text that are scored
+_BITS = (0, 8, 16, 20, 21)  # size of the context table of each length, in bits
+NEVER = 1 / 65536  # added to each probability, so that none is 0
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Reference:
-    """A model of `texts`, of which at most `MOST_TEXT` bytes are read. Memory: 40 MB."""
+    """An n-gram model of `texts`, trained on at most `MOST_TEXT` bytes. Memory: 40 MB."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.documents = self.bytes = 0
@@ -37,14 +37,16 @@ class Reference:
             size = 1 << _BITS[length]
             self._totals.append(np.bincount(contexts[valid], minlength=size).astype(np.float32))
             counts = np.bincount(grams[valid], minlength=_grams(length)).astype(np.float32)
-            # each gram's first occurrence tells its context of one more byte that can follow; grams that fall together hide some
+            # the first occurrence of each n-gram adds one to the distinct bytes that follow its context; hash collisions hide some
             first = np.unique(grams[valid], return_index=True)[1]
             kinds = np.bincount(contexts[valid][first], minlength=size).astype(np.float32)
             self._kinds.append(np.maximum(kinds, self._totals[-1] > 0))
             self._counts.append(counts)
 
     def perplexity(self, texts: Sequence[str]) -> np.ndarray:
-        """(N,) per byte: two to the bits that a byte of the text's first `HEAD` bytes takes. 256 is chance; NaN for an empty text."""
+        """(N,) perplexity per byte over the first `HEAD` bytes of each text: two to the power of the bits per byte. 256 is uniform; NaN for
+        an empty text.
+        """
         some = [text[:HEAD].encode()[:HEAD] for text in texts]
         codes, valid = _laid_out(some)
         chance = np.full(len(codes), 1 / 256, dtype=np.float32)
@@ -62,7 +64,9 @@ class Reference:
 
 
 def _laid_out(some: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """(C,) bytes, and which of them are text: before each text stand nulls, so that no context reaches into the one before."""
+    """(C,) the texts as one array of bytes, with null bytes before each text so that no context spans two texts; and which bytes are
+    text.
+    """
     nulls = b"\0" * LONGEST
     codes = np.frombuffer(b"".join(nulls + data for data in some), dtype=np.uint8).astype(np.uint64)
     ends = np.cumsum([len(data) + LONGEST for data in some], dtype=np.int64)
@@ -77,7 +81,7 @@ def _grams(length: int) -> int:
 
 
 def _slots(codes: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """For each length of context: (C,) the place of each byte's context, and of the context with the byte."""
+    """For each context length: (C,) the table index of each byte's context, and of the context followed by the byte."""
     packed = np.zeros_like(codes)
     for length in range(LONGEST + 1):
         if length:
@@ -87,6 +91,6 @@ def _slots(codes: np.ndarray) -> Iterable[tuple[np.ndarray, np.ndarray]]:
 
 
 def _placed(values: np.ndarray, size: int, exact: bool) -> np.ndarray:
-    """Values as places in a table of `size`, a power of two: themselves where they fit, hashed where not."""
+    """Values as indices of a table of `size`, a power of two: unchanged if `exact`, otherwise hashed."""
     places = values if exact else (values * _ODD) >> np.uint64(64 - (size.bit_length() - 1))
     return places.astype(np.int64)

@@ -31,7 +31,7 @@ ROW = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of
 
 @dataclass(frozen=True)
 class Kept:
-    """A document as it stands in the corpus: the file and its row there, the columns of `lmworks.documents.COLUMNS`."""
+    """A document in the corpus: its file, its row in the file, and the columns of `lmworks.documents.COLUMNS`."""
 
     path: Path
     row: int
@@ -41,7 +41,7 @@ class Kept:
 class Prepared:
     """The corpus in the directory `out`.
 
-    Raises UserError if there is none, or one that is not finished. Sources are read from the directory in which it was made.
+    Raises UserError if there is none, or if it is not finished. Relative paths of sources start at the directory in which it was made.
     """
 
     def __init__(self, out: Path) -> None:
@@ -52,7 +52,7 @@ class Prepared:
             try:
                 self.job = Job.load(self.out)
             except FileNotFoundError as error:
-                raise UserError(f"the directory {error.filename}, in which the corpus of {out} was made, is gone") from None
+                raise UserError(f"the directory {error.filename}, in which the corpus of {out} was made, no longer exists") from None
             self._directory = os.getcwd()
 
     @cached_property
@@ -62,35 +62,35 @@ class Prepared:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The parts whose decisions are there."""
+        """The parts that have decisions."""
         return [piece for piece in self.job.pieces if decisions_path(self.job, piece).is_file()]
 
     def source(self, name: str) -> Source:
-        """A source by name; UserError for one that the corpus has not."""
+        """A source by name; UserError if the corpus does not have it."""
         for source in self.job.sources:
             if source.name == name:
                 return source
-        raise UserError(f"the corpus has no source {name!r}; there are: {', '.join(source.name for source in self.job.sources)}")
+        raise UserError(f"the corpus has no source {name!r}; it has: {', '.join(source.name for source in self.job.sources)}")
 
     def piece(self, source: str, number: int) -> Piece:
-        """A part of a source; UserError if there is none of this number."""
+        """A part of a source; UserError if there is none with this number."""
         found = [piece for piece in self.pieces if piece.source.name == self.source(source).name]
         for piece in found:
             if piece.number == number:
                 return piece
-        raise UserError(f"source {source} has no part {number}; there are {len(found)}, from 0 on")
+        raise UserError(f"source {source} has no part {number}; it has {len(found)}, numbered from 0")
 
     def decisions(self, piece: Piece, columns: Sequence[str] | None = ROW) -> Iterator[tuple[int, pa.Table]]:
-        """(number of the first document, rows) of what was decided about the documents of a part, in the order they were read.
+        """(number of the first document, rows): the decisions about the documents of a part, in the order in which they were read.
 
-        `columns` None is all, the statistics included.
+        With `columns` None, all columns are read, including the statistics.
         """
         return row_groups(decisions_path(self.job, piece), columns)
 
     def items(self, piece: Piece) -> Iterator[Item]:
-        """The part read again: its n-th item is the n-th row of the decisions, while the source's files are what they were.
+        """Read a part again. While the files of the source are unchanged, item n belongs to row n of the decisions.
 
-        Raises UserError if they cannot be read any more.
+        Raises UserError if the source cannot be read any more.
         """
         with contextlib.chdir(self._directory):
             try:
@@ -100,13 +100,13 @@ class Prepared:
                 raise UserError(f"source {piece.source.name} cannot be read again: {why}") from None
 
     def kept(self, piece: Piece, columns: Sequence[str] = ("id", "text")) -> Iterator[tuple[Path, int, pa.Table]]:
-        """(file, its first row here, rows) of the documents of a part that are in train/ or validation/."""
+        """(file, its first row in this table, rows) of the documents of a part that are in train/ or validation/."""
         for path in outputs(self.job, piece):
             if path.is_file():
                 yield from ((path, first, rows) for first, rows in row_groups(path, columns))
 
     def find_kept(self, identity: str) -> Kept | None:
-        """A document by its id, if it was kept."""
+        """A document by its id, or None if it was not kept."""
         for path, first, rows in self.kept(self.piece_of(identity), ("id",)):
             place = pc.index(rows["id"], identity).as_py()
             if place >= 0:
@@ -116,7 +116,7 @@ class Prepared:
         return None
 
     def staged(self, piece: Piece, identity: str) -> tuple[int, str] | None:
-        """(row, text) of a document as the steps have left it, if they have and staged text is kept."""
+        """(row, text) of a document after the steps; None if a step dropped it or staged text was deleted."""
         path = staged(self.job, piece)
         for first, rows in row_groups(path, ("id", "text")) if path.is_file() else ():
             place = pc.index(rows["id"], identity).as_py()
@@ -125,8 +125,8 @@ class Prepared:
         return None
 
     def cut(self, piece: Piece, identity: str) -> tuple[str, float] | None:
-        """(what is left of a document without the passages that stood earlier, the share of its words), if it lost some and staged text
-        is kept.
+        """(text of a document after passages that occurred earlier were cut, fraction of its words that is left); None if nothing was cut
+        or staged text was deleted.
         """
         found, path = self.staged(piece, identity), cuts_path(self.job, piece)
         if found is None or not path.is_file():
@@ -136,14 +136,14 @@ class Prepared:
         return (rows["text"][place].as_py(), rows["left"][place].as_py()) if place >= 0 else None
 
     def piece_of(self, identity: str) -> Piece:
-        """The part of a document; UserError for what is no id of this corpus."""
+        """The part of a document; UserError if this is no id of the corpus."""
         source, part, _, _ = split_id(identity)
         return self.piece(source, part)
 
 
 def source_changed(source: Source) -> UserError:
-    """The error for a source whose documents are not those from which the corpus was made."""
-    return UserError(f"source {source.name} has changed, or is gone, since the corpus was made: run lmworks corpus prepare again")
+    """The error for a source whose documents differ from those that the corpus was made from."""
+    return UserError(f"source {source.name} has changed since the corpus was made, or no longer exists: run lmworks corpus prepare again")
 
 
 def _row(file: pq.ParquetFile, row: int) -> dict[str, str]:

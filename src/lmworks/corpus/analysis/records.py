@@ -1,4 +1,4 @@
-"""The documents of a source as numbers, by which two corpora are compared: 50 bytes each."""
+"""The documents of a source as an array of 50 bytes per document, for comparing two corpora."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Labels:
-    """Names of sources, fates (with their reasons) and outputs as numbers; 0 is none."""
+    """Numbers the names of sources, fates (with reasons) and outputs; 0 means none."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {column: {UNREAD: 0} for column in ("source", "fate", "output")}
         self._names: dict[str, list[str]] = {column: [UNREAD] for column in self._numbers}
 
     def number(self, column: str, name: str) -> int:
-        """Of a name; a new one, if it is new."""
+        """The number of a name; a new name gets the next number."""
         numbers, names = self._numbers[column], self._names[column]
         if name not in numbers:
             numbers[name] = len(names)
@@ -53,7 +53,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Records:
-    """Rows of `RECORD`. `keys` tell documents of one source apart by their origins, of equal ones by their order."""
+    """Rows of `RECORD`. `keys` (N,) uint64 identify documents of one source by their origins; documents with equal origins are numbered."""
 
     rows: np.ndarray
     keys: np.ndarray
@@ -76,11 +76,11 @@ class Records:
         return self.some(np.flatnonzero(self.rows["source"] == source))
 
     def texts_at_origins(self) -> np.ndarray:
-        """(N,) uint64 that are equal where both text and origin are."""
+        """(N,) uint64 that are equal if both text and origin are equal."""
         return mix(self.rows["text"] + self.keys * _ODD)
 
     def unread(self) -> Records:
-        """As many documents that are not there."""
+        """As many records of documents that do not exist."""
         return Records(np.zeros(len(self.rows), RECORD), self.keys)
 
     def id(self, place: int, labels: Labels) -> str:
@@ -98,7 +98,7 @@ class Records:
 
 
 def load(corpus: Prepared, name: str, labels: Labels, advance: Callable[[], None]) -> Records:
-    """The documents of a source; none where the corpus has no such source. `advance` is called after each part."""
+    """The documents of a source; empty if the corpus has no such source. `advance` is called after each part."""
     parts = []
     for piece in corpus.pieces:
         if piece.source.name == name:
@@ -129,7 +129,7 @@ def _of_piece(corpus: Prepared, piece: Piece, labels: Labels) -> np.ndarray:
 
 
 def _numbers(ids: Sequence[str]) -> list[int]:
-    """The number of each document in its part, and of its variant, as one."""
+    """The number of each document in its part, combined with the number of its variant."""
     return [number * (MOST_VARIANTS + 1) + variant for _, _, number, variant in map(split_id, ids)]
 
 
@@ -139,7 +139,7 @@ def _hashes(texts: Sequence[str]) -> np.ndarray:
 
 
 def occurrences(hashes: np.ndarray) -> np.ndarray:
-    """(N,) uint64, unique: each hash, mixed with how many equal ones stand before it."""
+    """(N,) unique uint64: each hash, mixed with the number of equal hashes before it."""
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
     first = np.searchsorted(ranked, ranked)

@@ -1,4 +1,4 @@
-"""`lmworks corpus sample`: documents drawn at random from all those of a fate, a reason or a bucket."""
+"""`lmworks corpus sample`: documents drawn at random from those with a given fate, reason or bucket."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lmworks.progress import bar
 
 @dataclass(frozen=True)
 class Choice:
-    """Which documents to draw from: those to which all that is named applies.
+    """The documents to draw from: those that match every given field.
 
-    `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or stage that dropped them; `bucket` goes with the first two.
+    `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped them; `bucket` applies to the first two.
     """
 
     source: str | None = None
@@ -36,10 +36,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A document of the sample. `decision` is its row of the decisions, statistics included.
+    """A document of the sample. `decision` is its row of the decisions, with the statistics.
 
-    `text` is the one in the corpus where the document was kept, in `output` (SPLIT/OUTPUT); else the one in the source, an excerpt where it
-    is no sound document.
+    `text` is the text in the corpus if the document was kept, in `output` (SPLIT/OUTPUT); otherwise the text in the source, or an excerpt
+    of it for a quarantined row.
     """
 
     decision: dict[str, Any]
@@ -48,12 +48,12 @@ class Drawn:
 
 
 def sample(corpus: Prepared, choice: Choice, count: int = 10, seed: int = 0) -> list[Drawn]:
-    """Draw `count` documents (all, if there are no more), in the order of their ids; the same for the same seed.
+    """Draw `count` documents (or all, if there are fewer), in the order of their ids. The same seed draws the same documents.
 
-    Raises UserError where no document is of the kind, and where the text of one cannot be read again.
+    Raises UserError if no document matches, or if the text of one cannot be read again.
     """
     pieces = _pieces(corpus, choice)
-    least: list[tuple[int, str]] = []  # the greatest first, by the negative of their keys
+    least: list[tuple[int, str]] = []  # (negative key, id), so that nlargest keeps the smallest keys
     with bar("draw", len(pieces)) as progress:
         for piece in pieces:
             progress.note(str(piece))
@@ -62,12 +62,12 @@ def sample(corpus: Prepared, choice: Choice, count: int = 10, seed: int = 0) -> 
                 least = heapq.nlargest(count, [*least, *drawn])
             progress.advance()
     if not least:
-        raise UserError(f"the corpus has no document of {choice}; there are: {', '.join(_kinds(corpus, choice))}")
+        raise UserError(f"the corpus has no document with {choice}; it has: {', '.join(_kinds(corpus, choice))}")
     return documents(corpus, [identity for _, identity in least])
 
 
 def documents(corpus: Prepared, ids: Collection[str]) -> list[Drawn]:
-    """These documents, in the order of the corpus. Raises UserError for an id that it has not."""
+    """The documents with these ids, in the order of the corpus. Raises UserError for an unknown id."""
     by_piece: dict[str, list[str]] = {}
     for identity in sorted(ids, key=split_id):
         by_piece.setdefault(str(corpus.piece_of(identity)), []).append(identity)
@@ -95,7 +95,7 @@ def _ids(corpus: Prepared, choice: Choice, piece: Piece) -> Iterator[list[str]]:
 
 
 def _kinds(corpus: Prepared, choice: Choice) -> list[str]:
-    """What one could ask for instead, of the same source."""
+    """The values that could be requested instead, for the same source."""
     found: dict[str, None] = {}
     for piece in _pieces(corpus, Choice(choice.source)):
         if choice.bucket:
@@ -119,7 +119,7 @@ def _of_piece(corpus: Prepared, piece: Piece, ids: list[str]) -> list[Drawn]:
         some = rows.filter(pc.is_in(rows["id"], wanted))
         texts |= {one["id"]: (one["text"], f"{path.parent.parent.name}/{path.parent.name}") for one in some.to_pylist()}
     for identity in ids:
-        if identity not in texts and decisions[identity]["variant_of"]:  # it never stood in the source
+        if identity not in texts and decisions[identity]["variant_of"]:  # it is not in the source
             found = corpus.staged(piece, identity)
             texts[identity] = found[1] if found else "", None
     numbers = {split_id(identity)[2]: identity for identity in ids if identity not in texts}

@@ -1,4 +1,4 @@
-"""Figures about some documents, made part by part and added up."""
+"""Statistics of sets of documents, computed per part and added up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmworks.corpus.histogram import Histogram
 
 @dataclass
 class Texts:
-    """What only the texts themselves tell: how many were looked at, their bytes, words, tokens, and how surprising they are."""
+    """Statistics that need the texts: number of texts, bytes, words, tokens, and perplexity."""
 
     documents: int = 0
     bytes: int = 0
@@ -25,7 +25,7 @@ class Texts:
     perplexity: Histogram = field(default_factory=Histogram)
 
     def add(self, sizes: Sequence[int], words: Sequence[int], tokens: Sequence[int], perplexity: Sequence[float]) -> None:
-        """Some more; any list may be empty where it was not measured."""
+        """Add texts. A list may be empty if it was not measured."""
         self.documents += len(sizes)
         self.bytes += sum(sizes)
         self.words += sum(words)
@@ -42,9 +42,9 @@ class Texts:
 
 @dataclass
 class Side:
-    """Documents before (`read`) or after (`train`): all of them counted by language and length, and some texts measured.
+    """Statistics of a set of documents: all are counted by language and length, and some texts are measured.
 
-    Lengths and the bytes of languages are those that were read; a step may have changed the text since.
+    Lengths and bytes per language are those that were read; a step may have changed the text since.
     """
 
     count: Count = field(default_factory=Count)
@@ -53,7 +53,7 @@ class Side:
     texts: Texts = field(default_factory=Texts)
 
     def add(self, rows: pa.Table) -> None:
-        """Count rows of the decisions."""
+        """Add rows of the decisions."""
         sizes = rows["bytes"]
         self.count.add(pc.sum(sizes).as_py() or 0, rows.num_rows)
         grouped = rows.group_by("language").aggregate([("bytes", "sum"), ("bytes", "count")])
@@ -69,7 +69,7 @@ class Side:
         self.texts.merge(other.texts)
 
     def as_json(self) -> dict[str, Any]:
-        """The words and tokens of all documents are those of the texts measured, scaled up by bytes; null where none were."""
+        """Words and tokens of all documents are extrapolated by bytes from the measured texts; null if none were measured."""
         scale = self.count.bytes / self.texts.bytes if self.texts.bytes else 0.0
         return {
             **asdict(self.count),
@@ -84,9 +84,10 @@ class Side:
 
 @dataclass
 class Tally:
-    """A part, a source, a domain or the whole: before (sound documents), after, and what was dropped by (step, reason).
+    """Statistics of a part, a source, a domain or the whole corpus: documents read, documents to train on, and dropped documents by (step,
+    reason).
 
-    `copied` are the documents that duplicates are copies of, one entry for each duplicate, as `measuring.packed` makes them.
+    `copied` are the originals of duplicates, packed by `measuring.packed`, one entry per duplicate.
     """
 
     read: Side = field(default_factory=Side)

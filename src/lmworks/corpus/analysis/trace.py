@@ -25,7 +25,9 @@ from lmworks.progress import bar
 
 @dataclass(frozen=True)
 class Moment:
-    """What one stage or step did: `outcome` in a few words, facts that are new or have changed, and lines of text that have."""
+    """One stage or step in the history of a document: the `outcome` in a few words, facts that are new or changed, and changed lines of
+    text.
+    """
 
     stage: str
     outcome: str
@@ -35,10 +37,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The history of a document. `decision` is the row that was recorded when the corpus was made, `text` the beginning of its last text.
+    """The history of a document. `decision` is the row that was recorded when the corpus was made, `text` the beginning of the last text.
 
-    `agrees` is false for a document whose decision is no longer reproducible: the source, a file that a step reads, or lmworks itself has
-    changed since.
+    `agrees` is false if the decision is no longer reproducible: the source, a file that a step reads, or lmworks itself has changed since.
     """
 
     id: str
@@ -53,10 +54,10 @@ class Trace:
 
 
 def trace(corpus: Prepared, identity: str) -> Trace:
-    """Follow the document. Raises UserError for an id that the corpus has not and for a source that cannot be read again or has changed.
+    """Trace a document. Raises UserError for an unknown id, and for a source that has changed or cannot be read again.
 
-    The steps are first given the document alone. Where that ends otherwise than it did (`lines` may look at what came before), its part
-    is gone through from the start.
+    The steps are first applied to the document alone. If the outcome differs from the recorded one, they are applied to all earlier
+    documents of its part, because some steps (`lines`) depend on those.
     """
     piece = corpus.piece_of(identity)
     decision = documents(corpus, [identity])[0].decision
@@ -88,7 +89,7 @@ def trace(corpus: Prepared, identity: str) -> Trace:
 
 
 def _final(corpus: Prepared, piece: Piece, identity: str, kept: Kept | None) -> str | None:
-    """The text that the steps left, as far as it is known: where passages are cut afterwards, it is not what was kept."""
+    """The text after the steps, if it is known: where passages are cut afterwards, the kept text is not it."""
     staged = corpus.staged(piece, identity)
     if staged:
         return staged[1]
@@ -105,7 +106,7 @@ def _document(piece: Piece, identity: str, item: Item) -> Document:
 
 
 def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Document]]:
-    """The documents of a part that went through the steps, up to this one."""
+    """The documents of a part that entered the steps, up to this one."""
     entered: list[bool] = []
     for _, rows in corpus.decisions(piece, ("fate", "variant_of")):
         rows = rows.filter(pc.equal(rows["variant_of"], ""))
@@ -126,11 +127,11 @@ def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Docum
 
 
 class _Replay:
-    """A document among others on its way through the steps."""
+    """Applies the steps to batches of documents and records what happens to one of them."""
 
     def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
         self._decision, self._final = decision, final
-        self._identity = decision["variant_of"] or decision["id"]  # the variant itself from the step that makes it
+        self._identity = decision["variant_of"] or decision["id"]  # replaced by the id of the variant at the step that makes it
         self._numbers: dict[str, int] = {}
         self.moments: list[Moment] = []
         self.text = ""
@@ -138,7 +139,7 @@ class _Replay:
         self._measured: dict[str, Fact] = {}
 
     def run(self, steps: Sequence[Step], batches: Iterable[list[Document]]) -> bool:
-        """Put batches through the steps; the last holds the document. Returns whether it ended as it was written down."""
+        """Apply the steps to batches; the last batch contains the document. Returns whether the outcome equals the recorded one."""
         for batch in batches:
             self.moments = []
             for step in steps:
@@ -166,7 +167,7 @@ class _Replay:
                 one = _checked(outcome, one)
                 if variant.id == self._decision["id"]:
                     self._identity = variant.id
-                    self.moments.pop()  # that its original stayed as it was
+                    self.moments.pop()  # the event that says that the original is unchanged
                     self._record(step, outcome, one, f"variant {variant.id} made of it")
                 left += [one] if isinstance(one, Document) else []
         return sorted(left, key=lambda document: split_id(document.id))
@@ -190,7 +191,7 @@ class _Replay:
 
     @property
     def agrees(self) -> bool:
-        """Whether this is how it ended when the corpus was made, and what was measured of it then."""
+        """Whether outcome and measured statistics equal those that were recorded when the corpus was made."""
         numbers = {name: value for name, value in self._measured.items() if isinstance(value, int | float) and math.isfinite(value)}
         if any(self._decision.get(name) != value for name, value in numbers.items()):
             return False
@@ -206,18 +207,18 @@ def _checked(before: Document, outcome: Document | Drop) -> Document | Drop:
 
 
 def _moments_after_steps(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
-    """What came after the steps."""
+    """The events after the steps."""
     fate, reason = decision["fate"], decision["reason"]
     if fate not in (*SPLITS, "dedup", "decontaminate"):
         return
     if reason in REASONS[1:]:
         copied = documents(corpus, [decision["copy_of"]])[0].decision
-        where = f"{copied['id']} ({copied['origin']}), which came to {copied['fate']}"
+        where = f"{copied['id']} ({copied['origin']}), whose fate is {copied['fate']}"
         yield Moment("dedup", f"dropped: {reason} of {where}")
         return
     if fate == "dedup" and reason == REPEATED:
         cut = corpus.cut(piece, decision["id"])
-        left = f", {cut[1]:.0%} of its words did not stand earlier" if cut else ""
+        left = f", {cut[1]:.0%} of its words did not occur earlier" if cut else ""
         yield Moment("dedup", f"dropped: {reason}{left}", changed=differences(text, cut[0]) if cut else ())
         return
     yield Moment("dedup", "no copy of an earlier document")
@@ -227,7 +228,7 @@ def _moments_after_steps(corpus: Prepared, piece: Piece, decision: Mapping[str, 
         yield Moment("hold out", "held out for validation")
     elif corpus.job.recipe.corpus.decontaminate:
         found = passages(corpus, piece, decision["id"])
-        verb = "dropped" if fate == "decontaminate" else "kept, but holds protected text" if found else "no protected text"
+        verb = "dropped" if fate == "decontaminate" else "kept, but contains protected text" if found else "no protected text"
         yield Moment("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
     if kept:
         yield Moment("write", f"{kept.path.relative_to(corpus.out)}, row {kept.row:,}")

@@ -1,6 +1,6 @@
-"""Answers in a text that can be checked: annotated and plain arithmetic, and a boxed answer against a known one.
+"""Answers in a text that can be verified: annotated and plain arithmetic, and a final answer against an expected one.
 
-Nothing is evaluated as code.
+No text is evaluated as code.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DEEPEST = 20
 
 
 class NoArithmetic(ValueError):
-    """The text is no arithmetic of plain numbers."""
+    """The text is not an arithmetic expression of numbers."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that could be checked, as it stands in the text."""
+    """A statement that was verified, as it is written in the text."""
 
     shown: str
     right: bool
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of numbers joined by + - * / ( ), exactly; `5%` is 5/100.
+    """The exact value of an expression of numbers with + - * / ( ); `5%` is 5/100.
 
     Raises NoArithmetic for anything else, and for a division by 0.
     """
@@ -102,7 +102,9 @@ def _factor(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
 
 
 def checks(text: str, answer: str | None, chains: bool, tolerance: float) -> Iterator[Check]:
-    """All that can be checked: `<<a=b>>`; with `chains` plain equations outside of that; with `answer` the last box or `####` line."""
+    """Everything that can be verified: `<<a=b>>`; with `chains`, plain equations outside of those; with `answer`, the last box or `####`
+    line.
+    """
     for found in _ANNOTATION.finditer(text):
         sides = found[1].split("=")
         if len(sides) > 1:
@@ -128,7 +130,7 @@ def _equation(sides: list[str], shown: str, tolerance: float) -> Iterator[Check]
 
 
 def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> bool:
-    """Equal, or by as little apart as rounding to the digits shown explains; whole numbers without a division have nothing to round."""
+    """Whether the values are equal, or differ by no more than rounding to the digits shown. Integers without a division are not rounded."""
     if left == right or not tolerance:
         return left == right
     digits = len(shown.partition(".")[2].strip(" )"))
@@ -136,7 +138,7 @@ def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> boo
 
 
 def final_answer(text: str) -> str | None:
-    """What the last `\\boxed{}` holds, or else the last line `#### answer`; None if there is neither."""
+    """The content of the last `\\boxed{}`, otherwise the last line `#### answer`; None if there is neither."""
     for found in reversed(list(_BOXED.finditer(text))[-3:]):
         depth = 1
         for place in range(found.end(), min(len(text), found.end() + _LONGEST)):
@@ -148,7 +150,7 @@ def final_answer(text: str) -> str | None:
 
 
 def same_answer(given: str, expected: str) -> bool:
-    """Whether two answers are the same number, or the same text but for LaTeX's dress."""
+    """Whether two answers are the same number, or the same text apart from LaTeX markup."""
     plain = [_undressed(one) for one in (given, expected)]
     if plain[0] == plain[1]:
         return True

@@ -1,4 +1,4 @@
-"""Whether code parses: Python by its own compiler, other languages by their tree-sitter grammar. Nothing is run."""
+"""Checks whether code parses: Python with its own compiler, other languages with their tree-sitter grammars. No code is run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmworks.errors import UserError
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 _SUFFIX = re.compile(r"\.([A-Za-z0-9+]+)(?::\d+)?$")
-_GRAMMARS = {  # suffix: module and the function in it that gives the grammar
+_GRAMMARS = {  # suffix: module, and the function in it that returns the grammar
     "bash": "tree_sitter_bash", "sh": "tree_sitter_bash", "c": "tree_sitter_c", "h": "tree_sitter_cpp", "cc": "tree_sitter_cpp",
     "cpp": "tree_sitter_cpp", "cxx": "tree_sitter_cpp", "hpp": "tree_sitter_cpp", "hh": "tree_sitter_cpp",
     "cs": "tree_sitter_c_sharp", "css": "tree_sitter_css", "go": "tree_sitter_go", "java": "tree_sitter_java",
@@ -24,33 +24,33 @@ _GRAMMARS = {  # suffix: module and the function in it that gives the grammar
     "ts": "tree_sitter_typescript.language_typescript", "tsx": "tree_sitter_typescript.language_tsx",
 }  # fmt: skip
 KNOWN = frozenset({"py", "pyi", "json", *_GRAMMARS})
-"""Suffixes of files that can be parsed here."""
-_SECONDS, _MEMORY = 60.0, 2 << 30  # for one text; tree-sitter takes up to 3 kB for a byte of crafted C++
+"""Suffixes of files that can be parsed."""
+_SECONDS, _MEMORY = 60.0, 2 << 30  # per text; tree-sitter uses up to 3 kB per byte of adversarial C++
 _parser = LimitedProcess("lmworks.corpus.checks.parsing:parser", _SECONDS, _MEMORY)
 
 
 def suffix(path: str) -> str:
-    """The ending of a path in small letters, without the dot and without a row behind it; empty if it has none."""
+    """The extension of a path in lower case, without the dot and without a row number after it; empty if there is none."""
     found = _SUFFIX.search(path)
     return found[1].lower() if found else ""
 
 
 class Parsed(NamedTuple):
-    """Of a text: the share of its bytes that lie in syntax errors, 0 to 1, and for people what the first error is ("" if unknown)."""
+    """The fraction of bytes in syntax errors, from 0 to 1, and the first error in words ("" if unknown)."""
 
     share: float
     error: str
 
 
 def parsed(text: str, kind: str) -> Parsed:
-    """Parse a text of a suffix of `KNOWN`, in a process with limits, since hostile text makes parsers take any amount of memory.
+    """Parse a text with a suffix in `KNOWN`, in a process with limits, because adversarial text makes parsers use unbounded memory.
 
-    Python and JSON parse (0) or do not (1); a token that a grammar misses counts as one byte. What takes more than the limits does not
-    parse. Raises `UserError` without the grammar (extra `code`).
+    Python and JSON have a fraction of 0 or 1. A token that a grammar misses counts as one byte. A text that exceeds the limits does not
+    parse. Raises `UserError` if the grammar is not installed (extra `code`).
     """
     try:
         if kind in _GRAMMARS:
-            _grammar(kind)  # whether there is one
+            _grammar(kind)  # raises ImportError if it is not installed
         share, _, why = _parser(f"{kind}\n".encode() + text.encode("utf-8", "surrogatepass")).decode().partition(" ")
     except ProcessDied as ended:
         return Parsed(1.0, f"parsing it {ended}")
@@ -64,7 +64,9 @@ def parsed(text: str, kind: str) -> Parsed:
 
 
 def parser() -> Callable[[bytes], bytes]:
-    """What the process does: from a suffix, a line end and the text to the share and the error, with a space between them."""
+    """The function of the separate process: its input is the suffix, a newline and the text; its output is the fraction, a space and the
+    error.
+    """
 
     def parse(data: bytes) -> bytes:
         kind, _, code = data.partition(b"\n")
@@ -89,7 +91,7 @@ def _parse(text: str, kind: str) -> Parsed:
 
 
 def _python_error(text: str) -> str | None:
-    """Why Python would not compile the text; None if it would. Nothing is run."""
+    """The error with which Python rejects the text, or None. The code is compiled but not run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -110,7 +112,7 @@ def _grammar(kind: str) -> Callable[[bytes], Any]:
 
 
 def _bad_bytes(tree: Any) -> int:
-    """Only nodes that hold an error are descended into."""
+    """Bytes in error nodes. Only subtrees that contain an error are visited."""
     total, todo = 0, [tree.root_node] if tree.root_node.has_error else []
     while todo:
         node = todo.pop()
