@@ -1,4 +1,4 @@
-"""Mending of text that is the same for every domain: Unicode form, line ends, invisible characters."""
+"""Text normalization for every domain: Unicode form, line ends, invisible characters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 import unicodedata
 from functools import lru_cache
 
-# everything that is rarely there: control characters, odd spaces and line ends, zero-width and soft hyphens, direction overrides
-# (which can make code read other than it runs, CVE-2021-42574)
+# one search for everything unusual: control characters, unusual spaces and line ends, zero-width and soft hyphens, direction overrides
+# (with which code can look different from what it does, CVE-2021-42574)
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
-# A zero-width space is a word border in scripts that write no other: it stays beside a letter of Thai, Lao, Burmese, Khmer or Tibetan.
+# Scripts without spaces may use a zero-width space as a word boundary: it is kept next to Thai, Lao, Burmese, Khmer or Tibetan letters.
 _BORDERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
 _ZERO_WIDTH = re.compile("\u200b+")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x85\u2028\u2029]")
@@ -18,15 +18,15 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u202a-\u202e\u2060-\u2
 _BLANK = re.compile(r"\n{4,}")
 _ROUNDS = 4
 _ENCODINGS = ("cp1252", "cp1250", "cp1254", "cp1257", "iso8859-2", "mac-roman", "cp437")
-# Bytes of a code page for DOS or Windows that were decoded as Latin-1: letters and quotes that look like control characters.
+# C1 control characters: letters and quotes of a DOS or Windows code page that were decoded as Latin-1.
 _CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _DOS_LETTERS = frozenset(bytes((*range(0x80, 0x85), *range(0x86, 0x8A), 0x8B, 0x8D, 0x8F, 0x90, 0x93, 0x94, 0x95, 0x98, 0x99, 0x9B, 0x9D)))
 
 
 def unmangle(text: str) -> str:
-    """The text with each line mended that reads like UTF-8 decoded as another encoding (`schÃ¶n`), by ftfy's heuristic.
+    """Repair lines of UTF-8 that was decoded with another encoding (`schÃ¶n`), by ftfy's heuristic.
 
-    Lines without two bytes of UTF-8 in a row, as one of ftfy's encodings shows them, are not looked at; that makes it cheap.
+    Only lines with two successive bytes of UTF-8, as one of ftfy's encodings shows them, are passed to ftfy. This keeps the cost low.
     """
     if text.isascii() or not any(suspect.search(text) for suspect in _suspects()):
         return text
@@ -37,10 +37,10 @@ def unmangle(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _suspects() -> tuple[re.Pattern[str], ...]:
-    """Patterns for the first byte of a character in UTF-8 and one that goes on with it, in each encoding.
+    """Patterns for the first byte of a UTF-8 character followed by a continuation byte, as each encoding shows them.
 
-    What Cyrillic and Greek code pages make of most first bytes are common letters: of these two pairs in a row are wanted, and one where
-    the first byte is that of Latin letters or of quotation marks.
+    In Cyrillic and Greek code pages most first bytes are common letters. For these the pattern is two successive pairs, or one pair whose
+    first byte is that of Latin letters or of quotation marks.
     """
 
     def shown(encoding: str, first: int, last: int) -> str:
@@ -57,7 +57,7 @@ def _suspects() -> tuple[re.Pattern[str], ...]:
 
 
 def clean(text: str, mojibake: bool = False) -> str:
-    """`tidy`, after `unmangle` on request, until nothing changes any more: what was mended may hold something to mend."""
+    """Apply `tidy`, with `mojibake` after `unmangle`, repeatedly until nothing changes: a repair can expose more to repair."""
     for _ in range(_ROUNDS if mojibake else 0):
         before, text = text, tidy(unmangle(text))
         if text == before:
@@ -66,11 +66,11 @@ def clean(text: str, mojibake: bool = False) -> str:
 
 
 def tidy(text: str) -> str:
-    """The text in NFC with `\\n` line ends, ordinary spaces, no invisible characters, no trailing blanks, at most two blank lines together.
+    """The text in NFC with `\\n` line ends, ordinary spaces, no invisible characters, no trailing blanks, and at most two successive blank
+    lines.
 
-    Joiners that carry meaning (U+200C, U+200D), marks that give a direction (U+200E, U+200F), and word borders (U+200B) of scripts
-    that write no other, such as Thai and Khmer, stay. Applying it twice changes
-    nothing more.
+    Joiners (U+200C, U+200D), direction marks (U+200E, U+200F), and zero-width spaces (U+200B) in scripts that mark word boundaries with
+    them, such as Thai and Khmer, are kept. The function is idempotent.
     """
     if _ODD.search(text):
         text = _CONTROLS.sub(_as_letter, text)
@@ -86,14 +86,14 @@ def tidy(text: str) -> str:
 
 
 def _border(match: re.Match[str]) -> str:
-    """A zero-width space where it is a border between words, nothing elsewhere."""
+    """A zero-width space if it is a word boundary, otherwise nothing."""
     beside = match.string[max(match.start() - 1, 0) : match.start()] + match.string[match.end() : match.end() + 1]
     return "\u200b" if _BORDERS.search(beside) else ""
 
 
 def _as_letter(match: re.Match[str]) -> str:
-    """What a C1 control character was before its encoding was mistaken: a letter of code page 850 between two letters, where that of
-    Windows is a sign, and else what Windows-1252 has (as the WHATWG reads Latin-1); nothing, where neither has one.
+    """The character that a C1 control character was before decoding: a letter of code page 850 between two letters where Windows-1252 has a
+    symbol, otherwise the character of Windows-1252 (as the WHATWG decodes Latin-1); nothing if neither has one.
     """
     text, place, byte = match.string, match.start(), match[0].encode("latin-1")
     between = 0 < place < len(text) - 1 and text[place - 1].isalpha() and text[place + 1].isalpha()
@@ -101,7 +101,7 @@ def _as_letter(match: re.Match[str]) -> str:
 
 
 def encodable(text: str) -> bool:
-    """Whether the text is Unicode at all; JSON can smuggle in halves of surrogate pairs."""
+    """Whether the text can be encoded as UTF-8; JSON can contain lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -110,5 +110,5 @@ def encodable(text: str) -> bool:
 
 
 def fingerprint_form(text: str) -> str:
-    """The form in which two documents are the same one: case folded, runs of white space as one space."""
+    """The text in lower case with each run of white space as one space. Documents with equal forms are duplicates."""
     return " ".join(text.lower().split())

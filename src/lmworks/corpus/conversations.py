@@ -1,8 +1,7 @@
 """Conversations of the default corpus as messages for tuning: human chats, and service dialogues with reasoning and tools.
 
-Messages follow the form that chat templates of `transformers` take: {"role": "system" | "user" | "assistant" | "tool", "content":
-str}; an assistant's message may have "reasoning_content" and "tool_calls" [{"type": "function", "function": {"name": str, "arguments":
-dict}}].
+Messages have the format of `transformers`' chat templates: {"role": "system" | "user" | "assistant" | "tool", "content": str}; an
+assistant's message may have "reasoning_content" and "tool_calls" [{"type": "function", "function": {"name": str, "arguments": dict}}].
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _PLAIN_REPLY = re.compile(r"[^\d\n]{1,100}")
 
 
 class Conversation(list[Message]):
-    """Messages in order, the `tools` offered (OpenAI function definitions), the `language` and the `origin`, which is that of the same
+    """Messages in order, the `tools` offered (OpenAI function definitions), the `language`, and the `origin`, equal to that of the same
     text in the corpus.
     """
 
@@ -43,7 +42,7 @@ class Conversation(list[Message]):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a story: who speaks (`system`, `user`, `assistant`, `tool.NAME`), on which channel, to which tool."""
+    """A section of a story: the speaker (`system`, `user`, `assistant`, `tool.NAME`), its channel, and the tool that it addresses."""
 
     role: str
     channel: str
@@ -53,7 +52,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Story:
-    """A service dialogue as written: a line on what happens, tool definitions, and its sections."""
+    """A service dialogue: a summary line, tool definitions, and sections."""
 
     summary: str
     tools: list[dict[str, Any]]
@@ -61,9 +60,9 @@ class Story:
 
 
 def parse_story(text: str) -> Story | None:
-    """Read a story file of the wheel `virtual-stories`; None if it has not the form of one.
+    """Parse a story file of the wheel `virtual-stories`; None if it does not have the format.
 
-    Tool definitions that are broken JSON are left out.
+    Tool definitions that are not valid JSON are left out.
     """
     head = _DOCSTRING.match(text)
     preface = head[1] if head else ""
@@ -94,7 +93,7 @@ def parse_story(text: str) -> Story | None:
 
 
 def story_language(name: str) -> str:
-    """ISO 639-1 code from a story's file name (…_en.txt, …_ja.txt, …_ja_jp.txt, …_zh_tw.txt)."""
+    """ISO 639-1 code from the file name of a story (…_en.txt, …_ja.txt, …_ja_jp.txt, …_zh_tw.txt)."""
     match = re.search(r"_(en|ja|zh)(?:_[a-z]{2})?\.txt$", name.lower())
     return match[1] if match else ""
 
@@ -102,10 +101,10 @@ def story_language(name: str) -> str:
 def virtual_stories(
     wheel_path: str | Path, languages: tuple[str, ...] = LANGUAGES, form: StoryForm = "whole"
 ) -> Iterator[Conversation]:
-    """Service dialogues. `form` is whole (system prompt, reasoning and tool calls), spoken (what user and assistant say) or exchanges
-    (each message of the user with its reply, if that is one line of at most 100 characters without a digit).
+    """Service dialogues. `form` is whole (system prompt, reasoning and tool calls), spoken (messages of user and assistant only) or
+    exchanges (each message of the user with its reply, if the reply is one line of at most 100 characters without a digit).
 
-    Malformed ones (a call without its answer, broken JSON) are left out.
+    Malformed ones (a tool call without a result, invalid JSON) are left out.
     """
     with zipfile.ZipFile(wheel_path) as archive:
         for name in sorted(archive.namelist()):
@@ -125,22 +124,23 @@ def virtual_stories(
 
 
 def _spoken(messages: list[Message]) -> list[Message]:
-    """What user and assistant say to each other: between two messages of the user the assistant speaks once, whatever it looks up."""
+    """The messages of user and assistant, without tool calls and results."""
     said = (message for message in messages if message["role"] in ("user", "assistant") and message["content"])
     return [{"role": message["role"], "content": message["content"]} for message in said]
 
 
 def _exchanges(spoken: list[Message]) -> Iterator[list[Message]]:
-    """What a model of a few million weights can learn to say: room numbers, prices and order codes it could only make up."""
+    """Question and reply pairs that a model of a few million weights can learn. It could only invent room numbers, prices and order
+    codes.
+    """
     for asked, reply in itertools.pairwise(spoken):
         if (asked["role"], reply["role"]) == ("user", "assistant") and _PLAIN_REPLY.fullmatch(reply["content"]):
             yield [asked, reply]
 
 
 def story_messages(story: Story) -> list[Message] | None:
-    """Sections to messages; None unless they alternate cleanly.
-
-    (system) user assistant..., each call answered, an assistant's reply last.
+    """Sections to messages; None unless they alternate correctly: (system) user assistant..., each tool call followed by its result, and a
+    reply of the assistant at the end.
     """
     messages: list[Message] = []
     offered = {tool["name"] for tool in story.tools}
@@ -192,7 +192,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Chat:
-    """A human chat: the topic that was suggested to the two, and runs of messages as (speaker number, messages)."""
+    """A human chat: the suggested topic, and turns as (speaker number, messages)."""
 
     identity: str
     topic: str
@@ -200,7 +200,9 @@ class Chat:
 
 
 def parse_chats(data: bytes) -> Iterator[Chat]:
-    """Read the dataset file of the wheel `chitchat-dataset`. A message that was cut at the length limit (" -") is joined with its rest."""
+    """Parse the dataset file of the wheel `chitchat-dataset`. A message that was cut at the length limit (" -") is joined with its
+    continuation.
+    """
     for identity, chat in json.loads(data).items():
         numbers: dict[str, int] = {}
         turns: list[tuple[int, list[str]]] = []
@@ -219,7 +221,7 @@ def parse_chats(data: bytes) -> Iterator[Chat]:
 
 
 def chitchat(wheel_path: str | Path) -> Iterator[Conversation]:
-    """Human chats of two as user (who wrote first) and assistant, from the first message to the other's last reply.
+    """Human chats of two people as user (the one who wrote first) and assistant, from the first message to the last reply of the assistant.
 
     Monologues are left out.
     """
@@ -234,6 +236,6 @@ def chitchat(wheel_path: str | Path) -> Iterator[Conversation]:
 
 
 def _mashed(text: str) -> bool:
-    """Keys leant on rather than words: three or more one-letter words and nothing else ("a a a a")."""
+    """Whether a message is key mashing: three or more one-letter words and nothing else ("a a a a")."""
     words = text.split()
     return len(words) >= 3 and all(len(word) == 1 for word in words)

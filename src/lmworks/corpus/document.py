@@ -1,4 +1,4 @@
-"""Documents, batches of them that steps process, and the outcomes of a step."""
+"""Documents, batches of documents that steps process, and the outcomes of a step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ MOST_VARIANTS = 255  # of one document
 
 @dataclass(slots=True)
 class Document:
-    """A text with its identity, where it came from, and what readers and steps have learned about it. Never changed in place.
+    """A text with its id, its origin, and facts that readers and steps add. Immutable by convention.
 
-    `id` is SOURCE/PART/NUMBER, with .VARIANT behind it if it was made of another, and `origin` the file (or member) and row. `facts` are
-    by name: what a reader gives (`url`, `path`,
-    `repository`, `date`) and what steps measure (`language_score`, `quality`).
+    `id` is SOURCE/PART/NUMBER, followed by .VARIANT for a variant; `origin` is the file (or archive member) and row. `facts` by name: from
+    a reader (`url`, `path`, `repository`, `date`) or measured by a step (`language_score`, `quality`).
     """
 
     id: str
@@ -34,7 +33,7 @@ class Document:
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     def with_text(self, text: str) -> Document:
-        """The same document with another text (itself, if the text is equal)."""
+        """The same document with another text; the document itself if the text is equal."""
         same = text == self.text
         return self if same else Document(self.id, text, self.origin, self.source, self.domain, self.language, self.facts)
 
@@ -49,7 +48,7 @@ class Document:
 class Drop:
     """The document is dropped. `reason` is a short name that is counted; `detail` is shown beside a sample.
 
-    `facts` are what the step has measured of it: the distribution of a statistic then covers what was dropped by it, too.
+    `facts` are the measurements of the step, so that the distribution of a statistic includes the documents that the step dropped.
     """
 
     reason: str
@@ -59,10 +58,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """The document stays, and these are added to it: other texts of the same document, or why one could not be made.
+    """The document is kept, and variants are added: other texts of the same document, or the reason why one could not be made.
 
-    Each becomes a document of its own, with the id of its original, a dot and a number, and the facts `variant_of` and `variant_by` (the
-    step). It goes where its original is dropped or held out, and is not compared with it (`dedup.variants`).
+    Each variant becomes a document whose id is that of its original, a dot and a number, with the facts `variant_of` and `variant_by` (the
+    step). It is dropped or held out with its original, and not compared with it (`dedup.variants`).
     """
 
     document: Document
@@ -74,12 +73,12 @@ Outcome = Document | Drop | Variants
 
 
 def split_id(identity: str) -> tuple[str, int, int, int]:
-    """(source, part, number, variant) of a document id, variant 0 for what was read; `UserError` if it is none."""
+    """(source, part, number, variant) of a document id, variant 0 for a document that was read; `UserError` if it is not an id."""
     source, _, rest = identity.partition("/")
     part, _, place = rest.partition("/")
     number, dot, variant = place.partition(".")
     if not source or not part.isdecimal() or not number.isdecimal() or bool(dot) != variant.isdecimal():
-        raise UserError(f"{identity!r} is no document id; one is SOURCE/PART/NUMBER, such as web/0/17 (the column id of the corpus)")
+        raise UserError(f"{identity!r} is not a document id, which is SOURCE/PART/NUMBER, such as web/0/17 (the column id of the corpus)")
     return source, int(part), int(number), int(variant or 0)
 
 
@@ -89,21 +88,21 @@ def variant_id(original: str, variant: int) -> str:
 
 
 class Batch:
-    """Documents of one source that go through a step together; data that several steps need of their texts is computed once."""
+    """Documents of one source that a step processes together; data that several steps need of their texts is computed once."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
 
     @cached_property
     def units(self) -> Units:
-        """The words of all texts, hashed."""
+        """The words of all texts as hashes."""
         from lmworks.corpus.units import units
 
         return units([document.text for document in self.documents])
 
     @cached_property
     def compared(self) -> Units:
-        """The same with the symbols of lines that are made of them: used to compare documents."""
+        """Like `units`, with the symbols of lines that consist of symbols: used to compare documents."""
         from lmworks.corpus.units import units
 
         return units([document.text for document in self.documents], "lines")
@@ -113,10 +112,10 @@ class Batch:
 
 
 class Step(Protocol):
-    """A pure function on documents: the same batch in, the same outcomes out, in the same order, on any machine.
+    """A pure function on documents: the same batch gives the same outcomes, in the same order, on any machine.
 
-    `needs` names facts that must be there before it (the recipe is refused where no reader or earlier step makes them), `makes` those it
-    adds, `statistics` the numeric facts whose distribution belongs in the report.
+    `needs` names facts that a reader or an earlier step must provide (otherwise the recipe is rejected), `makes` facts that the step adds,
+    `statistics` the numeric facts whose distribution is part of the report.
     """
 
     @property
@@ -133,7 +132,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class PerDocument:
-    """A step from a function of one document."""
+    """A step made from a function of one document."""
 
     name: str
     function: Callable[[Document], Outcome]
@@ -148,7 +147,7 @@ class PerDocument:
 def step(
     *, needs: Sequence[str] = (), makes: Sequence[str] = (), statistics: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a function of one document as a step: what facts it needs and makes, and which belong in the report."""
+    """Declare a function of one document as a step: the facts that it needs and makes, and those for the report."""
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         function.declared = {"needs": tuple(needs), "makes": tuple(makes), "statistics": tuple(statistics)}  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Keyed choices over documents: which ones a `max_bytes` source keeps and which are held out. Functions of seed and document id alone."""
+"""Random choices by keyed hash: which documents a source with `max_bytes` keeps, and which are held out. Functions of seed and document id
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 
 
 def keys(ids: Sequence[str], seed: int, purpose: str) -> np.ndarray:
-    """(N,) uint64 keyed hash of each id; `purpose` makes independent draws."""
+    """(N,) uint64 keyed hash of each id; a different `purpose` gives independent draws."""
     base = hashlib.blake2b(digest_size=8, key=f"{seed}/{purpose}".encode()[:64])
 
     def one(identity: str) -> bytes:
@@ -21,7 +23,7 @@ def keys(ids: Sequence[str], seed: int, purpose: str) -> np.ndarray:
 
 
 def threshold(keys: np.ndarray, sizes: np.ndarray, max_bytes: int) -> int:
-    """The key below which documents are drawn: in the order of their keys as many as fit `max_bytes` together, and at least one."""
+    """The key below which documents are drawn: in the order of keys, as many as fit into `max_bytes`, and at least one."""
     if not len(keys):
         return 0
     order = np.argsort(keys, kind="stable")
@@ -30,10 +32,10 @@ def threshold(keys: np.ndarray, sizes: np.ndarray, max_bytes: int) -> int:
 
 
 def held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float, max_bytes: int) -> np.ndarray:
-    """(N,) bool: the held-out documents: `fraction` of them by count (at least one of two or more), together under `max_bytes`.
+    """(N,) bool: the held-out documents: `fraction` of them by count (at least one of two or more), with `max_bytes` in all.
 
-    They are taken in the order of their keys. A document bigger than what is left of the budget is passed over, so one giant does not
-    empty the held-out set.
+    They are taken in the order of keys. A document larger than the remaining budget is skipped, so that a single large one does not leave
+    the held-out set empty.
     """
     chosen = np.zeros(len(keys), dtype=bool)
     wanted = min(max(round(len(keys) * fraction), 1), len(keys) - 1) if fraction > 0 else 0

@@ -1,4 +1,4 @@
-"""The decontaminator holds protected text, scans training text for it, and decides which documents are contaminated.
+"""The decontaminator: holds protected text, scans training text for it, and decides which documents are contaminated.
 
 The docstring of the package states the rules.
 """
@@ -20,8 +20,8 @@ from lmworks.files import atomic_path
 
 BOILERPLATE_DOCUMENTS = 10
 ANSWER_WITHIN = 48
-_BARE = 20  # symbols of an item with too few words to call for being read by its symbols, from which it is looked for all the same
-_AROUND = 1024  # characters of a document that are read by their symbols, before and after what calls for it
+_BARE = 20  # symbols from which an item is searched for although it has too few words to trigger a comparison with symbols
+_AROUND = 1024  # characters of a document, before and after a trigger, that are compared with symbols
 
 
 HELD_OUT = "held out"
@@ -29,7 +29,7 @@ HELD_OUT = "held out"
 
 @dataclass(frozen=True)
 class Question:
-    """An item of an evaluation set: `name` is SET/ITEM, `answer` the right one as it is written, if there is one to write."""
+    """An item of an evaluation set: `name` is SET/ITEM, `answer` the text of the correct answer, or empty."""
 
     name: str
     text: str
@@ -38,9 +38,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Match:
-    """A passage of a training document (code points start to end) that protected text `against` has too.
+    """A passage of a training document (code points start to end) that also occurs in the protected text `against`.
 
-    `evaluation` says that it is an item of an evaluation set, not a held-out document.
+    `evaluation` is true for an item of an evaluation set, false for a held-out document.
     """
 
     against: str
@@ -55,15 +55,15 @@ class Match:
 
 
 def set_of(name: str) -> str:
-    """The set of an item called SET/ITEM."""
+    """The set of an item named SET/ITEM."""
     return name.split("/", 1)[0]
 
 
 @dataclass(frozen=True)
 class Widespread:
-    """A passage of protected text `against` that stands in `documents` training documents, more than ten.
+    """A passage of the protected text `against` that occurs in `documents` training documents, more than ten.
 
-    In held-out text that is boilerplate and was `let_pass`; of an evaluation set it is a leak like any other.
+    If it is held-out text, it is boilerplate and was `let_pass`; if it belongs to an evaluation set, it is contamination.
     """
 
     documents: int
@@ -74,7 +74,7 @@ class Widespread:
 
 @dataclass(frozen=True)
 class Shared:
-    """How an evaluation set asks: `runs` that so many of its items share are not looked for, such as `passage`."""
+    """Wording of an evaluation set: `runs` n-grams that many of its items share and that are not searched for, for example `passage`."""
 
     set: str
     runs: int
@@ -83,21 +83,21 @@ class Shared:
 
 @dataclass(frozen=True)
 class Findings:
-    """What one part's documents have in common with protected text: (F, 2) int64 rows of (document, entry), each pair once, ascending.
+    """The protected runs that the documents of one part contain: (F, 2) int64 rows of (document, entry), unique and ascending.
 
-    An entry under `Decontaminator.entries` is a run; from there on they are whole items.
+    Entries below `Decontaminator.entries` are runs; from there on they are whole items.
     """
 
     rows: np.ndarray
 
     @classmethod
     def joined(cls, batches: Sequence[tuple[int, Findings]]) -> Findings:
-        """Those of several batches, each with the number of its first document."""
+        """The findings of several batches, each with the number of its first document."""
         shifted = [found.rows + np.array([first, 0]) for first, found in batches]
         return cls(np.concatenate([np.zeros((0, 2), dtype=np.int64), *shifted]))
 
     def save(self, path: Path) -> None:
-        """Write them, whole or not at all."""
+        """Write the findings to a file, atomically."""
         with atomic_path(path) as aside, open(aside, "wb") as handle:
             np.save(handle, self.rows, allow_pickle=False)
 
@@ -108,7 +108,9 @@ class Findings:
 
 @dataclass(frozen=True)
 class _Hits:
-    """Protected runs of one length in a batch: the unit where each begins, its entry and document; `grams` but for short questions."""
+    """Protected runs of one length in a batch: first unit, entry and document of each; `grams` are their hashes, None for short
+    questions.
+    """
 
     length: int
     places: np.ndarray
@@ -118,19 +120,19 @@ class _Hits:
 
 
 _Span = tuple[int, int, int, int]
-"""(document, owner, first unit, one past the last)"""
+"""(document, protected text, first unit, one past the last)"""
 
 
 class _View:
-    """Protected items as one way of splitting text into units shows them, and what of them is in a batch that was split likewise."""
+    """Protected items under one way of splitting text into units, and the search for them in a batch that was split in the same way."""
 
     def __init__(self, symbols: Symbols, tables: Tables, first: int) -> None:
         self.symbols: Symbols = symbols
         self.tables, self.first = tables, first
 
     def hits(self, batch: Units) -> tuple[list[_Hits], list[_Span], list[tuple[int, int]]]:
-        """Runs, with entries numbered through all views; items of which all or nearly all is there; and the documents, with the places in
-        them, that call for being read by their symbols.
+        """Matching runs, with entries numbered over all views; items that are matched whole or nearly whole; and (document, character) of
+        places that trigger a comparison with symbols.
         """
         tables, found = self.tables, []
         wholes: list[_Span] = []
@@ -174,7 +176,7 @@ class _View:
             yield _Hits(length, places[keep], entries[keep] + first + self.first, documents[keep])
 
     def _answered(self, batch: Units, place: int, document: int, scale: int, hashed: int, length: int) -> bool:
-        """Whether what the short text at `place` needs beside it, if anything, stands there."""
+        """Whether the context that the short text at `place` requires, if any, is there."""
         for short in self.tables.short_items[scale, length][hashed]:
             wanted = len(short.beside)
             if not wanted:
@@ -189,7 +191,7 @@ class _View:
         return False
 
     def _whole(self, batch: Units, hits: _Hits) -> Iterator[_Span]:
-        """Long evaluation questions that stand whole in a document."""
+        """Long evaluation questions that occur whole in a document."""
         if hits.grams is None or not self.tables.long:
             return
         for place, document, gram in zip(hits.places.tolist(), hits.documents.tolist(), hits.grams.tolist(), strict=True):
@@ -213,16 +215,16 @@ class Decontaminator:
         self._sizes: list[int] = []
         self._items: dict[Symbols, list[Item]] = {"": [], "all": []}
         self._symbols: list[Symbols] = []
-        self._calls: list[np.ndarray] = []  # runs of five words of the items that are read by their symbols
-        self._bare = False  # whether such an item has too few words for that
+        self._calls: list[np.ndarray] = []  # runs of five words of the items that are compared with symbols
+        self._bare = False  # whether such an item has too few words for a trigger
 
     def protect(self, names: Sequence[str], texts: Sequence[str], answers: Sequence[str] | None = None, *, evaluation: bool) -> None:
-        """Add protected texts under their names (SET/ITEM, or the id of a held-out document).
+        """Add protected texts with their names (SET/ITEM, or the id of a held-out document).
 
-        Only `evaluation` ones are looked for whole, as whole questions are what a test asks; `answers` are their right answers. Items too
-        short to be looked for at all are counted in `trivial`, by set.
+        Only `evaluation` texts are also searched for as a whole; `answers` are their correct answers. Items that are too short for any
+        search are counted in `trivial`, by set.
 
-        A held-out document shorter than the n-gram is passed over.
+        A held-out document shorter than the n-gram is ignored.
         """
         assert "_views" not in self.__dict__, "protect everything before the first scan"
         answers = answers if answers is not None else [""] * len(texts)
@@ -257,7 +259,7 @@ class Decontaminator:
 
     @cached_property
     def _views(self) -> list[_View]:
-        """Words first: they tell which documents must be read by their symbols, too."""
+        """Words come first: they determine which documents must be compared with symbols, too."""
         views, first, calls = [], 0, np.unique(np.concatenate([np.zeros(0, np.uint64), *self._calls]))
         for symbols, items in self._items.items():
             if items or (not symbols and len(calls)):
@@ -268,12 +270,12 @@ class Decontaminator:
 
     @property
     def protected(self) -> dict[str, int]:
-        """How many items of each evaluation set, and how many held-out documents, are looked for."""
+        """Number of items that are searched for, by evaluation set, and of held-out documents."""
         return self._counted(looked_for=True)
 
     @property
     def trivial(self) -> dict[str, int]:
-        """How many items of each evaluation set are not, being too short, or nothing that others of the set are not."""
+        """Number of items that are not searched for, by evaluation set: too short, or without a run that is their own."""
         return self._counted(looked_for=False)
 
     def _counted(self, looked_for: bool) -> dict[str, int]:
@@ -283,7 +285,7 @@ class Decontaminator:
 
     @property
     def entries(self) -> int:
-        """How many runs are protected."""
+        """Number of protected runs."""
         return sum(view.tables.entries for view in self._views)
 
     @cached_property
@@ -293,7 +295,7 @@ class Decontaminator:
         return np.array([*self.evaluation, False], dtype=bool)[np.concatenate(owners)]
 
     def scan(self, texts: Sequence[str]) -> Findings:
-        """What documents have of the protected texts."""
+        """Find protected runs in texts; documents are numbered from 0."""
         read = [(number, reading) for number, text in enumerate(texts) for reading in readings(text)]
         found = [np.zeros((0, 2), dtype=np.int64)]
         called: list[tuple[int, int]] = []
@@ -311,7 +313,7 @@ class Decontaminator:
         return Findings(np.unique(np.concatenate(found), axis=0))
 
     def seen(self, parts: Iterable[Findings]) -> np.ndarray:
-        """(entries,) in how many training documents of all parts each protected run stands."""
+        """(entries,) the number of training documents, over all parts, that contain each protected run."""
         count = np.zeros(self.entries, dtype=np.int64)
         for found in parts:
             entries = found.rows[:, 1]
@@ -319,19 +321,19 @@ class Decontaminator:
         return count
 
     def suspects(self, found: Findings, seen: np.ndarray) -> list[int]:
-        """The documents of a part that have a run which is no boilerplate, or a whole question: to be judged."""
+        """The documents of a part with a run that is not boilerplate, or with a whole question. They need a decision by `judge`."""
         document, entry = found.rows[:, 0], found.rows[:, 1]
         leaks = entry >= self.entries
         leaks[~leaks] = self._leaks(entry[~leaks], seen)
         return np.unique(document[leaks]).tolist()
 
     def _leaks(self, entries: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """(E,) bool: which of the runs are no boilerplate."""
+        """(E,) bool: which of the runs are not boilerplate."""
         found: np.ndarray = self._asked[entries] | (seen[entries] <= BOILERPLATE_DOCUMENTS)
         return found
 
     def judge(self, text: str, seen: np.ndarray) -> list[Match]:
-        """The passages for which a document must go, longest first; none if it may stay."""
+        """The passages that make a document contaminated, longest first; empty if it is clean."""
         found = []
         for reading, places in located(text):
             for view in self._views:
@@ -359,7 +361,7 @@ class Decontaminator:
         return view, *view.tables.where(entry - view.first)
 
     def widespread(self, seen: np.ndarray, most: int) -> list[Widespread]:
-        """The runs that stand in more than ten training documents, most frequent first; one sentence is told once."""
+        """The runs that occur in more than ten training documents, most frequent first; overlapping runs are merged."""
         common = np.flatnonzero(seen > BOILERPLATE_DOCUMENTS)
         where = sorted((-int(seen[entry]), *self._where(entry)[1:]) for entry in common.tolist())
         passages: list[list[int]] = []  # negative documents, owner, first unit, one past the last
@@ -376,7 +378,7 @@ class Decontaminator:
         ]
 
     def shared(self) -> list[Shared]:
-        """What the items of an evaluation set have in common, and is therefore not looked for."""
+        """The runs that many items of an evaluation set share, which are therefore not searched for."""
         names = {number: name for name, number in self._sets.items()}
         return [
             Shared(names[number], runs, self._passage(owner, place, place + length))
@@ -385,14 +387,14 @@ class Decontaminator:
         ]
 
     def _passage(self, owner: int, first: int, last: int) -> str:
-        """The units of a protected text, counted through question and answer."""
+        """A range of units of a protected text, numbered through question and answer."""
         ((text, places), *_) = located(self._texts[owner])
         own = units([text], self._symbols[owner])
         return self._texts[owner][int(places[own.starts[first]]) : int(places[own.ends[last - 1] - 1]) + 1]
 
 
 def _excerpts(read: Sequence[tuple[int, str]], called: Iterable[tuple[int, int]]) -> Iterator[tuple[int, str]]:
-    """What stands around the places that are called for, which are (number in `read`, character)."""
+    """The text around places that trigger a comparison with symbols, given as (index into `read`, character)."""
     reached = 0, 0
     for number, place in sorted(called):
         document, text = read[number]
@@ -408,14 +410,14 @@ def _joined(text: str, answer: str) -> str:
 
 
 def _inside(batch: Units, places: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(which of the runs do not reach over their document's end, the documents of those)."""
+    """(which runs end inside their document, the documents of those)."""
     documents = np.searchsorted(batch.bounds, places, side="right") - 1
     inside = places + length <= batch.bounds[documents + 1]
     return inside, documents[inside]
 
 
 def _covered(places: np.ndarray, length: int, count: int) -> np.ndarray:
-    """(count,) bool: the units that lie in a run of `length` beginning at one of `places`."""
+    """(count,) bool: the units inside a run of `length` that begins at one of `places`."""
     edges = np.zeros(count + 1, dtype=np.int64)
     np.add.at(edges, places, 1)
     np.add.at(edges, places + length, -1)

@@ -1,4 +1,4 @@
-"""The forms in which a document is scanned: without markup between its words and, for an escaped dump, unescaped as well."""
+"""The forms in which a document is scanned: without markup between its words and, if it is full of escapes, unescaped as well."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _ways(text: str) -> Iterator[tuple[_Pass, ...]]:
 
 
 def readings(text: str) -> list[str]:
-    """The text without tags and with its entities decoded; and where it has more escapes than line ends, as a file of JSON has, the same
-    of the text without them.
+    """The text without tags and with its entities decoded. If it has more escapes than line ends, as JSON files have, also its unescaped
+    form.
     """
     found = []
     for passes in _ways(text):
@@ -61,7 +61,7 @@ def readings(text: str) -> list[str]:
 
 
 def located(text: str) -> list[tuple[str, np.ndarray]]:
-    """The same, each with the place in the text that each of its characters comes from: (C,) int64."""
+    """Like `readings`, each form with the position in the text of each of its characters: (C,) int64."""
     found = []
     for passes in _ways(text):
         read, places = text, np.arange(len(text))

@@ -1,4 +1,6 @@
-"""Which evaluation items a body of training text was searched for: hashes in a file beside it, by which a score is clean or not."""
+"""A record of the evaluation items that training text was searched for: hashes in a file beside it, by which a score counts as clean or
+not.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,20 @@ RECORD = "searched.npy"
 
 
 def hashes(items: Iterable[Question]) -> np.ndarray:
-    """(I,) uint64, ascending, each once: of question and answer of the items."""
+    """(I,) unique uint64, ascending: hashes of question and answer of each item."""
     digests = [hashlib.blake2b(f"{one.text}\0{one.answer}".encode("utf-8", "surrogatepass"), digest_size=8).digest() for one in items]
     return np.unique(np.frombuffer(b"".join(digests), dtype="<u8"))
 
 
 def save(folder: Path, items: np.ndarray) -> None:
-    """Write the record of the text in this folder."""
+    """Write the record for the text in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / RECORD) as aside, open(aside, "wb") as handle:
         np.save(handle, items, allow_pickle=False)
 
 
 def of_all(folders: Sequence[Path]) -> np.ndarray:
-    """The items that the text in each of the folders was searched for; none, where one has no record."""
+    """The items that the text of every folder was searched for; empty if a folder has no record."""
     found: np.ndarray | None = None
     for folder in folders:
         path = folder / RECORD

@@ -1,4 +1,4 @@
-"""Hashes of protected n-grams, looked up for whole batches of training text."""
+"""Hash tables of protected n-grams, looked up for whole batches of training text."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from lmworks.corpus.units import STEP, mix, ngrams, whole
 
 SHORTEST, ALONE, ANSWER_ALONE = 5, 8, 10
-MOST_ITEMS = 10  # of one set that share a run; what more of them share is how the set asks, and what half of them share
+MOST_ITEMS = 10  # a run that more items of one set share, or half of its items, is wording of the set
 _LEAST_ITEMS = 3
 NEAR, NEAR_SHARE, NEAR_LEAST = 5, 0.4, 6
 
 
 class Table:
-    """Protected runs of `length` units: sorted hashes, and of each the protected text and the unit in it where it first stands."""
+    """Protected runs of `length` units: sorted hashes, and for each the protected text and the unit in it where it first occurs."""
 
     def __init__(self, length: int, hashes: np.ndarray, owners: np.ndarray, places: np.ndarray) -> None:
         self.length = length
         self.hashes, first = np.unique(hashes, return_index=True)
         self.owners, self.places = owners[first], places[first]
-        # nearly all training n-grams are refused by these filters, one for the first bits and one for the last, without a search
-        small, large = (min(max(len(first).bit_length() + more, 14), 28) for more in (2, 4))  # the first is to fit into a cache
+        # two bit filters, on the first and the last bits of a hash, reject nearly all training n-grams without a binary search
+        small, large = (min(max(len(first).bit_length() + more, 14), 28) for more in (2, 4))  # the first filter should fit into a cache
         self._shift, self._mask = np.uint64(64 - small), np.uint64((1 << large) - 1)
         self._high, self._low = np.zeros(1 << small, dtype=bool), np.zeros(1 << large, dtype=bool)
         self._high[self.hashes >> self._shift] = True
@@ -33,7 +33,7 @@ class Table:
         return len(self.hashes)
 
     def find(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(places in `grams` that are protected, which entry each is)."""
+        """(indices of `grams` that are protected, the entry of each)."""
         places = np.flatnonzero(self._high[grams >> self._shift])
         places = places[self._low[grams[places] & self._mask]]
         entries = np.minimum(np.searchsorted(self.hashes, grams[places]), len(self.hashes) - 1)
@@ -42,9 +42,9 @@ class Table:
 
 
 def longer(hashes: np.ndarray, places: np.ndarray, shortest: int, lengths: list[int]) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """For each of `lengths`, ascending: (length, places at which so many units follow, hashes of these runs), as `ngrams` has them.
+    """For each of `lengths`, ascending: (length, places at which so many units follow, hashes of these runs, equal to those of `ngrams`).
 
-    Only at the given places, where a run of `shortest` has been found: few of them, so that many lengths cost little.
+    Only the given places are extended, at which a run of `shortest` units has matched; they are few, so many lengths cost little.
     """
     found = []
     grams = np.zeros(len(places), dtype=np.uint64)
@@ -60,7 +60,9 @@ def longer(hashes: np.ndarray, places: np.ndarray, shortest: int, lengths: list[
 
 @dataclass(frozen=True)
 class Short:
-    """A text to be found whole; where `beside` is not empty, only with this after it (or before it) not far off."""
+    """A text that must match whole. If `beside` is not empty, it must follow (or precede, if `before`) the text within a limited
+    distance.
+    """
 
     owner: int
     text: np.ndarray
@@ -69,7 +71,7 @@ class Short:
 
 
 def shorts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> list[Short]:
-    """How an item with a question under the n-gram, or an answer under it, is looked for; empty if that cannot be."""
+    """The texts by which an item with a short question or a short answer is searched for; empty if it is too short for any search."""
     least, alone = SHORTEST * scale, ALONE * scale
     found = []
     if least <= len(question) < length:
@@ -86,7 +88,7 @@ def shorts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, 
 
 @dataclass(frozen=True)
 class Item:
-    """A protected text as it was given: its question and its answer in units. `set` numbers the evaluation sets; -1 is held-out text."""
+    """A protected text: question and answer as units. `set` is the number of the evaluation set; -1 for held-out text."""
 
     owner: int
     set: int
@@ -101,7 +103,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Long:
-    """An item that is looked for whole: the run of it by which it is found begins at its unit `at`."""
+    """A question that must match whole. It is found by the run that begins at its unit `at`."""
 
     owner: int
     at: int
@@ -109,10 +111,10 @@ class Long:
 
 
 class Tables:
-    """All protected runs, made once: entries are numbered through all tables. `sizes` are the items of each evaluation set.
+    """All protected runs; entries are numbered over all tables. `sizes` are the numbers of items of the evaluation sets.
 
-    Runs that more than ten items of a set share, or half of them and at least three, are how the set asks and give nothing away; they are
-    left out and counted in `shared`, by set, with the text and place of one of them.
+    Runs that more than ten items of a set share, or half of them and at least three, are wording of the set. They are left out and counted
+    in `shared`, by set, with the text and place of one of them.
     """
 
     def __init__(self, items: Sequence[Item], ngram: int, sizes: Sequence[int], calls: np.ndarray) -> None:
@@ -191,12 +193,14 @@ class Tables:
 
     @property
     def owner_of(self) -> np.ndarray:
-        """(entries,) the protected text of each."""
+        """(entries,) the protected text of each entry."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *(table.owners for _, table in self._all)])
 
 
 class Near:
-    """Items of which most is in a document, with a word changed here and there: enough of their runs of five in a stretch as long."""
+    """Search for items that a document contains nearly whole, with some words changed: enough of their runs of five in a stretch of limited
+    length.
+    """
 
     def __init__(self, items: Sequence[Item], scale: int, sizes: Sequence[int]) -> None:
         texts = [item.question if len(item.question) >= 2 * NEAR * scale else item.whole for item in items]
@@ -216,7 +220,9 @@ class Near:
         self.owners: set[int] = set(self._owners[counts >= self._needed].tolist())
 
     def find(self, places: np.ndarray, entries: np.ndarray, documents: np.ndarray) -> list[tuple[int, int, int, int]]:
-        """(document, owner, first unit, one past the last) of the items found, from where runs of theirs stand, ascending."""
+        """(document, protected text, first unit, one past the last) of the items found, from the places, ascending, where their runs
+        occur.
+        """
         counts = self._bounds[entries + 1] - self._bounds[entries]
         hit = np.repeat(np.arange(len(entries)), counts)
         item = self._items[np.arange(len(hit)) - np.repeat(np.cumsum(counts) - counts, counts) + self._bounds[entries][hit]]
@@ -244,9 +250,9 @@ class Near:
 
 
 class Fives:
-    """All runs of five units that lead to something, in one table, which is cheaper than three.
+    """All runs of five units that can lead to a match, in one table, which is cheaper than three.
 
-    They begin a short text, are part of an item that may be there nearly whole, or `call` for the text to be read by its symbols.
+    Such a run begins a short text, is part of an item that may occur nearly whole, or triggers a comparison with symbols (`calls`).
     """
 
     def __init__(self, scale: int, begun: np.ndarray, near: Near | None, calls: np.ndarray) -> None:
@@ -260,7 +266,7 @@ class Fives:
 
 
 def _grams(texts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All runs of `length` units of each text: (their hashes, which text, which unit of it)."""
+    """All runs of `length` units of the texts: (their hashes, the text of each, its unit in the text)."""
     sizes = np.array([len(hashes) for hashes in texts])
     grams = ngrams(np.concatenate(texts), length)
     text = np.repeat(np.arange(len(texts)), sizes)[: len(grams)]
@@ -270,7 +276,7 @@ def _grams(texts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.nda
 
 
 def _shared(grams: np.ndarray, of_item: np.ndarray, sets: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """(G,) bool: the runs that so many items of one evaluation set have that they are how it asks."""
+    """(G,) bool: the runs that many items of one evaluation set share."""
     found = np.zeros(len(grams), dtype=bool)
     asked = np.flatnonzero(sets[of_item] >= 0)
     _, which, counts = np.unique(grams[asked], return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""From pairs to clusters, in arrays: connected components, each named by its first row."""
+"""From pairs to clusters, in arrays: connected components, each represented by its first row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Clusters:
-    """Rows that are joined by pairs, at any time, in any order: the clusters depend on the set of pairs alone."""
+    """Rows joined by pairs. Pairs can be added in any order; the clusters depend on the set of pairs alone."""
 
     def __init__(self, count: int) -> None:
         self._first = np.arange(count, dtype=np.int64)
@@ -14,8 +14,8 @@ class Clusters:
     def join(self, pairs_P2: np.ndarray) -> None:
         """Put the two rows of each pair into one cluster.
 
-        Roots are hooked onto the least root they meet, then every path is made short, until all pairs agree (Shiloach and Vishkin 1982):
-        a logarithm of rounds.
+        Each root is linked to the smallest root that it is paired with, then all paths are compressed, until no pair has two roots
+        (Shiloach and Vishkin 1982). The number of rounds is logarithmic.
         """
         while len(pairs_P2):
             roots = self._first[pairs_P2]
@@ -40,5 +40,5 @@ class Clusters:
 
     @property
     def firsts(self) -> np.ndarray:
-        """(N,) the first row of each row's cluster: itself for the first and for a row that is alone."""
+        """(N,) the first row of each row's cluster; a first row, and a row without pairs, is its own."""
         return self._first

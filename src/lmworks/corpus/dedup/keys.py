@@ -1,4 +1,4 @@
-"""Documents that are the same by a key: the normalized text, or the normalized address."""
+"""Exact duplicates by key: the normalized text, or the normalized URL."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ _INDEX = re.compile(r"/(?:index|default)\.(?:html?|php|aspx?|jsp)$", re.IGNORECA
 
 
 def keys_of(forms: Sequence[str]) -> np.ndarray:
-    """(D, 2) uint64: 128-bit keys of strings; an empty string has the key 0, which is nobody's copy."""
+    """(D, 2) uint64: 128-bit keys of strings; an empty string has the key 0, which matches nothing."""
     digests = [hashlib.blake2b(form.encode("utf-8", "surrogatepass"), digest_size=16).digest() if form else bytes(16) for form in forms]
     return np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
 
 
 def text_keys(texts: Sequence[str]) -> np.ndarray:
-    """(D, 2) uint64: keys of texts, equal where they differ in case and white space only."""
+    """(D, 2) uint64: keys of texts, equal if they differ only in case and white space."""
     return keys_of([fingerprint_form(text) for text in texts])
 
 
 def url_keys(urls: Sequence[str | None]) -> np.ndarray:
-    """(D, 2) uint64: keys of addresses in their normal form; 0 for none."""
+    """(D, 2) uint64: keys of normalized URLs; 0 for None."""
     return keys_of([normal_url(url) if url else "" for url in urls])
 
 
 def normal_url(url: str) -> str:
-    """The address without what does not tell pages apart.
+    """The URL without the parts that do not distinguish pages.
 
-    Scheme, `www.`, default port, user, fragment (unless it is a route, `#!` or `#/`), tracking and session parameters, a closing slash
-    or index page go; host in lower case, parameters sorted, one way of escaping. What is no address comes back stripped.
+    Removed: scheme, `www.`, default port, user, fragment (unless it is a route, `#!` or `#/`), tracking and session parameters, a trailing
+    slash or index page. The host is in lower case, parameters are sorted, escapes are uniform. A string that is not a URL is returned
+    stripped.
     """
     url = url.strip()
     try:
@@ -62,9 +63,9 @@ def normal_url(url: str) -> str:
 def copies(keys_N2: np.ndarray) -> np.ndarray:
     """(P, 2) rows (copy, first row with its key), copies ascending. Rows with the key 0 have no copies.
 
-    On many machines: each takes the rows whose key falls into its slice (`in_slice`), and the results are joined.
+    On many machines, each takes the rows whose key is in its slice (`in_slice`), and the results are concatenated.
     """
-    order = np.argsort(keys_N2[:, 0], kind="stable")  # of equal keys the lowest row stands first; half a key tells nearly all apart
+    order = np.argsort(keys_N2[:, 0], kind="stable")  # among equal keys the lowest row is first; half a key distinguishes nearly all
     high, low = keys_N2[order, 0], keys_N2[order, 1]
     again = np.zeros(len(order), dtype=bool)
     again[1:] = (high[1:] == high[:-1]) & (low[1:] == low[:-1]) & ((high[1:] != 0) | (low[1:] != 0))
@@ -74,5 +75,5 @@ def copies(keys_N2: np.ndarray) -> np.ndarray:
 
 
 def in_slice(keys: np.ndarray, slice_: int, slices: int) -> np.ndarray:
-    """(N,) bool: the rows of one of `slices` equal parts of the space of keys: (N,) band keys or (N, 2) text keys."""
+    """(N,) bool: the rows in one of `slices` equal slices of the key space, for (N,) band keys or (N, 2) text keys."""
     return (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(slices) == np.uint64(slice_)

@@ -1,4 +1,4 @@
-"""Pairs of near-duplicates: candidates from bands, estimated similarity from sketches, and exact similarity in doubt."""
+"""Pairs of near-duplicates: candidates from bands, similarity estimated from sketches, and exact similarity for pairs in doubt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHINGLES = 1 << 20
 def candidates(keys_N: np.ndarray) -> np.ndarray:
     """(P, 2) rows with equal keys in one band, lower row first, ascending. Rows with the key 0 have no pairs.
 
-    In a bucket of more than 33 rows each is paired with the first and its 32 next, which joins the bucket's true duplicates all the same
-    without the square of its size.
+    In a bucket of more than 33 rows, each row is paired with the first row and the next 32. This connects the duplicates in the bucket
+    without a quadratic number of pairs.
     """
     order = np.argsort(keys_N, kind="stable")
     order = order[np.searchsorted(keys_N[order], 1) :] if len(order) else order
@@ -26,7 +26,7 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
     crowd = np.zeros(len(order), dtype=bool)
     crowd[1:] = ranked[1:] == ranked[:-1]
     crowd[:-1] |= crowd[1:]
-    order, ranked = order[crowd], ranked[crowd]  # singles are most of all rows, and done
+    order, ranked = order[crowd], ranked[crowd]  # most rows are alone in their bucket and have no pairs
     bucket = np.concatenate(([0], np.cumsum(ranked[1:] != ranked[:-1])))[: len(order)]
     found = []
     for step in range(1, NEIGHBORS + 1):
@@ -43,13 +43,13 @@ def candidates(keys_N: np.ndarray) -> np.ndarray:
 
 
 def unique_pairs(pairs: np.ndarray) -> np.ndarray:
-    """The pairs in ascending order, each once."""
+    """The pairs in ascending order, without repeats."""
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     return pairs[np.concatenate((np.ones(min(len(pairs), 1), dtype=bool), (pairs[1:] != pairs[:-1]).any(axis=1)))]
 
 
 class Stacked:
-    """The rows of many arrays (memory-mapped files, say) as if they were one."""
+    """The rows of many arrays (for example memory-mapped files) as if they were one."""
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self._parts = parts
@@ -70,9 +70,9 @@ class Stacked:
 
 
 def classify_pairs(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
-    """(pairs that are surely alike, pairs in doubt) by their sketches.
+    """(pairs that are certainly near-duplicates, pairs in doubt), by their sketches.
 
-    A pair is alike if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.
+    A pair is a near-duplicate if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.
     """
     pairs = pairs[np.isfinite(limits[pairs[:, 1]])]
     likeness = np.empty(len(pairs))
@@ -85,9 +85,9 @@ def classify_pairs(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, ske
 
 
 def jaccard(pairs: np.ndarray, rows: np.ndarray, values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """(P,) exact Jaccard similarity of pairs of documents, some pairs at a time.
+    """(P,) exact Jaccard similarity of pairs of documents, computed in chunks.
 
-    The different shingles (uint32) of document `rows[i]`, rows ascending, are `values[bounds[i]:bounds[i+1]]`.
+    The distinct shingles (uint32) of document `rows[i]`, rows ascending, are `values[bounds[i]:bounds[i+1]]`.
     """
     places = np.searchsorted(rows, pairs)
     sizes = np.diff(bounds)[places]
@@ -111,9 +111,9 @@ def _spans(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def distinct(hashes: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(different shingles of each document as uint32, where each document's begin and end), for `jaccard`."""
+    """(distinct shingles of each document as uint32, where each document begins and ends), for `jaccard`."""
     document = np.repeat(np.arange(len(bounds) - 1, dtype=np.uint64), np.diff(bounds))
-    marked = np.sort(document << np.uint64(32) | hashes >> np.uint64(32))  # np.unique hashes, which takes ten times as long
+    marked = np.sort(document << np.uint64(32) | hashes >> np.uint64(32))  # np.unique takes ten times as long, because it hashes
     marked = marked[np.concatenate((marked[:1] == marked[:1], marked[1:] != marked[:-1]))]
     counts = np.bincount((marked >> np.uint64(32)).astype(np.int64), minlength=len(bounds) - 1)
     return marked.astype(np.uint32), np.concatenate(([0], np.cumsum(counts)))

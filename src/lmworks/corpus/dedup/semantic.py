@@ -1,7 +1,7 @@
-"""Semantic deduplication: near neighbors among embeddings, found inside clusters (SemDeDup, Abbas et al. 2023).
+"""Semantic deduplication: nearest neighbors among embeddings, searched inside clusters (SemDeDup, Abbas et al. 2023).
 
-An embedding is either the document's words, each a random direction of its own (a random projection of the bag of words: Achlioptas 2003),
-which needs no model and sees through another order and some other words; or what a sentence-embedding model makes of it.
+An embedding is either a random projection of the document's word counts (Achlioptas 2003), which needs no model and is robust to another
+order and some other words, or the output of a sentence-embedding model.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ _MODEL_BATCH, _MODEL_TOKENS = 16, 512
 
 
 def embedding(node: Semantic, folder: Path) -> Embed:
-    """The function that the recipe asks for. Raises `UserError` if its model cannot be had."""
+    """The embedding function of the recipe. Raises `UserError` if its model cannot be loaded."""
     if node.model is None:
         return lambda documents, units: hashed(units, node.dimensions)
     return _model(folder / node.model)
 
 
 def hashed(units: Units, dimensions: int) -> np.ndarray:
-    """(D, dimensions) float16: the sum of each document's words, a word counting 1 + log of how often it is there, as random +1 and -1."""
+    """(D, dimensions) float16: random projection of word counts. Each word is a random vector of +1 and -1, weighted by 1 + log of its
+    count.
+    """
     words, place = np.unique(units.hashes, return_inverse=True)
     streams = np.arange(-(-dimensions // 64), dtype=np.uint64) * _ODD
     bits = np.unpackbits(mix(words[:, None] + streams).astype("<u8").view(np.uint8), axis=1)[:, :dimensions]
@@ -48,11 +50,11 @@ def hashed(units: Units, dimensions: int) -> np.ndarray:
 
 
 def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
-    """(N,) for each row the first row kept that is at least `threshold` alike (cosine) in its cluster; itself if there is none.
+    """(N,) for each row, the first kept row of its cluster with a cosine similarity of at least `threshold`; itself if there is none.
 
-    A row is compared with rows that are kept, so that likeness is not handed on from neighbor to neighbor. With up to `per_cluster`
-    rows all are compared with all; beyond that k-means makes clusters of about this size, and a pair that it parts is not found.
-    Rows of one value in `originals` are not compared with each other.
+    Rows are compared with kept rows only, so that similarity is not chained from neighbor to neighbor. Up to `per_cluster` rows are all
+    compared with each other. More rows are first clustered by k-means into clusters of about this size, and pairs in different clusters are
+    not found. Rows with equal values in `originals` are not compared with each other.
     """
     threshold = node.threshold
     labels = _clusters(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
@@ -84,9 +86,9 @@ def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarra
 
 
 def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
-    """(N,) spherical k-means (Dhillon and Modha 2001) on a sample, then each row to its nearest center.
+    """(N,) cluster of each row: spherical k-means (Dhillon and Modha 2001) on a sample, then each row joins its nearest center.
 
-    By hand, because the sums of scikit-learn's threads come in another order each time, and a corpus must come out the same.
+    scikit-learn is not used, because its threads add in varying order, and a corpus must be reproducible.
     """
     if count == 1:
         return np.zeros(len(vectors), dtype=np.int64)
@@ -113,14 +115,16 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def _model(folder: Path) -> Embed:
-    """Mean of the last states of an encoder on disk, as sentence-transformers pools by default; only the first 512 tokens are read."""
+    """Mean of the last hidden states of an encoder on disk, the default pooling of sentence-transformers. Only the first 512 tokens are
+    read.
+    """
     try:
         import torch
         from transformers import AutoModel, AutoTokenizer
     except ImportError:
         raise UserError("dedup.semantic with a model needs transformers: pip install 'lmworks[export]'") from None
     if not (folder / "config.json").is_file():
-        raise UserError(f"dedup.semantic.model: {folder} has no config.json; give the folder of an embedding model in transformers' form")
+        raise UserError(f"dedup.semantic.model: {folder} has no config.json; give the folder of an embedding model in transformers' format")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False).eval()

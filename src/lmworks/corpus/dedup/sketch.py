@@ -1,9 +1,9 @@
-"""MinHash sketches of one byte per value, and the keys of their bands.
+"""MinHash sketches with one byte per value, and the keys of their bands.
 
-Each value of a sketch agrees in two documents with the probability of their Jaccard similarity J (Broder 1997). They are made by fast
-similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv:1704.04370): each shingle falls into one bin instead of being hashed once
-per value, and documents too short to fill all bins throw their shingles again. Only the lowest byte of a value is kept (Li and König
-2010, b-bit minwise hashing), since equal bytes by chance, one in 256, are easily allowed for.
+Each value of a sketch is equal in two documents with a probability of their Jaccard similarity J (Broder 1997). Sketches are computed by
+fast similarity sketching (Dahlgaard, Knudsen and Thorup 2017, arXiv:1704.04370): each shingle is hashed into one bin instead of once per
+value, and documents that are too short to fill all bins hash their shingles again. Only the lowest byte of a value is kept (Li and König
+2010, b-bit minwise hashing); chance agreement of bytes, 1 in 256, is corrected for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ RECALL = 0.99
 
 @dataclass(frozen=True)
 class Sketching:
-    """How documents are sketched: n-grams, values, and the bands in which two documents meet if all values of one agree."""
+    """Parameters of sketches: n-gram length, number of values, and number of bands. Two documents are candidates if all values of a band
+    are equal.
+    """
 
     ngram: int
     values: int
@@ -37,7 +39,9 @@ class Sketching:
 
     @classmethod
     def of(cls, ngram: int, values: int, bands: int | None, threshold: float) -> Sketching:
-        """With `bands` None the fewest (and so the most selective) by which 99% of pairs just at `threshold` meet."""
+        """If `bands` is None, the smallest number of bands (the most selective) in which 99% of pairs exactly at `threshold` become
+        candidates.
+        """
         if bands is None:
             fits = [rows for rows in range(1, values + 1) if meeting(threshold, values // rows, rows) >= RECALL]
             bands = values // max(fits, default=1)
@@ -49,7 +53,7 @@ class Sketching:
         return self.values // self.bands
 
     def margin(self, threshold: float) -> float:
-        """How far an estimate may be from `threshold` before the pair is surely on that side of it (3.5 standard deviations)."""
+        """The distance of an estimate from `threshold` at which a pair is certainly on that side of it (3.5 standard deviations)."""
         return 3.5 * math.sqrt(threshold * (1 - threshold) / self.values)
 
 
@@ -59,9 +63,9 @@ def meeting(similarity: float, bands: int, rows: int) -> float:
 
 
 def shingles(batch: Units, ngram: int, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(hashes of the n-grams of the chosen documents one after the other, where each document's begin and end: (D+1,)).
+    """(hashes of the n-grams of the chosen documents, concatenated; where each document begins and ends: (D+1,)).
 
-    A document shorter than n is one shingle; one without units has none.
+    A document shorter than n is one shingle; a document without units has none.
     """
     chosen = np.asarray(documents, dtype=np.int64)
     starts, stops = batch.bounds[chosen], batch.bounds[chosen + 1]
@@ -76,7 +80,7 @@ def shingles(batch: Units, ngram: int, documents: Sequence[int] | np.ndarray) ->
 
 
 def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None = None) -> np.ndarray:
-    """(D, values) uint8 of the documents (all, or those named). One without units is all zeros, and near to nothing."""
+    """(D, values) uint8 sketches of all documents, or of those in `documents`. A document without units has zeros and matches nothing."""
     chosen = np.arange(batch.documents) if documents is None else np.asarray(documents, dtype=np.int64)
     hashes, bounds = shingles(batch, sketching.ngram, chosen)
     values = sketching.values
@@ -91,7 +95,7 @@ def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None
         thrown >>= np.uint64(32)
         places = thrown.view(np.int64)
         places += first
-        if throw:  # a bin once filled belongs to that throw
+        if throw:  # a bin that an earlier round has filled is not changed
             open_ = np.flatnonzero(bins[places] == _EMPTY)
             places, least = places[open_], least[open_]
         np.minimum.at(bins, places, least)
@@ -107,7 +111,7 @@ def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None
 
 
 def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray) -> None:
-    """Where bins are still empty: the least over all shingles of the document under a hash of the bin's own."""
+    """Fill bins that are still empty with the minimum over all shingles of the document, under a hash function of the bin."""
     multipliers = mix(np.arange(values, dtype=np.uint64) + np.uint64(_GOLDEN)) | np.uint64(1)
     empty = np.flatnonzero(bins == _EMPTY)
     counts = np.diff(bounds)[empty // values]
@@ -126,7 +130,7 @@ def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray)
 
 
 def band_keys(sketches_DV: np.ndarray, sketching: Sketching) -> np.ndarray:
-    """(bands, D) uint64: documents with equal keys in a band agree in all its values. The key 0 is that of documents without units."""
+    """(bands, D) uint64: documents with equal keys in a band agree in all its values. Documents without units have the key 0."""
     keys = np.zeros((sketching.bands, len(sketches_DV)), dtype=np.uint64)
     for band, row in np.ndindex(sketching.bands, sketching.rows):
         keys[band] *= _STEP

@@ -1,9 +1,9 @@
-"""Passages that occur more than once, within a document and across all (Lee et al. 2022, arXiv:2107.06499).
+"""Passages that occur more than once, within a document and across documents (Lee et al. 2022, arXiv:2107.06499).
 
-A run of `length` units (words, or characters where a language has no spaces) that occurred earlier is cut, wherever it stands. The result
-is that of comparing all runs with all others, without holding them in memory. First, each text gives a few anchors, chosen by winnowing
-(Schleimer, Wilkerson and Aiken 2003): of the k-grams of every run of `length` units the one with the least hash, so that equal runs have
-an equal anchor. Runs are then compared only near anchors that occur more than once.
+A run of `length` units (words, or characters in languages without spaces) that occurred earlier is cut. The result equals that of comparing
+all runs with all others, without holding them in memory. First, each text yields a few anchors, chosen by winnowing (Schleimer, Wilkerson
+and Aiken 2003): the k-gram with the smallest hash in every run of `length` units, so that equal runs have an equal anchor. Runs are then
+compared only near anchors that occur more than once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _NONE = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def anchors(batch: Units, length: int) -> np.ndarray:
-    """(A, 3) int64 rows of (document, unit where the anchor begins, its hash), in order."""
+    """(A, 3) int64 rows of (document, first unit of the anchor, its hash), in order."""
     k = length // 2
     grams = ngrams(batch.hashes, k)
     documents = np.repeat(np.arange(batch.documents), np.diff(batch.bounds))[: len(grams)]
     ends = batch.bounds[documents + 1]
     places = np.arange(len(grams))
-    grams = np.where(places + k <= ends, grams, _NONE)  # over the border of two documents
+    grams = np.where(places + k <= ends, grams, _NONE)  # spans two documents
     window = length - k + 1
     least = _sliding(grams, window, np.minimum)
-    least = np.where(places[: len(least)] + length <= ends[: len(least)], least, np.uint64(0))  # no whole run begins here
+    least = np.where(places[: len(least)] + length <= ends[: len(least)], least, np.uint64(0))  # no run of `length` units begins here
     padded = np.concatenate((np.zeros(window - 1, np.uint64), least, np.zeros(window - 1, np.uint64)))
     chosen = np.flatnonzero((_sliding(padded, window, np.maximum)[: len(grams)] == grams) & (grams != _NONE))
     rows = np.empty((len(chosen), 3), dtype=np.int64)
@@ -36,7 +36,7 @@ def anchors(batch: Units, length: int) -> np.ndarray:
 
 
 def _sliding(values: np.ndarray, window: int, of: np.ufunc) -> np.ndarray:
-    """(N - window + 1,) least or greatest of each `window` values in a row, by doubling."""
+    """(N - window + 1,) minimum or maximum of each `window` successive values, by doubling."""
     width = 1
     while width < window:
         step = min(width, window - width)
@@ -46,7 +46,7 @@ def _sliding(values: np.ndarray, window: int, of: np.ufunc) -> np.ndarray:
 
 
 def repeated(hashes: np.ndarray) -> np.ndarray:
-    """Those that occur more than once, ascending, each once."""
+    """The values that occur more than once, ascending, without repeats."""
     ranked = np.sort(hashes)
     same = ranked[1:] == ranked[:-1]
     again = ranked[1:][same]
@@ -54,7 +54,7 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
 
 
 def runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
-    """(R, 3) int64 rows of (document, unit where it begins, hash) of all runs that hold one of the anchors in `common`, in order."""
+    """(R, 3) int64 rows of (document, first unit, hash) of all runs that contain one of the anchors in `common`, in order."""
     found = anchors(batch, length)
     places = np.minimum(np.searchsorted(common, found[:, 2]), max(len(common) - 1, 0))
     found = found[common[places] == found[:, 2]] if len(common) else found[:0]
@@ -74,7 +74,7 @@ def runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
 
 
 def later(hashes: np.ndarray) -> np.ndarray:
-    """(R,) bool: the runs, in order of priority, that occurred earlier."""
+    """(R,) bool: the runs, given in the order of priority, that occurred earlier."""
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(hashes), dtype=bool)
     again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]
@@ -82,15 +82,15 @@ def later(hashes: np.ndarray) -> np.ndarray:
 
 
 def within(batch: Units, document: int, length: int) -> np.ndarray:
-    """Units of one document where runs begin that occurred earlier in it."""
+    """The units of one document where a run begins that occurred earlier in the document."""
     hashes = batch.hashes_of(document)
     return np.flatnonzero(later(ngrams(hashes, length))) if len(hashes) > length else np.zeros(0, dtype=np.int64)
 
 
 def cut(text: str, starts: np.ndarray, places: Sequence[int] | np.ndarray, length: int) -> tuple[str, float]:
-    """(the text without the runs of `length` units that begin at `places`, share of its units that is left).
+    """(the text without the runs of `length` units that begin at `places`, fraction of its units that is left).
 
-    `starts` are the code points where its units begin. What stands between the last unit of a passage and the next goes with it, but for a
+    `starts` are the code points where its units begin. Text between the last unit of a passage and the next unit is cut too, except for a
     line end.
     """
     gone = np.zeros(len(starts) + 1, dtype=np.int64)

@@ -1,5 +1,5 @@
-"""The data of each document that is compared with all others: keys of its text and URL, and its sketch. One Arrow file per part,
-memory-mapped, so that memory grows with what is looked at.
+"""The data by which documents are compared with each other: keys of text and URL, and the sketch. One Arrow file per part, memory-mapped,
+so that only the data in use takes memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lmworks.files import atomic_path, explain_os_errors
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.dedup import Dedup
 
-_ROWS = 1 << 14  # whose bands are worked out together
+_ROWS = 1 << 14  # whose band keys are computed at one time
 
 
 def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
-    """The sketch settings of a recipe (None without MinHash); the bands fit the lowest threshold of any source."""
+    """The sketch parameters of a recipe (None without MinHash); the bands suit the lowest threshold of any source."""
     if dedup.minhash is None:
         return None
     own = [source.dedup.threshold for source in sources if source.dedup.minhash and source.dedup.threshold is not None]
@@ -36,7 +36,7 @@ def sketching_of(dedup: Dedup, sources: Sequence[Source]) -> Sketching | None:
 
 
 class _Column:
-    """Rows of numbers in a file while they are collected, so that memory does not grow with them."""
+    """Rows of numbers that are collected in a file, so that memory does not grow with them."""
 
     def __init__(self, folder: Path, dtype: Any, width: int) -> None:
         self._folder, self._dtype, self._width = folder, np.dtype(dtype), width
@@ -45,12 +45,12 @@ class _Column:
             self._file = TemporaryFile(dir=folder)  # noqa: SIM115
 
     def add(self, rows: np.ndarray) -> None:
-        """(N, width) or, of width 1, (N,)."""
+        """(N, width) or, for width 1, (N,)."""
         with explain_os_errors(self._folder):
             self._file.write(np.ascontiguousarray(rows, dtype=self._dtype).tobytes())
 
     def rows(self) -> np.ndarray:
-        """(N, width) all that was added, mapped."""
+        """(N, width) all rows, memory-mapped."""
         with explain_os_errors(self._folder):
             self._file.flush()
         empty = not os.fstat(self._file.fileno()).st_size
@@ -59,7 +59,7 @@ class _Column:
 
 
 class TracesWriter:
-    """Collects the traces of one part, batch by batch, in files in `folder` without a name; `close` writes them."""
+    """Collects the traces of one part, batch by batch, in unnamed files in `folder`; `close` writes the result."""
 
     def __init__(self, folder: Path, sketching: Sketching | None, embed: Embed | None = None) -> None:
         self._folder, self._sketching, self._embed = folder, sketching, embed
@@ -68,7 +68,7 @@ class TracesWriter:
         self._sketches = _Column(folder, np.uint8, sketching.values if sketching else 0)
 
     def add(self, batch: Batch) -> None:
-        """Documents in the order in which they are staged."""
+        """Add documents in the order in which they are staged."""
         documents = batch.documents
         self._texts.add(text_keys([document.text for document in documents]))
         self._urls.add(url_keys([str(document.facts.get("url", "")) for document in documents]))
@@ -80,7 +80,7 @@ class TracesWriter:
             self._vectors.add(vectors)
 
     def close(self, path: Path) -> None:
-        """Write the file, whole or not at all; the same documents give the same bytes."""
+        """Write the file atomically; equal documents give equal bytes."""
         columns = {"text": _binary(self._texts.rows()), "url": _binary(self._urls.rows())}
         if self._sketching:
             table = self._sketches.rows()
@@ -101,7 +101,7 @@ class TracesWriter:
 
 @dataclass(frozen=True)
 class Traces:
-    """The traces of one part of a source. Small to send to another process: columns are mapped when they are asked for."""
+    """The traces of one part of a source. Cheap to send to another process: columns are mapped on first use."""
 
     path: Path
     source: Source
@@ -149,6 +149,6 @@ class Traces:
 
 
 def _binary(rows: np.ndarray) -> pa.Array:
-    """Each row of numbers as one value of fixed size."""
+    """Each row of numbers as one fixed-size binary value."""
     width = rows.dtype.itemsize * rows.shape[1]
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(rows), [None, pa.py_buffer(rows)])
