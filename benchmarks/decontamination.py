@@ -85,10 +85,10 @@ LAYOUTS: tuple[Plant, ...] = (
 )  # fmt: skip
 
 
-def judged(gate: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
-    found = Findings.joined([(first, gate.scan(documents[first : first + 200])) for first in range(0, len(documents), 200)])
-    seen = gate.seen([found])
-    matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
+def judged(decontaminator: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
+    found = Findings.joined([(first, decontaminator.scan(documents[first : first + 200])) for first in range(0, len(documents), 200)])
+    seen = decontaminator.count_documents([found])
+    matches = {number: decontaminator.find_matches(documents[number], seen) for number in decontaminator.suspect_documents(found, seen)}
     return {number: passages for number, passages in matches.items() if passages}
 
 
@@ -117,16 +117,17 @@ def main() -> None:
     given = options.parse_args()
     rng = random.Random(1)
     clean = real_texts(given.recipe, given.documents)
-    gate = Decontaminator(13)
+    decontaminator = Decontaminator(13)
     asked = list(benchmarks.questions(SETS))
     begin = time.process_time()
-    gate.protect([one.name for one in asked], [one.text for one in asked], [one.answer for one in asked], evaluation=True)
-    runs = gate.entries
+    decontaminator.protect([one.name for one in asked], [one.text for one in asked], [one.answer for one in asked], evaluation=True)
+    runs = decontaminator.entries
     ready = time.process_time() - begin
-    print(f"{len(gate.names):,} items of {len(SETS)} sets, {runs:,} runs, ready in {ready:.1f} s; too short: {gate.trivial}")
+    trivial = decontaminator.trivial
+    print(f"{len(decontaminator.names):,} items of {len(SETS)} sets, {runs:,} runs, ready in {ready:.1f} s; too short: {trivial}")
 
     begin = time.process_time()
-    alarms = judged(gate, clean)
+    alarms = judged(decontaminator, clean)
     seconds = time.process_time() - begin
     megabytes = sum(len(text.encode()) for text in clean) / 1e6
     share, speed = len(alarms) / len(clean), megabytes / seconds
@@ -141,15 +142,15 @@ def main() -> None:
     print(f"{'found of planted':<20}" + "".join(f"{layout.__name__:>16}" for layout in LAYOUTS) + f"{'in 100 kB':>16}{'13 words':>16}")
     for name in SETS:
         by_name = {one.name: one for one in asked if one.name.startswith(f"{name}/")}
-        items = [item for item in benchmarks.load(name, given.items) if f"{name}/{item.id}" in set(gate.names)]
+        items = [item for item in benchmarks.load(name, given.items) if f"{name}/{item.id}" in set(decontaminator.names)]
         rates = []
         for layout in LAYOUTS:
             documents = [_planted(rng.choice(hosts), layout(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items]
-            rates.append(_rate(judged(gate, documents), name, len(items)))
+            rates.append(_rate(judged(decontaminator, documents), name, len(items)))
             if layout is verbatim:
                 usual = plain(wanted, documents) / len(items)
         inside = [_planted(long, verbatim(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items[:10]]
-        rates += [_rate(judged(gate, inside), name, len(inside)), usual]
+        rates += [_rate(judged(decontaminator, inside), name, len(inside)), usual]
         print(f"  {name:<18}" + "".join(f"{rate:>16.2f}" for rate in rates))
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.keys import copies
-from lmworks.corpus.dedup.near import Stacked, candidates, classify_pairs, distinct, jaccard, unique_pairs
+from lmworks.corpus.dedup.keys import find_copies
+from lmworks.corpus.dedup.near import StackedArrays, candidates, classify_pairs, distinct_shingles, jaccard, unique_pairs
 from lmworks.corpus.dedup.sketch import Sketching, band_keys, shingles, sketches
 from lmworks.corpus.readers import Part, parts, read
 from lmworks.corpus.readers.items import Unavailable
@@ -88,7 +88,7 @@ def all_alike(texts: list[str]) -> set[int]:
 
 
 def sets_of(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    return distinct(*shingles(units(texts), NGRAM, range(len(texts))))
+    return distinct_shingles(*shingles(units(texts), NGRAM, range(len(texts))))
 
 
 def ours(texts: list[str]) -> tuple[set[int], dict[str, float]]:
@@ -103,7 +103,7 @@ def ours(texts: list[str]) -> tuple[set[int], dict[str, float]]:
     keys = band_keys(table, sketching)
     times["sketches"] = time.process_time() - begin
     begin = time.process_time()
-    limits, stacked = np.full(len(texts), THRESHOLD), Stacked([table])
+    limits, stacked = np.full(len(texts), THRESHOLD), StackedArrays([table])
     found, doubtful = set(), []
     for band in keys:
         sure, open_ = classify_pairs(candidates(band), stacked, limits, sketching)
@@ -214,14 +214,14 @@ def scale(millions: list[float]) -> None:
                 table[copy[first : first + (1 << 18)]] = some
             text_keys = rng.integers(0, 2**63, (count, 2), dtype=np.uint64)
             band = np.ascontiguousarray(table[:, : sketching.rows]).view(np.uint64).ravel()
-            limits, stacked = np.full(count, THRESHOLD, dtype=np.float32), Stacked([table])
+            limits, stacked = np.full(count, THRESHOLD, dtype=np.float32), StackedArrays([table])
             pairs = classify_pairs(candidates(band), stacked, limits, sketching)[0]
 
             def join(count: int = count, pairs: np.ndarray = pairs) -> None:
                 Clusters(count).join(pairs)
 
             stages = {
-                "equal texts": lambda keys=text_keys: copies(keys),
+                "equal texts": lambda keys=text_keys: find_copies(keys),
                 "a band": lambda band=band, stacked=stacked, limits=limits: classify_pairs(candidates(band), stacked, limits, sketching),
                 "clusters": join,
             }

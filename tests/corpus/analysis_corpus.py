@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from lmworks.corpus import prepare
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.steps.clean import Clean
 from lmworks.corpus.steps.lines import Lines
@@ -59,21 +59,21 @@ def recipe(path: Path, **corpus: Any) -> Recipe:
     return Recipe(name="evidence", seed=3, corpus=Corpus(**{**plain, "part_bytes": "100kB", **corpus}))
 
 
-def make(folder: Path, texts: Sequence[str] | None = None, **corpus: Any) -> Prepared:
+def make(folder: Path, texts: Sequence[str] | None = None, **corpus: Any) -> PreparedCorpus:
     """Write the rows to `folder`/rows.jsonl and prepare the corpus in `folder`/corpus."""
     folder.mkdir(parents=True, exist_ok=True)
     path = write(folder / "rows.jsonl", rows() if texts is None else texts)
     prepare(recipe(path, **corpus), folder / "corpus", [Question("riddles/0", QUESTION, "")], folder)
-    return Prepared(folder / "corpus")
+    return PreparedCorpus(folder / "corpus")
 
 
-def decisions(corpus: Prepared) -> dict[str, dict[str, Any]]:
+def decisions(corpus: PreparedCorpus) -> dict[str, dict[str, Any]]:
     """All rows of the decisions, by id."""
     files = sorted((corpus.out / "decisions").rglob("*.parquet"))
     return {row["id"]: row for path in files for row in pq.read_table(path).to_pylist()}
 
 
-def kept(corpus: Prepared, split: str = "train") -> dict[str, str]:
+def kept(corpus: PreparedCorpus, split: str = "train") -> dict[str, str]:
     """Texts of a split, by id."""
     paths = [path for some in corpus_files(corpus.out, split).values() for path in some]
     return {row["id"]: row["text"] for path in paths for row in pq.read_table(path, columns=["id", "text"]).to_pylist()}

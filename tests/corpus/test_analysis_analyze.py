@@ -15,8 +15,8 @@ import pytest
 
 from lmworks.corpus.analysis import analyze as analyzing
 from lmworks.corpus.analysis.analyze import analyze
-from lmworks.corpus.analysis.perplexity import HEAD, LONGEST, NEVER, Reference
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.perplexity import MAX_CONTEXT, MIN_PROBABILITY, SCORED_BYTES, ReferenceModel
+from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.histogram import Histogram
 from lmworks.errors import UserError
 
@@ -25,16 +25,16 @@ ALL = 1000  # parts
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return made.make(tmp_path_factory.mktemp("evidence"))
 
 
 @pytest.fixture(scope="module")
-def found(corpus: Prepared) -> dict[str, Any]:
+def found(corpus: PreparedCorpus) -> dict[str, Any]:
     return analyze(corpus.out, CHARACTERS, ALL)
 
 
-def test_what_was_read_is_what_was_kept_and_dropped(corpus: Prepared, found: dict[str, Any]) -> None:
+def test_what_was_read_is_what_was_kept_and_dropped(corpus: PreparedCorpus, found: dict[str, Any]) -> None:
     rows = made.decisions(corpus)
     assert len(corpus.pieces) > 3
     for source, report in zip(found["sources"], corpus.report["sources"], strict=True):
@@ -53,7 +53,7 @@ def test_what_was_read_is_what_was_kept_and_dropped(corpus: Prepared, found: dic
     assert {(one["step"], one["reason"]) for one in whole["dropped"]} == reasons
 
 
-def test_texts_are_counted_as_they_are(corpus: Prepared, found: dict[str, Any]) -> None:
+def test_texts_are_counted_as_they_are(corpus: PreparedCorpus, found: dict[str, Any]) -> None:
     texts = made.kept(corpus)
     train = found["whole"]["train"]
     assert train["tokens"] == sum(map(len, texts.values())), "with all parts looked at, nothing is scaled"
@@ -62,12 +62,12 @@ def test_texts_are_counted_as_they_are(corpus: Prepared, found: dict[str, Any]) 
     assert found["whole"]["read"]["measured"] == {"documents": len(sound), "bytes": sum(row["bytes"] for row in sound)}
 
 
-def test_held_out_documents_do_not_measure_themselves(corpus: Prepared, found: dict[str, Any]) -> None:
+def test_held_out_documents_do_not_measure_themselves(corpus: PreparedCorpus, found: dict[str, Any]) -> None:
     whole = found["whole"]
     assert whole["read"]["perplexity"]["count"] == whole["read"]["documents"] - whole["validation"]["documents"]
 
 
-def test_some_parts_stand_for_all(corpus: Prepared, found: dict[str, Any]) -> None:
+def test_some_parts_stand_for_all(corpus: PreparedCorpus, found: dict[str, Any]) -> None:
     some = analyze(corpus.out, CHARACTERS, 2)
     measured = some["whole"]["train"]["measured"]["documents"]
     assert 0 < measured < found["whole"]["train"]["measured"]["documents"]
@@ -83,7 +83,7 @@ def test_noise_is_surprising_and_copies_of_held_out_text_are_not(found: dict[str
     assert by_reason["decontaminate", "contaminated"]["median_perplexity"] < 5 * train
 
 
-def test_planted_copies_are_found(corpus: Prepared, found: dict[str, Any]) -> None:
+def test_planted_copies_are_found(corpus: PreparedCorpus, found: dict[str, Any]) -> None:
     first = found["copied"]["most"][0]
     everything = {**made.kept(corpus), **made.kept(corpus, "validation")}
     assert everything[first["id"]] == made.pages(40)[made.COPIED]
@@ -93,7 +93,7 @@ def test_planted_copies_are_found(corpus: Prepared, found: dict[str, Any]) -> No
     )
 
 
-def test_processes_change_nothing(corpus: Prepared, found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_change_nothing(corpus: PreparedCorpus, found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analyzing, "_MIN_BYTES_PER_PROCESS", 1)
     assert analyze(corpus.out, CHARACTERS, ALL, processes=2) == found
 
@@ -127,7 +127,7 @@ def test_no_corpus_is_one_line(tmp_path: Path) -> None:
 
 def test_perplexity_knows_its_own_kind() -> None:
     pages = made.pages(90)
-    model = Reference(pages[:45])
+    model = ReferenceModel(pages[:45])
     rng = random.Random(5)
     shuffled = ["".join(rng.sample(page, len(page))) for page in pages[45:]]
     own, new, noise = (float(np.median(model.perplexity(texts))) for texts in (pages[:45], pages[45:], shuffled))
@@ -137,9 +137,9 @@ def test_perplexity_knows_its_own_kind() -> None:
 
 def test_perplexity_equals_its_plain_twin() -> None:
     pages = made.pages(8)
-    model, twin = Reference(pages[:6]), Plain(pages[:6])
+    model, twin = ReferenceModel(pages[:6]), Plain(pages[:6])
     for text in (*pages[6:], "aaaa", "zqj", pages[0][:100]):
-        assert float(model.perplexity([text])[0]) == pytest.approx(twin.perplexity(text[:HEAD]), rel=0.02)
+        assert float(model.perplexity([text])[0]) == pytest.approx(twin.perplexity(text[:SCORED_BYTES]), rel=0.02)
 
 
 class Plain:
@@ -149,39 +149,39 @@ class Plain:
         self.counts: dict[bytes, Counter[int]] = {}
         for text in texts:
             for context, byte in self.pairs(text):
-                for length in range(LONGEST + 1):
-                    self.counts.setdefault(context[LONGEST - length :], Counter())[byte] += 1
+                for length in range(MAX_CONTEXT + 1):
+                    self.counts.setdefault(context[MAX_CONTEXT - length :], Counter())[byte] += 1
 
     @staticmethod
     def pairs(text: str) -> list[tuple[bytes, int]]:
-        data = b"\0" * LONGEST + text.encode()
-        return [(data[place - LONGEST : place], data[place]) for place in range(LONGEST, len(data))]
+        data = b"\0" * MAX_CONTEXT + text.encode()
+        return [(data[place - MAX_CONTEXT : place], data[place]) for place in range(MAX_CONTEXT, len(data))]
 
     def perplexity(self, text: str) -> float:
         bits = 0.0
         pairs = self.pairs(text)
         for context, byte in pairs:
             chance = 1 / 256
-            for length in range(LONGEST + 1):
-                if seen := self.counts.get(context[LONGEST - length :]):
+            for length in range(MAX_CONTEXT + 1):
+                if seen := self.counts.get(context[MAX_CONTEXT - length :]):
                     chance = (seen[byte] + len(seen) * chance) / (seen.total() + len(seen))
-            bits -= math.log2(chance + NEVER)
+            bits -= math.log2(chance + MIN_PROBABILITY)
         return float(2 ** (bits / len(pairs)))
 
 
 def test_perplexity_of_odd_texts() -> None:
-    model = Reference(["only this", ""])
+    model = ReferenceModel(["only this", ""])
     assert np.isnan(model.perplexity([""])[0])
     assert model.perplexity([]).shape == (0,)
-    odd = model.perplexity(["\0\0\0", "a", "𝔘" * 9000, "é" * HEAD, "only this"])
+    odd = model.perplexity(["\0\0\0", "a", "𝔘" * 9000, "é" * SCORED_BYTES, "only this"])
     assert np.isfinite(odd).all() and (odd >= 1).all()
     assert odd[-1] == odd.min()
-    assert np.isfinite(Reference([]).perplexity(["anything"])).all()
+    assert np.isfinite(ReferenceModel([]).perplexity(["anything"])).all()
 
 
 def test_only_the_head_of_a_text_is_looked_at() -> None:
-    model = Reference(made.pages(5))
-    page = made.pages(1)[0].ljust(HEAD, "x")[:HEAD]
+    model = ReferenceModel(made.pages(5))
+    page = made.pages(1)[0].ljust(SCORED_BYTES, "x")[:SCORED_BYTES]
     assert model.perplexity([page]) == model.perplexity([page + "𝔘ß" * 999])
 
 

@@ -10,12 +10,12 @@ import analysis_corpus as made
 import pytest
 
 from lmworks.corpus.analysis.diff import SourceDifference, diff, differs
-from lmworks.corpus.analysis.prepared import Prepared
-from lmworks.corpus.analysis.records import occurrences
+from lmworks.corpus.analysis.prepared import PreparedCorpus
+from lmworks.corpus.analysis.records import number_repeats
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return made.make(tmp_path_factory.mktemp("evidence"))
 
 
@@ -34,7 +34,7 @@ def kinds(found: list[SourceDifference], source: str = "pages") -> dict[tuple[st
     return {(group.kind, group.before, group.after): group.documents for group in one.groups}
 
 
-def test_a_corpus_is_like_itself(corpus: Prepared) -> None:
+def test_a_corpus_is_like_itself(corpus: PreparedCorpus) -> None:
     found = diff(corpus, corpus)
     assert not differs(found)
     assert sum(one.same for one in found) == len(made.kept(corpus)) + len(made.kept(corpus, "validation"))
@@ -44,7 +44,7 @@ def test_parts_of_another_size_change_nothing(tmp_path: Path) -> None:
     """But for the step that looks at earlier documents of the part, and who is held out, which goes by id."""
     plain = {"steps": [{"step": "clean"}, {"step": "rules"}], "validation_fraction": 0.0}
     one = made.make(tmp_path, **plain)
-    many = Prepared(_again(tmp_path, part_bytes="20kB", **plain))
+    many = PreparedCorpus(_again(tmp_path, part_bytes="20kB", **plain))
     assert len(many.pieces) > len(one.pieces)
     found = diff(one, many)
     adds_up(found)
@@ -64,7 +64,7 @@ def test_another_rule_tells_who_is_lost_and_who_gained(tmp_path: Path) -> None:
     pages = [made.source(tmp_path / "rows.jsonl")]
     one = made.make(tmp_path, sources=pages)
     steps = [{"step": "clean"}, {"step": "rules", "sets": ["fineweb"]}]
-    other = Prepared(_again(tmp_path, sources=pages, steps=steps, dedup={"exact": False, "minhash": None}))
+    other = PreparedCorpus(_again(tmp_path, sources=pages, steps=steps, dedup={"exact": False, "minhash": None}))
     found = diff(one, other)
     adds_up(found)
     met = kinds(found)
@@ -90,7 +90,7 @@ def test_an_edited_an_added_and_a_removed_row(tmp_path: Path) -> None:
     pages = made.pages(20)
     one = made.make(tmp_path, pages, **ONLY_CLEAN, part_bytes="10MB")
     made.write(tmp_path / "rows.jsonl", [*pages[:3], pages[3] + " And one more word.", *pages[4:19]])
-    found = diff(one, Prepared(_again(tmp_path, **ONLY_CLEAN, part_bytes="10MB")))
+    found = diff(one, PreparedCorpus(_again(tmp_path, **ONLY_CLEAN, part_bytes="10MB")))
     adds_up(found)
     assert kinds(found) == {
         ("changed", "train/pages", "train/pages"): 1,
@@ -98,7 +98,7 @@ def test_an_edited_an_added_and_a_removed_row(tmp_path: Path) -> None:
         ("dropped otherwise", "quarantine broken_json", "quarantine null_text"): 1,  # they stand one line further up
     }
     made.write(tmp_path / "rows.jsonl", ["A page that nobody has read before.", *pages])
-    found = diff(one, Prepared(_again(tmp_path, "more", **ONLY_CLEAN, part_bytes="10MB")))
+    found = diff(one, PreparedCorpus(_again(tmp_path, "more", **ONLY_CLEAN, part_bytes="10MB")))
     adds_up(found)
     assert sum(documents for (kind, _, _), documents in kinds(found).items() if kind == "gained") == 1
     assert next(one for one in found if one.name == "pages").renamed == 20, "all rows are one line further down"
@@ -115,7 +115,7 @@ def test_another_file_is_matched_by_its_texts(tmp_path: Path) -> None:
 
 def test_documents_that_go_to_another_place_have_moved(tmp_path: Path) -> None:
     one = made.make(tmp_path)
-    found = diff(one, Prepared(_again(tmp_path, validation_fraction=0.0, decontaminate=None)))
+    found = diff(one, PreparedCorpus(_again(tmp_path, validation_fraction=0.0, decontaminate=None)))
     adds_up(found)
     held = [identity for identity in made.kept(one, "validation") if identity.startswith("pages/")]
     assert kinds(found)["moved", "validation/pages", "train/pages"] == len(held)
@@ -127,7 +127,7 @@ def test_documents_that_go_to_another_place_have_moved(tmp_path: Path) -> None:
 def test_a_source_by_another_name_has_moved(tmp_path: Path) -> None:
     plain = {"steps": [{"step": "clean"}], "validation_fraction": 0.0, "decontaminate": None}
     one = made.make(tmp_path, **plain)
-    found = diff(one, Prepared(_again(tmp_path, sources=[made.source(tmp_path / "rows.jsonl", "leaves")], **plain)))
+    found = diff(one, PreparedCorpus(_again(tmp_path, sources=[made.source(tmp_path / "rows.jsonl", "leaves")], **plain)))
     kept = sum(identity.startswith("pages/") for identity in made.kept(one))
     assert kinds(found) == {("moved", "train/pages", "train/leaves"): kept}
     assert set(kinds(found, "code")) == {("lost", "train", "not read")}
@@ -138,6 +138,6 @@ def test_equal_texts_are_matched_one_to_one() -> None:
     import numpy as np
 
     hashes = np.array([5, 7, 5, 5, 7], dtype=np.uint64)
-    keys = occurrences(hashes)
+    keys = number_repeats(hashes)
     assert len(set(keys.tolist())) == 5
-    assert set(occurrences(hashes[[1, 0, 2]]).tolist()) <= set(keys.tolist()), "the first two fives and the first seven"
+    assert set(number_repeats(hashes[[1, 0, 2]]).tolist()) <= set(keys.tolist()), "the first two fives and the first seven"

@@ -9,8 +9,8 @@ from pathlib import Path
 import analysis_corpus as made
 import pytest
 
-from lmworks.corpus.analysis.prepared import Prepared
-from lmworks.corpus.analysis.sample import Choice, sample
+from lmworks.corpus.analysis.prepared import PreparedCorpus
+from lmworks.corpus.analysis.sample import SampleFilter, sample
 from lmworks.corpus.cleaning import clean
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Bucket
@@ -19,23 +19,23 @@ ALL = 10_000
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return made.make(tmp_path_factory.mktemp("evidence"))
 
 
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice(),
-        Choice(source="code"),
-        Choice(fate="validation"),
-        Choice(fate="quarantine"),
-        Choice(fate="dedup", reason="near_duplicate"),
-        Choice(source="pages", reason="mean_word_length"),
+        SampleFilter(),
+        SampleFilter(source="code"),
+        SampleFilter(fate="validation"),
+        SampleFilter(fate="quarantine"),
+        SampleFilter(fate="dedup", reason="near_duplicate"),
+        SampleFilter(source="pages", reason="mean_word_length"),
     ],
     ids=str,
 )
-def test_all_that_is_asked_for_and_nothing_else(corpus: Prepared, choice: Choice) -> None:
+def test_all_that_is_asked_for_and_nothing_else(corpus: PreparedCorpus, choice: SampleFilter) -> None:
     rows = made.decisions(corpus).values()
     wanted = {
         row["id"]
@@ -49,29 +49,29 @@ def test_all_that_is_asked_for_and_nothing_else(corpus: Prepared, choice: Choice
     assert {one.decision["id"] for one in drawn} == wanted and len(drawn) == len(wanted)
 
 
-def test_texts_are_those_of_the_corpus_and_of_the_source(corpus: Prepared) -> None:
+def test_texts_are_those_of_the_corpus_and_of_the_source(corpus: PreparedCorpus) -> None:
     raw = made.rows()
     kept = {**made.kept(corpus), **made.kept(corpus, "validation")}
-    drawn = sample(corpus, Choice(source="pages"), ALL)
+    drawn = sample(corpus, SampleFilter(source="pages"), ALL)
     for one, text in zip(drawn, raw, strict=False):  # in the order of the file
         if one.output:
             assert one.text == kept[one.decision["id"]] and one.output.split("/")[0] == one.decision["fate"]
         else:
             assert one.text == text
-    assert sum(one.output is not None for one in sample(corpus, Choice(), ALL)) == len(kept)
+    assert sum(one.output is not None for one in sample(corpus, SampleFilter(), ALL)) == len(kept)
 
 
-def test_the_same_seed_draws_the_same(corpus: Prepared) -> None:
+def test_the_same_seed_draws_the_same(corpus: PreparedCorpus) -> None:
     one, again, other = (
-        [drawn.decision["id"] for drawn in sample(corpus, Choice(), 8, seed)] for seed in (1, 1, 2)
+        [drawn.decision["id"] for drawn in sample(corpus, SampleFilter(), 8, seed)] for seed in (1, 1, 2)
     )
     assert one == again != other
-    assert set(one) < {drawn.decision["id"] for drawn in sample(corpus, Choice(), 16, 1)}, "more of them are the same and others"
+    assert set(one) < {drawn.decision["id"] for drawn in sample(corpus, SampleFilter(), 16, 1)}, "more of them are the same and others"
 
 
-def test_every_document_is_as_likely(corpus: Prepared) -> None:
-    drawn = Counter(one.decision["id"] for seed in range(300) for one in sample(corpus, Choice(source="code"), 2, seed))
-    count = len(sample(corpus, Choice(source="code"), ALL))
+def test_every_document_is_as_likely(corpus: PreparedCorpus) -> None:
+    drawn = Counter(one.decision["id"] for seed in range(300) for one in sample(corpus, SampleFilter(source="code"), 2, seed))
+    count = len(sample(corpus, SampleFilter(source="code"), ALL))
     assert len(drawn) == count
     expected = 600 / count
     chi = sum((seen - expected) ** 2 / expected for seen in drawn.values())
@@ -87,29 +87,29 @@ def test_buckets(tmp_path: Path) -> None:
     source = made.source(tmp_path / "scored.jsonl", "scored").model_copy(update=more)
     corpus = made.make(tmp_path, sources=[source], steps=[{"step": "clean"}])
     for name, good in (("high", True), ("low", False)):
-        drawn = sample(corpus, Choice(bucket=name), ALL)
+        drawn = sample(corpus, SampleFilter(bucket=name), ALL)
         assert drawn and all((pages.index(one.text) >= 15) is good for one in drawn)
-        assert {one.output for one in sample(corpus, Choice(bucket=name, fate="train"), ALL)} == {f"train/scored.{name}"}
+        assert {one.output for one in sample(corpus, SampleFilter(bucket=name, fate="train"), ALL)} == {f"train/scored.{name}"}
     for choice, told in (
-        (Choice(bucket="middle"), "there are: bucket high, bucket low"),
-        (Choice(bucket="high", reason="duplicate"), "leave out the reason"),
-        (Choice(bucket="high", fate="rules"), "leave out the fate rules"),
+        (SampleFilter(bucket="middle"), "there are: bucket high, bucket low"),
+        (SampleFilter(bucket="high", reason="duplicate"), "leave out the reason"),
+        (SampleFilter(bucket="high", fate="rules"), "leave out the fate rules"),
     ):
         with pytest.raises(UserError, match=told):
             sample(corpus, choice)
 
 
-def test_what_there_is_none_of_is_told_with_what_there_is(corpus: Prepared) -> None:
+def test_what_there_is_none_of_is_told_with_what_there_is(corpus: PreparedCorpus) -> None:
     with pytest.raises(UserError, match=r"no document of reason too_green; there are: .*rules mean_word_length"):
-        sample(corpus, Choice(reason="too_green"))
+        sample(corpus, SampleFilter(reason="too_green"))
     with pytest.raises(UserError, match="no source 'books'; there are: pages, code"):
-        sample(corpus, Choice(source="books"))
+        sample(corpus, SampleFilter(source="books"))
 
 
 def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
     corpus = made.make(tmp_path)
     rows = (tmp_path / "rows.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join(["", *rows]))
-    assert sample(corpus, Choice(fate="train"), 3), "what was kept is still there"
+    assert sample(corpus, SampleFilter(fate="train"), 3), "what was kept is still there"
     with pytest.raises(UserError, match="source pages has changed"):
-        sample(corpus, Choice(fate="rules"), 3)
+        sample(corpus, SampleFilter(fate="rules"), 3)

@@ -10,8 +10,8 @@ import analysis_corpus as made
 import pytest
 
 from lmworks.corpus.analysis import trace as tracing
-from lmworks.corpus.analysis.differences import MOST_LINES, differences
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.prepared import PreparedCorpus
+from lmworks.corpus.analysis.text_diff import MOST_LINES, differences
 from lmworks.corpus.analysis.trace import Trace, trace
 from lmworks.errors import UserError
 
@@ -27,21 +27,21 @@ def calm(document: Document, most: int = 5) -> Document | Drop:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return made.make(tmp_path_factory.mktemp("evidence"))
 
 
 @pytest.fixture(scope="module")
-def traces(corpus: Prepared) -> dict[str, Trace]:
+def traces(corpus: PreparedCorpus) -> dict[str, Trace]:
     return {identity: trace(corpus, identity) for identity in made.decisions(corpus)}
 
 
-def moment(found: Trace, stage: str) -> tracing.Moment:
+def moment(found: Trace, stage: str) -> tracing.TraceEvent:
     (one,) = [one for one in found.moments if one.stage == stage]
     return one
 
 
-def test_every_document_ends_as_it_was_decided(corpus: Prepared, traces: dict[str, Trace]) -> None:
+def test_every_document_ends_as_it_was_decided(corpus: PreparedCorpus, traces: dict[str, Trace]) -> None:
     rows = made.decisions(corpus)
     assert len({row["fate"] for row in rows.values()}) > 5
     for identity, found in traces.items():
@@ -55,7 +55,7 @@ def test_every_document_ends_as_it_was_decided(corpus: Prepared, traces: dict[st
             assert rows[identity]["reason"] in last.outcome or fate == "decontaminate"
 
 
-def test_what_was_kept_stands_where_it_is_said(corpus: Prepared, traces: dict[str, Trace]) -> None:
+def test_what_was_kept_stands_where_it_is_said(corpus: PreparedCorpus, traces: dict[str, Trace]) -> None:
     import pyarrow.parquet as pq
 
     for found in (one for one in traces.values() if one.kept):
@@ -72,7 +72,7 @@ def test_what_a_step_changes_is_shown(traces: dict[str, Trace]) -> None:
     assert all(moment(one, "lines").facts["lines_dropped"] for one in footed)
 
 
-def moment_or_none(found: Trace, stage: str) -> tracing.Moment | None:
+def moment_or_none(found: Trace, stage: str) -> tracing.TraceEvent | None:
     return next((one for one in found.moments if one.stage == stage), None)
 
 
@@ -105,7 +105,7 @@ def test_a_step_of_ones_own_that_has_changed_since_is_told(tmp_path: Path) -> No
     corpus = made.make(tmp_path, texts, steps=steps, decontaminate=None, dedup={"minhash": None})
     shouting = trace(corpus, "pages/0/9")
     assert shouting.agrees
-    assert shouting.moments[-1] == tracing.Moment("calm", "dropped: shouting (9 times)", {"shouts": 9})
+    assert shouting.moments[-1] == tracing.TraceEvent("calm", "dropped: shouting (9 times)", {"shouts": 9})
     assert moment(trace(corpus, "pages/0/3"), "calm").facts == {"shouts": 3}
     (tmp_path / "mine.py").write_text(STEP.replace("> most", "> most + 1"))
     assert not trace(corpus, "pages/0/6").agrees and trace(corpus, "pages/0/9").agrees
@@ -129,7 +129,7 @@ def test_relative_paths_start_where_the_corpus_was_made(tmp_path: Path, monkeypa
     made.write(Path("rows.jsonl"), made.pages(6))
     made.make(tmp_path / "there", made.pages(6), sources=[made.source(Path("rows.jsonl"))])
     monkeypatch.chdir(tmp_path)
-    corpus = Prepared(Path("there/corpus"))
+    corpus = PreparedCorpus(Path("there/corpus"))
     assert trace(corpus, "pages/0/1").agrees
     assert Path.cwd() == tmp_path
 
@@ -144,7 +144,7 @@ def test_relative_paths_start_where_the_corpus_was_made(tmp_path: Path, monkeypa
         ("pages/0/999999", "ends before it"),
     ],
 )
-def test_what_is_no_document_is_one_line(corpus: Prepared, identity: str, told: str) -> None:
+def test_what_is_no_document_is_one_line(corpus: PreparedCorpus, identity: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         trace(corpus, identity)
 

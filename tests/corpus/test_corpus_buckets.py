@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.document import Document
+from lmworks.corpus.quality.buckets import bucket_of
 from lmworks.corpus.quality.train import train
 from lmworks.corpus.steps.clean import Clean
 from lmworks.corpus.steps.python import Python

@@ -13,23 +13,24 @@ HELD = " ".join(f"held{number}" for number in range(60))
 FILLER = " ".join(f"filler{number}" for number in range(40))
 
 
-def findings(gate: Decontaminator, documents: list[str]) -> Findings:
+def findings(decontaminator: Decontaminator, documents: list[str]) -> Findings:
     """One batch each: batches must not matter."""
-    return Findings.joined([(number, gate.scan([document])) for number, document in enumerate(documents)])
+    return Findings.joined([(number, decontaminator.scan([document])) for number, document in enumerate(documents)])
 
 
-def judged(gate: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
-    found = findings(gate, documents)
-    seen = gate.seen([found])
-    matches = {number: gate.judge(documents[number], seen) for number in gate.suspects(found, seen)}
+def matches_of(decontaminator: Decontaminator, documents: list[str]) -> dict[int, list[Match]]:
+    found = findings(decontaminator, documents)
+    seen = decontaminator.count_documents([found])
+    matches = {number: decontaminator.find_matches(documents[number], seen) for number in decontaminator.suspect_documents(found, seen)}
     return {number: passages for number, passages in matches.items() if passages}
 
 
 def run(documents: list[str], held: list[str] | None = None, evaluation: list[str] | None = None) -> tuple[Decontaminator, dict[int, str]]:
-    gate = Decontaminator(13)
-    gate.protect([f"held/{place}" for place in range(len(held or []))], held or [], evaluation=False)
-    gate.protect([f"evaluation/{place}" for place in range(len(evaluation or []))], evaluation or [], evaluation=True)
-    return gate, {number: documents[number][match.start : match.end] for number, (match, *_) in judged(gate, documents).items()}
+    decontaminator = Decontaminator(13)
+    decontaminator.protect([f"held/{place}" for place in range(len(held or []))], held or [], evaluation=False)
+    decontaminator.protect([f"evaluation/{place}" for place in range(len(evaluation or []))], evaluation or [], evaluation=True)
+    found = matches_of(decontaminator, documents)
+    return decontaminator, {number: documents[number][match.start : match.end] for number, (match, *_) in found.items()}
 
 
 def part(first: int, last: int) -> str:
@@ -48,16 +49,16 @@ def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> N
 
 
 def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
-    gate = Decontaminator(13)
-    gate.protect(["held"], [HELD], evaluation=False)
-    assert not len(gate.scan([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]).rows)
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["held"], [HELD], evaluation=False)
+    assert not len(decontaminator.scan([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]).rows)
 
 
 def test_boilerplate_is_reported_and_drops_nothing() -> None:
     documents = [f"start{number} {part(0, 20)} end{number} {FILLER}" for number in range(11)]
-    gate, found = run(documents, held=[HELD])
+    decontaminator, found = run(documents, held=[HELD])
     assert found == {}
-    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 1)
+    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 1)
     assert told == Widespread(11, "held/0", part(0, 20), let_pass=True)
 
 
@@ -74,17 +75,17 @@ def test_a_few_words_beyond_boilerplate_are_no_leak_but_a_passage_is() -> None:
 
 def test_short_evaluation_items_are_looked_for_whole() -> None:
     question = "Which river flows through Vienna?"
-    gate, found = run(
+    decontaminator, found = run(
         [f"{FILLER} which river flows through VIENNA {FILLER}", f"{FILLER} which river flows through Linz"], evaluation=[question]
     )
     assert found == {0: "which river flows through VIENNA"}
-    assert gate.trivial == {}
+    assert decontaminator.trivial == {}
 
 
 def test_trivial_evaluation_items_are_ignored_and_counted() -> None:
-    gate, found = run(["the answer is yes of course"], evaluation=["Yes", "the answer is yes"])
+    decontaminator, found = run(["the answer is yes of course"], evaluation=["Yes", "the answer is yes"])
     assert found == {}
-    assert gate.trivial == {"evaluation": 2}
+    assert decontaminator.trivial == {"evaluation": 2}
 
 
 def test_a_whole_evaluation_item_is_a_leak_however_often_it_was_copied() -> None:
@@ -109,9 +110,9 @@ LAYOUTS = {
 
 
 def asked(texts: list[str], question: str, answer: str) -> list[int]:
-    gate = Decontaminator(13)
-    gate.protect(["sky/1"], [question], [answer], evaluation=True)
-    return sorted(judged(gate, texts))
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["sky/1"], [question], [answer], evaluation=True)
+    return sorted(matches_of(decontaminator, texts))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -138,64 +139,64 @@ def test_a_question_too_short_to_be_told_is_found_by_its_answer() -> None:
 
 def test_batches_of_many_documents_find_what_single_ones_do() -> None:
     texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{part(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {part(3, 30)}", ""]
-    gate = Decontaminator(13)
-    gate.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
-    whole = gate.scan(texts).rows
-    assert np.array_equal(whole, findings(gate, texts).rows)
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
+    whole = decontaminator.scan(texts).rows
+    assert np.array_equal(whole, findings(decontaminator, texts).rows)
     assert set(whole[:, 0].tolist()) == {0, 2, 3}
 
 
 def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
-    gate = Decontaminator(13)
-    gate.protect(["held/0"], [HELD], evaluation=False)
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["held/0"], [HELD], evaluation=False)
     texts = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
     for number, half in enumerate((texts[:6], texts[6:])):
-        findings(gate, half).save(tmp_path / f"{number}.npy")
+        findings(decontaminator, half).save(tmp_path / f"{number}.npy")
     loaded = [Findings.load(tmp_path / f"{number}.npy") for number in range(2)]
-    seen = gate.seen(loaded)
+    seen = decontaminator.count_documents(loaded)
     assert seen.max() == 12
-    assert np.array_equal(seen, gate.seen([findings(gate, texts)]))
-    assert gate.suspects(loaded[0], seen) == []
-    assert len(gate.suspects(loaded[0], gate.seen(loaded[:1]))) == 6
+    assert np.array_equal(seen, decontaminator.count_documents([findings(decontaminator, texts)]))
+    assert decontaminator.suspect_documents(loaded[0], seen) == []
+    assert len(decontaminator.suspect_documents(loaded[0], decontaminator.count_documents(loaded[:1]))) == 6
 
 
 def test_an_empty_gate_finds_nothing() -> None:
-    gate = Decontaminator(13)
-    found = gate.scan([FILLER])
-    seen = gate.seen([found])
-    assert gate.suspects(found, seen) == []
-    assert gate.judge(FILLER, seen) == []
-    assert gate.widespread(seen, 5) == []
+    decontaminator = Decontaminator(13)
+    found = decontaminator.scan([FILLER])
+    seen = decontaminator.count_documents([found])
+    assert decontaminator.suspect_documents(found, seen) == []
+    assert decontaminator.find_matches(FILLER, seen) == []
+    assert decontaminator.widespread_runs(seen, 5) == []
 
 
 def asked_of(questions: list[tuple[str, str]]) -> Decontaminator:
-    gate = Decontaminator(13)
-    gate.protect([f"own/{number}" for number in range(len(questions))], *map(list, zip(*questions, strict=True)), evaluation=True)
-    return gate
+    decontaminator = Decontaminator(13)
+    decontaminator.protect([f"own/{number}" for number in range(len(questions))], *map(list, zip(*questions, strict=True)), evaluation=True)
+    return decontaminator
 
 
 def test_a_frequent_run_that_lies_in_the_answer_is_told_as_it_stands_there() -> None:
-    gate = asked_of([("What follows?", part(0, 30))])
+    decontaminator = asked_of([("What follows?", part(0, 30))])
     documents = [f"start{number} {part(5, 25)} end{number}" for number in range(11)]
-    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 5)
+    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
     assert told == Widespread(11, "own/0", part(5, 25), let_pass=False)
 
 
 def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_copied() -> None:
-    gate = asked_of([(part(0, 40), "")])
+    decontaminator = asked_of([(part(0, 40), "")])
     documents = [f"start{number} {part(0, 24)} end{number}" for number in range(30)]
-    assert sorted(judged(gate, documents)) == list(range(30))
-    (told,) = gate.widespread(gate.seen([findings(gate, documents)]), 5)
+    assert sorted(matches_of(decontaminator, documents)) == list(range(30))
+    (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
     assert told == Widespread(30, "own/0", part(0, 24), let_pass=False)
 
 
 def test_how_a_set_asks_is_no_leak_and_told() -> None:
     template = part(0, 20)
-    gate = asked_of([(f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}", "") for number in range(4)])
+    decontaminator = asked_of([(f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}", "") for number in range(4)])
     alike = f"{FILLER} {template} " + " ".join(f"other{place}" for place in range(20))
     leaked = f"{FILLER} {template} " + " ".join(f"item2x{place}" for place in range(13))
-    assert sorted(judged(gate, [alike, leaked])) == [1]
-    assert gate.shared() == [Shared("own", 8, part(0, 13))]
+    assert sorted(matches_of(decontaminator, [alike, leaked])) == [1]
+    assert decontaminator.shared() == [Shared("own", 8, part(0, 13))]
 
 
 ITEM = (
@@ -217,7 +218,7 @@ DEFACED = {
 @pytest.mark.parametrize("how", DEFACED)
 def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
     text = f"{FILLER} {DEFACED[how]} {FILLER}"
-    found = judged(asked_of([(ITEM, "")]), [FILLER, text])
+    found = matches_of(asked_of([(ITEM, "")]), [FILLER, text])
     assert list(found) == [1]
     longest = text[found[1][0].start : found[1][0].end]
     assert len(longest) > len(DEFACED[how]) / 2
@@ -225,9 +226,9 @@ def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
 
 
 def test_a_few_common_words_are_no_item_with_changes() -> None:
-    gate = asked_of([(ITEM, "")])
+    decontaminator = asked_of([(ITEM, "")])
     text = "A farmer who keeps bees notices in early summer that all of his hives are in bloom and the other hives fly."
-    assert judged(gate, [text]) == {}
+    assert matches_of(decontaminator, [text]) == {}
 
 
 def test_a_long_answer_is_found_alone() -> None:
@@ -239,13 +240,13 @@ PUZZLE = ("Solve: ((a + b) * (c - d)) / [e ^ f] = {g & h} | ~(i % j) + k * (l - 
 
 
 def test_symbols_count_where_an_item_is_made_of_them() -> None:
-    gate = asked_of([PUZZLE])
+    decontaminator = asked_of([PUZZLE])
     other = PUZZLE[0].replace("+", "-").replace("*", "/").replace("[e", "(e").replace("&", "<")
-    assert sorted(judged(gate, [f"{FILLER}\n{PUZZLE[0]}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
+    assert sorted(matches_of(decontaminator, [f"{FILLER}\n{PUZZLE[0]}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
 
 
 def test_an_item_of_symbols_alone_is_looked_for() -> None:
     maze = "##.#..#.#\n#..##.#.#\n#.#..#..#\n##...##.#"
-    gate = asked_of([(maze, "")])
-    assert gate.trivial == {}
-    assert sorted(judged(gate, [f"{FILLER}\n{maze}\n", maze.replace("..#", ".#.")])) == [0]
+    decontaminator = asked_of([(maze, "")])
+    assert decontaminator.trivial == {}
+    assert sorted(matches_of(decontaminator, [f"{FILLER}\n{maze}\n", maze.replace("..#", ".#.")])) == [0]

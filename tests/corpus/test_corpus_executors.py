@@ -14,7 +14,7 @@ import pytest
 
 from lmworks.corpus import prepare
 from lmworks.corpus.engine.executors import batch_task, slurm
-from lmworks.corpus.engine.job import Job, code_of
+from lmworks.corpus.engine.job import Job, hash_referenced_files
 from lmworks.corpus.engine.passes.sequence import PASSES
 from lmworks.corpus.engine.task import pass_named
 from lmworks.corpus.pipeline import preview
@@ -97,14 +97,14 @@ def test_under_slurm_a_step_that_fails_is_named_and_nothing_is_left_waiting(
 
 def job_of(asked: Recipe, out: Path, texts: Path) -> Job:
     found = {source.name: parts(source, int(asked.corpus.part_bytes)) for source in asked.corpus.sources}
-    return Job(asked, texts, out.resolve(), found, code_of(asked, texts), "")
+    return Job(asked, texts, out.resolve(), found, hash_referenced_files(asked, texts), "")
 
 
 def test_the_script_says_what_the_recipe_asks_for(texts: Path, tmp_path: Path) -> None:
     asked = recipe(texts, kind="slurm", max_jobs=3, max_running=2, partition="cpu", memory="4G", reduce_memory="64G", time_limit="2:00:00",
                    options=("--constraint=nvme",), setup=("module load python",))  # fmt: skip
     job = job_of(asked, tmp_path / "out", texts)
-    read, decide = (slurm.script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))
+    read, decide = (slurm.batch_script(job, pass_named(PASSES, name)).splitlines() for name in ("read", "resolve_duplicates"))
     wanted = ["--array=0-2%2", "--partition=cpu", "--mem=4G", "--time=2:00:00", "--constraint=nvme", "--requeue"]
     assert [f"#SBATCH {option}" in read for option in wanted] == [True] * len(wanted)
     assert read.index("module load python") < len(read) - 1

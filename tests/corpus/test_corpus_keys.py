@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.corpus.dedup.keys import copies, in_slice, keys_of, normal_url, text_keys, url_keys
+from lmworks.corpus.dedup.keys import find_copies, in_slice, keys_of, normal_url, text_keys, url_keys
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,20 @@ def test_odd_addresses_are_taken_as_they_are(odd: str) -> None:
 
 def test_the_key_of_a_text_sees_neither_case_nor_space_but_everything_else() -> None:
     keys = text_keys(["Two  words\n", "two words", "two, words", "2 + 2", "2 - 2"])
-    assert copies(keys).tolist() == [[1, 0]]
+    assert find_copies(keys).tolist() == [[1, 0]]
 
 
 def test_no_address_is_nobodys_copy() -> None:
-    assert copies(url_keys([None, "", None, "example.com", "www.example.com/"])).tolist() == [[4, 3]]
+    assert find_copies(url_keys([None, "", None, "example.com", "www.example.com/"])).tolist() == [[4, 3]]
 
 
 @given(st.lists(st.sampled_from("abcde"), max_size=30), st.integers(1, 4))
 def test_copies_name_the_first_and_slices_add_up(words: list[str], slices: int) -> None:
     keys = keys_of(words)
     expected = [[row, words.index(word)] for row, word in enumerate(words) if words.index(word) != row]
-    assert copies(keys).tolist() == expected
+    assert find_copies(keys).tolist() == expected
     parts = []
     for number in range(slices):
         rows = np.flatnonzero(in_slice(keys, number, slices))
-        parts += rows[copies(keys[rows])].tolist()
+        parts += rows[find_copies(keys[rows])].tolist()
     assert sorted(parts) == expected

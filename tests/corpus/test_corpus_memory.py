@@ -12,7 +12,7 @@ import pytest
 from step_documents import documents
 
 from lmworks.corpus import prepare
-from lmworks.corpus.dedup.traces import TracesWriter, sketching_of
+from lmworks.corpus.dedup.signatures import SignatureWriter, sketching_of
 from lmworks.corpus.document import Batch
 from lmworks.corpus.engine.decisions import DecisionRows
 from lmworks.corpus.engine.passes import reading
@@ -23,7 +23,7 @@ from lmworks.recipe.schema.recipe import Recipe
 
 def test_traces_are_collected_in_files(tmp_path: Path) -> None:
     batch = Batch(documents([f"document {number} of many" for number in range(500)]))
-    made = TracesWriter(tmp_path, sketching_of(Dedup(), ()))
+    made = SignatureWriter(tmp_path, sketching_of(Dedup(), ()))
     made.add(batch)
     tracemalloc.start()
     try:

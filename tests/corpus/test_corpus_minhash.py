@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.near import Stacked, candidates, classify_pairs, distinct, jaccard
-from lmworks.corpus.dedup.sketch import Sketching, band_keys, meeting, shingles, similarity, sketches
+from lmworks.corpus.dedup.near import StackedArrays, candidates, classify_pairs, distinct_shingles, jaccard
+from lmworks.corpus.dedup.sketch import Sketching, band_keys, candidate_probability, shingles, similarity, sketches
 from lmworks.corpus.units import ngrams, units
 
 SKETCHING = Sketching.of(5, 256, None, 0.8)
@@ -36,7 +36,7 @@ def exact(left: str, right: str) -> float:
 
 
 def sets_of(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    return distinct(*shingles(units(texts), 5, range(len(texts))))
+    return distinct_shingles(*shingles(units(texts), 5, range(len(texts))))
 
 
 def near(texts: list[str], threshold: float) -> set[tuple[int, int]]:
@@ -46,7 +46,7 @@ def near(texts: list[str], threshold: float) -> set[tuple[int, int]]:
     limits = np.full(len(texts), threshold)
     found: set[tuple[int, int]] = set()
     for keys in band_keys(table, sketching):
-        sure, doubtful = classify_pairs(candidates(keys), Stacked([table]), limits, sketching)
+        sure, doubtful = classify_pairs(candidates(keys), StackedArrays([table]), limits, sketching)
         alike = jaccard(doubtful, np.arange(len(texts)), *sets_of(texts)) >= threshold
         found |= {tuple(pair) for pair in np.concatenate((sure, doubtful[alike])).tolist()}
     return found
@@ -89,8 +89,8 @@ def test_texts_without_words_are_near_to_nothing() -> None:
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9])
 def test_bands_find_99_percent_at_the_threshold_and_are_as_selective_as_that_allows(threshold: float) -> None:
     found = Sketching.of(5, 256, None, threshold)
-    assert meeting(threshold, found.bands, found.rows) >= 0.99
-    assert meeting(threshold, 256 // (found.rows + 1), found.rows + 1) < 0.99
+    assert candidate_probability(threshold, found.bands, found.rows) >= 0.99
+    assert candidate_probability(threshold, 256 // (found.rows + 1), found.rows + 1) < 0.99
 
 
 def test_pairs_found_are_the_pairs_there_are() -> None:
@@ -135,7 +135,7 @@ def test_the_later_row_decides_how_alike_is_alike() -> None:
     assert 0.55 < likeness < 0.85
     pair = np.array([[0, 1]])
     for limits, expected in (([0.99, 0.3], 1), ([0.3, 0.99], 0), ([0.3, np.inf], 0), ([np.inf, 0.3], 1)):
-        sure, doubtful = classify_pairs(pair, Stacked([table]), np.array(limits), SKETCHING)
+        sure, doubtful = classify_pairs(pair, StackedArrays([table]), np.array(limits), SKETCHING)
         assert (len(sure), len(doubtful)) == (expected, 0)
 
 
@@ -156,7 +156,7 @@ def test_clusters_are_connected_components_in_any_order(count: int, edges: list[
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6))
 def test_stacked_parts_are_one_array(sizes: list[int]) -> None:
     whole = np.arange(2 * sum(sizes)).reshape(-1, 2)
-    stacked = Stacked(np.split(whole, np.cumsum(sizes)[:-1]))
+    stacked = StackedArrays(np.split(whole, np.cumsum(sizes)[:-1]))
     rows = np.random.default_rng(0).integers(0, len(whole), 20)
     assert len(stacked) == len(whole)
     assert np.array_equal(stacked[rows], whole[rows])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.corpus.dedup.substring import anchors, cut, later, repeated, runs, within
+from lmworks.corpus.dedup.substring import anchors, candidate_runs, cut_runs, occurred_earlier, repeated_values, repeats_within
 from lmworks.corpus.units import units
 
 LENGTH = 16
@@ -32,9 +32,9 @@ def plain(texts: list[str], length: int) -> set[tuple[int, int]]:
 def found_of(texts: list[str], length: int, sizes: int) -> set[tuple[int, int]]:
     """The same by anchors, in batches of `sizes` documents."""
     batches = [(first, units(texts[first : first + sizes])) for first in range(0, len(texts), sizes)]
-    common = repeated(np.concatenate([anchors(batch, length)[:, 2] for _, batch in batches]))
-    rows = np.concatenate([runs(batch, length, common) + np.array([first, 0, 0]) for first, batch in batches])
-    return {(document, place) for document, place, _ in rows[later(rows[:, 2])].tolist()}
+    common = repeated_values(np.concatenate([anchors(batch, length)[:, 2] for _, batch in batches]))
+    rows = np.concatenate([candidate_runs(batch, length, common) + np.array([first, 0, 0]) for first, batch in batches])
+    return {(document, place) for document, place, _ in rows[occurred_earlier(rows[:, 2])].tolist()}
 
 
 def mixed(seed: int) -> list[str]:
@@ -73,8 +73,8 @@ def test_anchors_are_few() -> None:
 def test_a_file_repeated_in_one_document_is_cut_to_one() -> None:
     source = Path(sysconfig.get_path("stdlib"), "textwrap.py").read_text("utf-8")
     batch = units([f"{source}\n{source}\n{source}", source])
-    assert not len(within(batch, 1, 50))
-    left, share = cut(f"{source}\n{source}\n{source}", batch.starts[: batch.bounds[1]], within(batch, 0, 50), 50)
+    assert not len(repeats_within(batch, 1, 50))
+    left, share = cut_runs(f"{source}\n{source}\n{source}", batch.starts[: batch.bounds[1]], repeats_within(batch, 0, 50), 50)
     assert left.startswith(source.strip())
     assert len(left) < len(source) + 10  # the quotes before the first word of a copy
     assert share == pytest.approx(1 / 3, abs=0.01)
@@ -84,7 +84,7 @@ def test_what_is_cut_leaves_the_lines_around_it() -> None:
     passage = " ".join(f"word{number}" for number in range(20))
     text = f"Before.\n\n{passage}.\n\nBetween, too.\n{passage}!\nAfter."
     batch = units([text])
-    left, share = cut(text, batch.starts, within(batch, 0, 20), 20)
+    left, share = cut_runs(text, batch.starts, repeats_within(batch, 0, 20), 20)
     assert left == f"Before.\n\n{passage}.\n\nBetween, too.\nAfter."
     assert share == pytest.approx(24 / 44)
 
@@ -93,5 +93,5 @@ def test_what_is_cut_leaves_the_lines_around_it() -> None:
 def test_short_and_odd_texts(text: str) -> None:
     batch = units([text])
     assert found_of([text], LENGTH, 1) == plain([text], LENGTH)
-    assert len(within(batch, 0, LENGTH)) == len(plain([text], LENGTH))
-    assert cut(text, batch.starts, np.zeros(0, dtype=np.int64), LENGTH)[0] == text
+    assert len(repeats_within(batch, 0, LENGTH)) == len(plain([text], LENGTH))
+    assert cut_runs(text, batch.starts, np.zeros(0, dtype=np.int64), LENGTH)[0] == text

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmworks.corpus.units import Symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units, whole
+from lmworks.corpus.units import Symbols, ngrams, ngrams_of, run_hash, symbolic, symbolic_stretches, units
 
 HAN = "日本語の文章です"
 
@@ -74,7 +74,7 @@ def test_ngrams_depend_on_order_and_length() -> None:
     one, other = units(["a b c d"]).hashes, units(["a c b d"]).hashes
     assert not np.isin(ngrams(one, 2), ngrams(other, 2)).any()
     assert len(ngrams(one, 5)) == 0
-    assert whole(one)[0] == ngrams(one, 4)[0]
+    assert run_hash(one)[0] == ngrams(one, 4)[0]
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 5], [1, 3, 4, 9]])
@@ -88,7 +88,7 @@ def test_shared_work_gives_the_same_ngrams(lengths: list[int]) -> None:
 @pytest.mark.parametrize("count", [1, 2, 13, 400])
 def test_whole_is_the_only_ngram_of_that_length(count: int) -> None:
     hashes = units([" ".join(map(str, range(count)))]).hashes
-    assert np.array_equal(whole(hashes), ngrams(hashes, count))
+    assert np.array_equal(run_hash(hashes), ngrams(hashes, count))
 
 
 def test_units_are_the_same_wherever_they_stand() -> None:

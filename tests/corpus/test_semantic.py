@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lmworks.corpus import prepare
-from lmworks.corpus.dedup.near import Stacked
-from lmworks.corpus.dedup.semantic import duplicates, embedding, hashed
+from lmworks.corpus.dedup.near import StackedArrays
+from lmworks.corpus.dedup.semantic import embedding, random_projection, semantic_duplicates
 from lmworks.corpus.document import Document
 from lmworks.corpus.units import units
 from lmworks.documents import corpus_files
@@ -56,8 +56,8 @@ def plainly(vectors: np.ndarray, threshold: float) -> np.ndarray:
 
 def test_another_order_and_lost_words_are_seen_through_and_other_texts_are_not_alike() -> None:
     draw, originals = random.Random(0), texts()[:400]
-    vectors = hashed(units(originals), 256).astype(np.float32)
-    again = hashed(units([reordered(text, draw) for text in originals]), 256).astype(np.float32)
+    vectors = random_projection(units(originals), 256).astype(np.float32)
+    again = random_projection(units([reordered(text, draw) for text in originals]), 256).astype(np.float32)
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-2)
     same, others = (vectors * again).sum(1), np.tril(vectors @ vectors.T, -1)
     assert np.mean(same >= 0.95) > 0.95
@@ -65,8 +65,9 @@ def test_another_order_and_lost_words_are_seen_through_and_other_texts_are_not_a
     for a, b in np.argwhere(others >= 0.95):  # some passages of the reference stand in it twice
         words = [Counter(originals[one].lower().split()) for one in (a, b)]
         assert (words[0] & words[1]).total() / (words[0] | words[1]).total() > 0.75
-    assert not hashed(units(["", "?"]), 64).any()
-    assert np.array_equal(hashed(units(originals[3:4]), 256)[0], hashed(units(originals), 256)[3])  # whatever its batch
+    assert not random_projection(units(["", "?"]), 64).any()
+    alone = random_projection(units(originals[3:4]), 256)[0]
+    assert np.array_equal(alone, random_projection(units(originals), 256)[3])  # whatever its batch
 
 
 @pytest.mark.parametrize("block", [7, 2048])
@@ -76,7 +77,7 @@ def test_it_is_the_plain_way_where_all_are_compared(block: int, monkeypatch: pyt
     centres = draw.normal(size=(300, 64))
     rows = centres[draw.integers(0, 300, 1200)] + draw.normal(size=(1200, 64)) * draw.uniform(0, 0.6, (1200, 1))
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
-    found = duplicates(Stacked([rows[:700], rows[700:701], rows[701:]]), Semantic(threshold=0.9, per_cluster=5000), 0)
+    found = semantic_duplicates(StackedArrays([rows[:700], rows[700:701], rows[701:]]), Semantic(threshold=0.9, per_cluster=5000), 0)
     assert np.array_equal(found, plainly(rows, 0.9))
     assert 200 < (found != np.arange(1200)).sum() < 1000
 
@@ -84,10 +85,10 @@ def test_it_is_the_plain_way_where_all_are_compared(block: int, monkeypatch: pyt
 def test_clusters_find_what_comparing_all_finds_at_a_fraction_of_the_pairs() -> None:
     draw, originals = random.Random(2), texts()
     everything = [*originals, *(reordered(text, draw) for text in originals[::2])]
-    vectors = Stacked([hashed(units(everything), 256)])
-    whole = duplicates(vectors, Semantic(per_cluster=10_000), 0)
-    parted = duplicates(vectors, Semantic(per_cluster=60), 0)
-    assert np.array_equal(parted, duplicates(vectors, Semantic(per_cluster=60), 0))
+    vectors = StackedArrays([random_projection(units(everything), 256)])
+    whole = semantic_duplicates(vectors, Semantic(per_cluster=10_000), 0)
+    parted = semantic_duplicates(vectors, Semantic(per_cluster=60), 0)
+    assert np.array_equal(parted, semantic_duplicates(vectors, Semantic(per_cluster=60), 0))
     dropped = whole != np.arange(len(everything))
     assert dropped.sum() > 0.4 * len(originals)
     assert ((parted != np.arange(len(everything))) & dropped).sum() > 0.97 * dropped.sum()
@@ -96,7 +97,7 @@ def test_clusters_find_what_comparing_all_finds_at_a_fraction_of_the_pairs() -> 
 def test_a_chain_of_neighbours_does_not_swallow_its_far_end() -> None:
     angles = np.deg2rad([0, 20, 40, 60])
     rows = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float16)
-    assert duplicates(Stacked([rows]), Semantic(threshold=0.9), 0).tolist() == [0, 0, 2, 2]
+    assert semantic_duplicates(StackedArrays([rows]), Semantic(threshold=0.9), 0).tolist() == [0, 0, 2, 2]
 
 
 def recipe(folder: Path, **dedup: object) -> Recipe:

@@ -12,7 +12,7 @@ from step_documents import outcomes_of, step_of
 
 from lmworks import machine
 from lmworks.corpus.checks import parsing
-from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
+from lmworks.corpus.checks.parsing import KNOWN, parse_code, suffix
 from lmworks.corpus.document import Document, Drop, Outcome
 from lmworks.corpus.steps.code import Code
 from lmworks.errors import UserError
@@ -54,7 +54,7 @@ def judge(text: str, path: str, domain: str = "code", **options: object) -> str:
 def test_sound_code_parses_and_prose_does_not(kind: str) -> None:
     if kind not in ("py", "json"):
         pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
-    assert parsed(SOUND[kind], kind).share == 0
+    assert parse_code(SOUND[kind], kind).share == 0
     assert judge(SOUND[kind], f"src/main.{kind}") == "kept"
     prose = "<?php\n" + PROSE if kind == "php" else PROSE
     assert judge(prose, f"src/main.{kind}", max_error_fraction=0.0) == "unparsable"
@@ -63,24 +63,24 @@ def test_sound_code_parses_and_prose_does_not(kind: str) -> None:
 def test_every_suffix_has_its_grammar() -> None:
     pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
     for kind in KNOWN:
-        assert 0 <= parsed("x", kind).share <= 1
+        assert 0 <= parse_code("x", kind).share <= 1
 
 
 def test_the_share_of_errors_decides() -> None:
     pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
     good = "".join(f"int f{number}(int x) {{ return x + {number}; }}\n" for number in range(50))
-    share = parsed(good + "int broken( {\n", "c").share
+    share = parse_code(good + "int broken( {\n", "c").share
     assert 0 < share < 0.05
     assert judge(good + "int broken( {\n", "a.c") == "kept"
     assert judge(good + "int broken( {\n", "a.c", max_error_fraction=0.0) == "unparsable"
-    assert parsed("int f() { return 1", "c").share > 0, "cut off in the middle"
+    assert parse_code("int f() { return 1", "c").share > 0, "cut off in the middle"
 
 
 def test_the_standard_library_compiles_and_its_halves_mostly_do_not() -> None:
     files = sorted(STDLIB.glob("*.py"))[:40]
     assert [judge(path.read_text("utf-8"), str(path)) for path in files] == ["kept"] * len(files)
     halves = [path.read_text("utf-8") for path in files]
-    assert sum(bool(parsed(text[: len(text) // 2], "py").share) for text in halves) > 20
+    assert sum(bool(parse_code(text[: len(text) // 2], "py").share) for text in halves) > 20
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_hostile_code_is_only_dropped(text: str) -> None:
 def test_deep_nesting_crashes_no_parser(kind: str) -> None:
     pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
     for text in ("(" * 100_000, "[" * 100_000 + "]" * 100_000, "{" * 100_000, "\x00" * 1000):
-        assert 0 <= parsed(text, kind).share <= 1
+        assert 0 <= parse_code(text, kind).share <= 1
 
 
 @pytest.mark.parametrize("kind", ["cpp", "py"])
@@ -112,7 +112,7 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
 def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", 0.3, 2 << 30)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
-        assert parsed("a\n" * 3_000_000, "py") == (1.0, "parsing it takes too much time")
+        assert parse_code("a\n" * 3_000_000, "py") == (1.0, "parsing it takes too much time")
 
 
 def test_paths_languages_and_domains() -> None:
@@ -128,7 +128,7 @@ def test_a_missing_grammar_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     parsing._grammar.cache_clear()
     monkeypatch.setitem(sys.modules, "tree_sitter", None)
     with pytest.raises(UserError, match=r"needs a grammar for \.go files: pip install 'lmworks\[code\]'"):
-        parsed("package main", "go")
+        parse_code("package main", "go")
     parsing._grammar.cache_clear()
 
 

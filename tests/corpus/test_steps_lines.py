@@ -14,7 +14,7 @@ LONG = "This line is long enough to be compared."
 FOOTER = "Copyright 2024, all rights are reserved."
 
 
-def texts_of(outcomes: list) -> list[str]:
+def read_texts(outcomes: list) -> list[str]:
     return [outcome.text if isinstance(outcome, Document) else outcome.reason for outcome in outcomes]
 
 
@@ -29,38 +29,38 @@ def test_a_line_stays_where_it_first_stood() -> None:
 def test_paragraphs() -> None:
     one, two = f"{LONG}\nand more", f"{FOOTER}\nand more"
     step = step_of(Lines(unit="paragraph"))
-    assert texts_of(outcomes_of(step, [f"{one}\n\n{two}\n\n\n{one}\n\nEnd."])) == [f"{one}\n\n{two}\n\n\nEnd."]
-    assert texts_of(outcomes_of(step, [f"{one}\n\n{two}"])) == [f"{one}\n\n{two}"], "and more is no paragraph"
+    assert read_texts(outcomes_of(step, [f"{one}\n\n{two}\n\n\n{one}\n\nEnd."])) == [f"{one}\n\n{two}\n\n\nEnd."]
+    assert read_texts(outcomes_of(step, [f"{one}\n\n{two}"])) == [f"{one}\n\n{two}"], "and more is no paragraph"
 
 
 def test_boilerplate_across_documents_goes_after_so_many() -> None:
     texts = [f"Page {number} says something of its own.\n{FOOTER}" for number in range(6)]
-    found = texts_of(outcomes_of(step_of(Lines(across=3)), texts))
+    found = read_texts(outcomes_of(step_of(Lines(across=3)), texts))
     assert found == [text if number < 3 else text.split("\n")[0] for number, text in enumerate(texts)]
-    assert texts_of(outcomes_of(step_of(Lines()), texts)) == texts
+    assert read_texts(outcomes_of(step_of(Lines()), texts)) == texts
 
 
 def test_a_document_counts_a_line_once() -> None:
     step = step_of(Lines(across=2, within=False))
     text = "\n".join([LONG] * 5)
-    assert texts_of(outcomes_of(step, [text, text, text])) == [text, text, "only_repeated_lines"]
+    assert read_texts(outcomes_of(step, [text, text, text])) == [text, text, "only_repeated_lines"]
 
 
 def test_batches_change_nothing_and_each_part_begins_anew() -> None:
     texts = [f"Page {number} says something of its own.\n{FOOTER}" for number in range(6)]
-    expected = texts_of(outcomes_of(step_of(Lines(across=2)), texts))
+    expected = read_texts(outcomes_of(step_of(Lines(across=2)), texts))
     step = step_of(Lines(across=2))
     pieces = documents(texts)
-    assert texts_of([outcome for piece in pieces for outcome in step(Batch([piece]))]) == expected
-    assert texts_of(list(step(Batch(documents(texts))))) == expected, "the same part again"
-    assert texts_of(list(step(Batch(documents(texts, part=1))))) == expected, "another part"
+    assert read_texts([outcome for piece in pieces for outcome in step(Batch([piece]))]) == expected
+    assert read_texts(list(step(Batch(documents(texts))))) == expected, "the same part again"
+    assert read_texts(list(step(Batch(documents(texts, part=1))))) == expected, "another part"
 
 
 def test_code_and_other_sources_pass() -> None:
     text = f"{LONG}\n{LONG}"
-    assert texts_of(outcomes_of(step_of(Lines(), domain="code"), [text])) == [text]
-    assert texts_of(outcomes_of(step_of(Lines(sources=("books",))), [text])) == [text]
-    assert texts_of(outcomes_of(step_of(Lines(sources=("web",))), [text])) == [LONG]
+    assert read_texts(outcomes_of(step_of(Lines(), domain="code"), [text])) == [text]
+    assert read_texts(outcomes_of(step_of(Lines(sources=("books",))), [text])) == [text]
+    assert read_texts(outcomes_of(step_of(Lines(sources=("web",))), [text])) == [LONG]
 
 
 def test_nothing_left_is_a_drop() -> None:

@@ -13,8 +13,8 @@ import pytest
 from lmworks.corpus import prepare
 from lmworks.corpus.analysis.analyze import analyze
 from lmworks.corpus.analysis.diff import diff, differs
-from lmworks.corpus.analysis.prepared import Prepared
-from lmworks.corpus.analysis.sample import Choice, sample
+from lmworks.corpus.analysis.prepared import PreparedCorpus
+from lmworks.corpus.analysis.sample import SampleFilter, sample
 from lmworks.corpus.analysis.trace import trace
 from lmworks.corpus.contamination import Question
 from lmworks.documents import corpus_files
@@ -116,14 +116,14 @@ def test_a_variant_goes_with_an_original_that_a_later_step_drops(tmp_path: Path)
     assert [(made[f"mine/0/0{end}"]["reason"], made[f"mine/0/0{end}"]["detail"]) for end in ("", ".2")] == [
         ("seven", ""), ("seven", "as its original"),
     ]  # fmt: skip
-    corpus = Prepared(out)
+    corpus = PreparedCorpus(out)
     for name in made:
         found = trace(corpus, name)
         assert found.agrees, name
     moments = trace(corpus, "mine/0/1.2").moments
     assert [moment.stage for moment in moments[:3]] == ["read", "twice", "no_sevens"]
     assert moments[1].outcome.startswith("variant mine/0/1.2 made of it") and moments[1].facts["variant_of"] == "mine/0/1"
-    assert [one.text.split()[0] for one in sample(corpus, Choice(fate="train"), 10)] == [
+    assert [one.text.split()[0] for one in sample(corpus, SampleFilter(fate="train"), 10)] == [
         row["text"].split()[0] for row in rows(out).values()
     ]
 
@@ -131,8 +131,8 @@ def test_a_variant_goes_with_an_original_that_a_later_step_drops(tmp_path: Path)
 def test_variants_of_two_steps_are_numbered_on_and_looked_at_like_others(tmp_path: Path) -> None:
     out = make(tmp_path / "a", [words(0), words(1)], steps=("twice", "twice"), dedup={"exact": False, "minhash": None})
     assert list(rows(out)) == [f"mine/0/{number}{end}" for number in (0, 1) for end in ("", ".1", ".2", ".4", ".5")]
-    assert all(trace(Prepared(out), name).agrees for name in decisions(out))
+    assert all(trace(PreparedCorpus(out), name).agrees for name in decisions(out))
     whole = analyze(out, None, 1, 1)["whole"]
     assert whole["read"]["documents"] == 2 and whole["train"]["documents"] == 10
     other = make(tmp_path / "b", [words(0), words(1)], dedup={"exact": False, "minhash": None})
-    assert differs(diff(Prepared(out), Prepared(other))) and not differs(diff(Prepared(out), Prepared(out)))
+    assert differs(diff(PreparedCorpus(out), PreparedCorpus(other))) and not differs(diff(PreparedCorpus(out), PreparedCorpus(out)))

@@ -274,19 +274,19 @@ ITEM = "Which of the four winds carries the salt of the seventh sea over the gla
 
 
 def test_evaluation_items_are_kept_out_of_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    gate = Decontaminator(13)
-    gate.protect(["riddles/0"], [ITEM], ["the north one"], evaluation=True)
+    decontaminator = Decontaminator(13)
+    decontaminator.protect(["riddles/0"], [ITEM], ["the north one"], evaluation=True)
     chats = [chat(f"What is {n}?", f"It is {n}.") for n in range(60)]
     chats[7] = chat("A riddle, please.", f"<b>{ITEM.replace(' ', '</b> <b>')}</b>")
     chats[40] = chat(f"Riddle: {ITEM.removesuffix('?')}, my friend?", "I do not know.")
     mine = jsonl(tmp_path / "a.jsonl", [{"messages": messages} for messages in chats])
-    manifest = build_chat_data(recipe_of(mine, length=512), tokenizer, tmp_path / "out", gate=gate)
+    manifest = build_chat_data(recipe_of(mine, length=512), tokenizer, tmp_path / "out", decontaminator=decontaminator)
     assert manifest["data"]["mine"]["left_out"] == {"holds an evaluation item": 2}
     assert manifest["data"]["mine"]["examples"][0]["detail"] == "riddles/0"
     said = "".join(tokenizer.decode(ids) for ids, _ in everything(tmp_path / "out", "mine"))
     assert "seventh" not in said and "It is 59." in said
     failing = recipe_of(mine, length=512, corpus={"decontaminate": {"action": "fail"}})
     with pytest.raises(UserError, match=r"tune\.data\.mine: .*a\.jsonl:\d+ holds the evaluation item riddles/0"):
-        build_chat_data(failing, tokenizer, tmp_path / "failing", gate=gate)
+        build_chat_data(failing, tokenizer, tmp_path / "failing", decontaminator=decontaminator)
     reported = recipe_of(mine, length=512, corpus={"decontaminate": {"action": "report"}})
-    assert build_chat_data(reported, tokenizer, tmp_path / "reported", gate=gate)["data"]["mine"]["left_out"] == {}
+    assert build_chat_data(reported, tokenizer, tmp_path / "reported", decontaminator=decontaminator)["data"]["mine"]["left_out"] == {}

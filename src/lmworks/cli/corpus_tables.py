@@ -13,9 +13,9 @@ from lmworks.doctor.formatting import compact, percent, significant, size
 
 if TYPE_CHECKING:
     from lmworks.corpus.analysis.diff import SourceDifference
-    from lmworks.corpus.analysis.sample import Drawn
+    from lmworks.corpus.analysis.sample import SampledDocument
     from lmworks.corpus.analysis.trace import Trace
-    from lmworks.corpus.engine.dedup_preview import Duplicates
+    from lmworks.corpus.engine.dedup_preview import SourceDuplicates
     from lmworks.shards.read.find_document import DocumentLocation
 
 _MOST_ROWS = 20
@@ -85,7 +85,7 @@ def _arrow(read: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     return " → ".join(significant(one["quantiles"]["50%"], 3) if one["count"] else "–" for one in (read, train))
 
 
-def document(drawn: Drawn, characters: int) -> Group:
+def document(drawn: SampledDocument, characters: int) -> Group:
     """A document of a sample: what is known about it, and how it begins."""
     decision = drawn.decision
     fate = " ".join(part for part in (decision["fate"], decision["reason"], decision["detail"]) if part)
@@ -120,7 +120,7 @@ def way(found: Trace, place: DocumentLocation | None) -> Group:
     return Group(*lines, table, *end, Text(found.text.rstrip(), style="dim", overflow="fold"), Text())
 
 
-def duplicate_tables(found: Iterable[Duplicates]) -> Iterator[RenderableType]:
+def duplicate_tables(found: Iterable[SourceDuplicates]) -> Iterator[RenderableType]:
     """What deduplication would drop, by source and method, then some documents of each."""
     table = Table(title="Deduplication would drop", title_justify="left", header_style="bold")
     for name in ("source", "method", "documents", "share", "MB"):

@@ -17,7 +17,7 @@ from lmworks.errors import UserError
 from lmworks.files import write_json
 
 if TYPE_CHECKING:
-    from lmworks.corpus.analysis.prepared import Prepared
+    from lmworks.corpus.analysis.prepared import PreparedCorpus
     from lmworks.corpus.analysis.trace import Trace
     from lmworks.shards.read.find_document import DocumentLocation
     from lmworks.tokenizer.tokenizer import Tokenizer
@@ -48,10 +48,10 @@ def corpus_of(where: str) -> Path:
     return Path(run_dir) / "corpus"
 
 
-def _open(where: str) -> Prepared:
-    from lmworks.corpus.analysis.prepared import Prepared
+def _open(where: str) -> PreparedCorpus:
+    from lmworks.corpus.analysis.prepared import PreparedCorpus
 
-    return Prepared(corpus_of(where))
+    return PreparedCorpus(corpus_of(where))
 
 
 class _Tokens:
@@ -116,10 +116,10 @@ def sample(
     as_json: JsonOption = False,
 ) -> None:
     """Show random documents, kept or dropped; the text of a dropped document is read from its source again."""
-    from lmworks.corpus.analysis.sample import Choice
+    from lmworks.corpus.analysis.sample import SampleFilter
     from lmworks.corpus.analysis.sample import sample as draw
 
-    drawn = draw(_open(where), Choice(source, fate, reason, bucket), count, seed)
+    drawn = draw(_open(where), SampleFilter(source, fate, reason, bucket), count, seed)
     if as_json:
         print_json([{**one.decision, "output": one.output, "text": one.text} for one in drawn])
         return

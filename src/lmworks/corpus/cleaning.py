@@ -8,9 +8,9 @@ from functools import lru_cache
 
 # one search for everything unusual: control characters, unusual spaces and line ends, zero-width and soft hyphens, direction overrides
 # (with which code can look different from what it does, CVE-2021-42574)
-_ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
+_UNUSUAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\xa0\xad\u2000-\u200b\u2028-\u202f\u205f-\u206f\ufeff\ufff9-\ufffb]")
 # Scripts without spaces may use a zero-width space as a word boundary: it is kept next to Thai, Lao, Burmese, Khmer or Tibetan letters.
-_BORDERS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
+_NO_SPACES = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1980-\u19ff\ua9e0-\ua9ff\uaa60-\uaa7f]")
 _ZERO_WIDTH = re.compile("\u200b+")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x85\u2028\u2029]")
 _SPACES = re.compile("[\xa0\u2000-\u200a\u202f\u205f]")
@@ -23,20 +23,21 @@ _CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _DOS_LETTERS = frozenset(bytes((*range(0x80, 0x85), *range(0x86, 0x8A), 0x8B, 0x8D, 0x8F, 0x90, 0x93, 0x94, 0x95, 0x98, 0x99, 0x9B, 0x9D)))
 
 
-def unmangle(text: str) -> str:
+def fix_mojibake(text: str) -> str:
     """Repair lines of UTF-8 that was decoded with another encoding (`schÃ¶n`), by ftfy's heuristic.
 
     Only lines with two successive bytes of UTF-8, as one of ftfy's encodings shows them, are passed to ftfy. This keeps the cost low.
     """
-    if text.isascii() or not any(suspect.search(text) for suspect in _suspects()):
+    if text.isascii() or not any(pattern.search(text) for pattern in _mojibake_patterns()):
         return text
     from ftfy import fix_encoding
 
-    return "\n".join(fix_encoding(line) if any(suspect.search(line) for suspect in _suspects()) else line for line in text.split("\n"))
+    patterns = _mojibake_patterns()
+    return "\n".join(fix_encoding(line) if any(one.search(line) for one in patterns) else line for line in text.split("\n"))
 
 
 @lru_cache(maxsize=1)
-def _suspects() -> tuple[re.Pattern[str], ...]:
+def _mojibake_patterns() -> tuple[re.Pattern[str], ...]:
     """Patterns for the first byte of a UTF-8 character followed by a continuation byte, as each encoding shows them.
 
     In Cyrillic and Greek code pages most first bytes are common letters. For these the pattern is two successive pairs, or one pair whose
@@ -57,27 +58,27 @@ def _suspects() -> tuple[re.Pattern[str], ...]:
 
 
 def clean(text: str, mojibake: bool = False) -> str:
-    """Apply `tidy`, with `mojibake` after `unmangle`, repeatedly until nothing changes: a repair can expose more to repair."""
+    """Apply `normalize`, with `mojibake` after `fix_mojibake`, repeatedly until nothing changes: a repair can expose more to repair."""
     for _ in range(_ROUNDS if mojibake else 0):
-        before, text = text, tidy(unmangle(text))
+        before, text = text, normalize(fix_mojibake(text))
         if text == before:
             return text
-    return tidy(text)
+    return normalize(text)
 
 
-def tidy(text: str) -> str:
+def normalize(text: str) -> str:
     """The text in NFC with `\\n` line ends, ordinary spaces, no invisible characters, no trailing blanks, and at most two successive blank
     lines.
 
     Joiners (U+200C, U+200D), direction marks (U+200E, U+200F), and zero-width spaces (U+200B) in scripts that mark word boundaries with
     them, such as Thai and Khmer, are kept. The function is idempotent.
     """
-    if _ODD.search(text):
-        text = _CONTROLS.sub(_as_letter, text)
+    if _UNUSUAL.search(text):
+        text = _CONTROLS.sub(_decode_c1_control, text)
         text = _LINE_ENDS.sub("\n", text)
         text = _SPACES.sub(" ", text)
         text = _INVISIBLE.sub("", text)
-        text = _ZERO_WIDTH.sub(_border, text)
+        text = _ZERO_WIDTH.sub(_keep_word_boundary, text)
     if not text.isascii() and not unicodedata.is_normalized("NFC", text):
         text = unicodedata.normalize("NFC", text)
     if " \n" in text or "\t\n" in text or text.endswith((" ", "\t")):
@@ -85,13 +86,13 @@ def tidy(text: str) -> str:
     return _BLANK.sub("\n\n\n", text).strip("\n")
 
 
-def _border(match: re.Match[str]) -> str:
+def _keep_word_boundary(match: re.Match[str]) -> str:
     """A zero-width space if it is a word boundary, otherwise nothing."""
     beside = match.string[max(match.start() - 1, 0) : match.start()] + match.string[match.end() : match.end() + 1]
-    return "\u200b" if _BORDERS.search(beside) else ""
+    return "\u200b" if _NO_SPACES.search(beside) else ""
 
 
-def _as_letter(match: re.Match[str]) -> str:
+def _decode_c1_control(match: re.Match[str]) -> str:
     """The character that a C1 control character was before decoding: a letter of code page 850 between two letters where Windows-1252 has a
     symbol, otherwise the character of Windows-1252 (as the WHATWG decodes Latin-1); nothing if neither has one.
     """
@@ -109,6 +110,6 @@ def encodable(text: str) -> bool:
     return True
 
 
-def fingerprint_form(text: str) -> str:
+def comparison_form(text: str) -> str:
     """The text in lower case with each run of white space as one space. Documents with equal forms are duplicates."""
     return " ".join(text.lower().split())

@@ -1,4 +1,4 @@
-"""Distributions of numbers that are made part by part and added up: quantiles within 1.6%, whatever the range."""
+"""Histograms that are computed per part and added up: quantiles within 1.6% over any range."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 class Histogram:
-    """Counts in bins of fixed relative width, 32 to a doubling (as DDSketch, Masson, Rim and Lee 2019, arXiv:1908.10693).
+    """Counts in bins of constant relative width, 32 per octave (as DDSketch, Masson, Rim and Lee 2019, arXiv:1908.10693).
 
-    The bins are the same for all data, so that histograms add up exactly in any order.
+    The bins do not depend on the data, so histograms add up exactly in any order.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class Histogram:
         self.least, self.most = math.inf, -math.inf
 
     def add(self, values: Iterable[float]) -> None:
-        """Count finite values; others are left out."""
+        """Count finite values; others are ignored."""
         for value in values:
             if math.isfinite(value):
                 self._bins[_bin(value)] += 1
                 self.least, self.most = min(self.least, value), max(self.most, value)
 
     def merge(self, other: Histogram) -> None:
-        """Count what the other has counted."""
+        """Add the counts of another histogram."""
         self._bins.update(other._bins)
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
 
@@ -39,7 +39,7 @@ class Histogram:
         return self._bins.total()
 
     def quantile(self, share: float) -> float:
-        """The value below which `share` of the values lie; NaN if there are none."""
+        """The value below which a fraction `share` of the values lies; NaN if there are none."""
         wanted, below = share * self.count, 0
         for number, count in sorted(self._bins.items()):
             below += count
@@ -67,7 +67,9 @@ class Histogram:
 
 
 def _bin(value: float) -> int:
-    """Bins are numbered from below: negative numbers, 0, positive numbers. What is nearly nothing or beyond all measure ends the scale."""
+    """Bin numbers ascend with the value: negative numbers, 0, positive numbers. Tiny values count as 0; huge values fall into the last
+    bin.
+    """
     fraction, exponent = math.frexp(abs(value))
     if not fraction or exponent < -_OCTAVES:
         return 0

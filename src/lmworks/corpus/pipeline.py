@@ -1,4 +1,4 @@
-"""The corpus stage: sources in, clean, deduplicated, decontaminated documents out, split into train and validation."""
+"""The corpus stage: reads sources and writes clean, deduplicated, decontaminated documents, split into train and validation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from rich.console import RenderableType
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.dedup.advice import advice
-from lmworks.corpus.engine.assembling import assemble_report, leave_out_empty, remove_partial, remove_stale, write_manifest, write_samples
-from lmworks.corpus.engine.dedup_preview import Duplicates, duplicates
-from lmworks.corpus.engine.job import Job, code_of
+from lmworks.corpus.engine.assembling import (
+    assemble_report,
+    omit_empty_sources,
+    remove_partial,
+    remove_stale,
+    write_manifest,
+    write_samples,
+)
+from lmworks.corpus.engine.dedup_preview import SourceDuplicates, preview_duplicates
+from lmworks.corpus.engine.job import Job, hash_referenced_files
 from lmworks.corpus.engine.passes.decontamination import EVALUATION, PROTECTED
 from lmworks.corpus.engine.passes.reading import check_facts
 from lmworks.corpus.engine.passes.sequence import PASSES
@@ -36,13 +43,13 @@ from lmworks.recipe.schema.recipe import Recipe
 def prepare(
     recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path(), unread: Mapping[str, str] = MappingProxyType({})
 ) -> Report:
-    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, and files that tell about them.
+    """Make the corpus of `recipe` in the directory `out`: train/, validation/, decisions/, and the report files.
 
-    `questions` are what an evaluation will ask, and is kept out of the training text; `unread` are the evaluation sets that could not be
-    read, with the reason. `folder` is where the recipe lies; files that its steps name are relative to it.
+    `questions` are the evaluation items, which are removed from the training text; `unread` maps evaluation sets that could not be read to
+    the reason. `folder` is the folder of the recipe; file names in its steps are relative to it.
 
-    Goes on where an earlier call was stopped, does again what has changed inputs, and gives the same bytes each time, whoever does the
-    work (`corpus.executor`, `corpus.processes`). Raises UserError for a source that is missing or empty and not `optional`.
+    Resumes an interrupted call, repeats tasks whose inputs have changed, and writes the same bytes for any executor (`corpus.executor`,
+    `corpus.processes`). Raises UserError for a source that is missing or empty and not `optional`.
     """
     out = Path(out)
     with explain_os_errors(out):
@@ -57,14 +64,14 @@ def prepare(
         report = assemble_report(job, missing)
         report.unread, report.advice = dict(unread), list(advice(recipe.corpus))
         write_samples(job)
-        leave_out_empty(job, report)
+        omit_empty_sources(job, report)
         _require_clean(recipe, report)
         remove_stale(job, report, PASSES)
         write_json(out / "report.json", report.as_json())
         write_manifest(job, report)
         if not recipe.corpus.keep_staged:
             shutil.rmtree(job.staging)
-            job.save()  # what sampling and tracing start from
+            job.save()  # `sample` and `trace` need it
     return report
 
 
@@ -76,7 +83,7 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
 
     _check_sources(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
-    job = Job(recipe, Path(folder), out.resolve(), found, code_of(recipe, Path(folder)), "")
+    job = Job(recipe, Path(folder), out.resolve(), found, hash_referenced_files(recipe, Path(folder)), "")
     check_facts(job)
     sources = Table("source", "parts", "MB of input", box=None)
     for source in job.sources:
@@ -88,20 +95,22 @@ def preview(recipe: Recipe, out: Path, folder: Path = Path()) -> Iterator[Render
         passes.add_row(pass_.name, f"{len(pass_.tasks(job)):,}")
     yield from (sources, "", passes)
     if recipe.corpus.executor.kind == "slurm":
-        yield from (f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm.script(job, pass_))}" for pass_ in PASSES if pass_.tasks(job))
+        for pass_ in PASSES:
+            if pass_.tasks(job):
+                yield f"\n# {job.staging}/slurm/{pass_.name}.sh\n{mask(slurm.batch_script(job, pass_))}"
 
 
-def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[Duplicates]:
-    """What deduplication would drop of each source, found without writing anything that stays.
+def find_duplicates(recipe: Recipe, folder: Path = Path()) -> list[SourceDuplicates]:
+    """What deduplication would drop, per source. No permanent files are written.
 
-    The work is done on this machine, in a directory below $TMPDIR, which needs as much room as the filtered text takes.
+    Runs on this machine, in a directory below $TMPDIR with as much space as the filtered text takes.
     """
     with TemporaryDirectory(prefix="lmworks-duplicates-") as aside, explain_os_errors(Path(aside)):
-        return duplicates(plan(recipe, Path(aside), (), folder)[0])
+        return preview_duplicates(plan(recipe, Path(aside), (), folder)[0])
 
 
 def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: Path = Path()) -> tuple[Job, dict[str, str]]:
-    """The job, and the optional sources that cannot be had with the reason. Writes the evaluation texts into the staging folder."""
+    """The job, and the optional sources that are not available with the reason. Writes the evaluation texts into the staging folder."""
     _check_sources(recipe.corpus)
     _print_warnings(recipe.corpus)
     found, missing = _find_parts(recipe.corpus)
@@ -111,7 +120,7 @@ def plan(recipe: Recipe, out: Path, questions: Iterable[Question] = (), folder: 
         while batch := list(islice(left, 1024)):
             columns = ([one.name for one in batch], [one.text for one in batch], [one.answer for one in batch], [True] * len(batch))
             rows.write_table(pa.table(list(columns), schema=PROTECTED))
-    job = Job(recipe, Path(folder), out.resolve(), found, code_of(recipe, Path(folder)), sha256_file(path))
+    job = Job(recipe, Path(folder), out.resolve(), found, hash_referenced_files(recipe, Path(folder)), sha256_file(path))
     return job, missing
 
 
@@ -141,11 +150,11 @@ def _find_parts(corpus: Corpus) -> tuple[dict[str, list[Part]], dict[str, str]]:
                 found[source.name] = parts(source, int(corpus.part_bytes))
             except Unavailable as error:
                 if not source.optional:
-                    raise UserError(f"{error}; or set optional: true to go on without it") from None
+                    raise UserError(f"{error}; or set optional: true to continue without it") from None
                 missing[source.name] = str(error)
             progress.advance()
     if not found:
-        raise UserError(f"none of the {len(corpus.sources)} corpus sources can be had: {next(iter(missing.values()))}")
+        raise UserError(f"none of the {len(corpus.sources)} corpus sources is available: {next(iter(missing.values()))}")
     return found, missing
 
 
@@ -162,6 +171,6 @@ def _require_clean(recipe: Recipe, report: Report) -> None:
     if node and node.action == "fail" and report.contamination:
         first = report.contamination[0]
         raise UserError(
-            f"{len(report.contamination)} training documents hold protected text, the first {first['id']} that of {first['against']}; see "
-            "rejected.jsonl, take them out of their sources, or set corpus.decontaminate.action to drop"
+            f"{len(report.contamination)} training documents contain protected text, the first {first['id']} that of {first['against']}; "
+            "see rejected.jsonl, remove them from their sources, or set corpus.decontaminate.action to drop"
         )

@@ -1,4 +1,4 @@
-"""What became of every document: the funnel of each source, step by step, and the table that is printed."""
+"""The report of the corpus stage: the funnel of each source, step by step, and the table that is printed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_LEAKS, _PASSAGE = 8, 80
 
 @dataclass
 class SourceReport:
-    """One source: what was read of how many parts, what of it was no document, what `max_bytes` left aside, and each step after that.
+    """One source: documents read, quarantined, not drawn because of `max_bytes`, and the counts of each step after that.
 
-    Documents and bytes add up: came + added as variants = quarantined + not drawn + what the steps dropped + validation + train, and for
-    bytes less what the steps have edited.
+    Documents and bytes add up: came + added as variants = quarantined + not drawn + dropped by steps + validation + train. For bytes, the
+    changes by steps are added.
     """
 
     name: str
@@ -41,14 +41,14 @@ class SourceReport:
         return cls(source.name, source.domain, source.language, source.license, parts)
 
     def add_read(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the pass `read` for a part."""
+        """Add the counts of the pass `read` for a part."""
         self.came.merge(counts["came"])
         merge(self.quarantined, counts["quarantined"])
         self.not_drawn.merge(counts["not_drawn"])
         self._add_steps(counts["steps"], 0)
 
     def add_written(self, counts: Mapping[str, Any]) -> None:
-        """The counts of the pass `write` for a part; those of `read` for all parts have come before."""
+        """Add the counts of the pass `write` for a part, after those of `read` for all parts."""
         own = [step.step for step in self.steps].index("dedup") if any(one.step == "dedup" for one in self.steps) else len(self.steps)
         self._add_steps(counts["steps"], own)
         for split, found in self.outputs.items():
@@ -62,7 +62,7 @@ class SourceReport:
 
     @property
     def dropped(self) -> Counts:
-        """By reason, over all steps."""
+        """Dropped documents by reason, over all steps."""
         found: Counts = {}
         for step in self.steps:
             for reason, one in step.dropped.items():
@@ -84,13 +84,13 @@ class SourceReport:
 
 @dataclass
 class Report:
-    """The corpus stage's report. `missing` maps optional sources that could not be had to the reason; the mixture must do without them.
+    """The report of the corpus stage. `missing` maps optional sources that were not available to the reason; the mixture leaves them out.
 
-    `statistics` are distributions by SOURCE/FACT of what was read and what is in train; `bytes_per_document` is what comparing all
-    documents holds in memory for each. `protected` says of each evaluation set, and of the held-out documents, how many `items` are looked
-    for, how many are too `trivial` to be, how many of them were `found`, and in how many `documents`. `widespread` are its passages in
-    more than ten documents, `shared` what the items of an evaluation set have in common and is not looked for; `unread` maps evaluation
-    sets that could not be read, and are not protected, to the reason. `advice` is about the settings of deduplication.
+    `statistics` are distributions by SOURCE/FACT over documents read and training documents; `bytes_per_document` is the memory of
+    comparing all documents, per document. `protected` has, for each evaluation set and for the held-out documents, the number of `items`
+    searched for, of items too `trivial` to be searched for, of items `found`, and of `documents` that contain one. `widespread` are
+    passages in more than ten documents, `shared` the wording that items of an evaluation set share and that is not searched for; `unread`
+    maps evaluation sets that could not be read, and are not protected, to the reason. `advice` is about the settings of deduplication.
     """
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -127,7 +127,7 @@ def _most(counts: Counts) -> str:
 
 
 def _rows(source: SourceReport) -> Iterable[tuple[str, Count, Count, str]]:
-    """(step, in, out, most frequent reasons) down the funnel."""
+    """(step, in, out, most frequent reasons) of the funnel."""
     left = Count(source.came.documents, source.came.bytes)
     if source.quarantined:
         gone = total(source.quarantined.values())
@@ -150,10 +150,10 @@ def _contamination_rows(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "more passages", "", f"{len(leaks) - _MOST_LEAKS} in report.json under widespread"
     if passed := [one for one in report.widespread if one["let_pass"]]:
         most = max(passed, key=lambda one: one["documents"])
-        what = f"{len(passed)} passages of held-out text let pass as boilerplate (report.json, widespread); the most frequent: "
+        what = f"{len(passed)} passages of held-out text were exempt as boilerplate (report.json, widespread); the most frequent: "
         yield most["against"], f"{most['documents']:,}", what + _quoted(most["passage"])
     for one in report.shared:
-        yield one["set"], "", f"{one['runs']:,} runs that its items share are not looked for: {_quoted(one['passage'])}"
+        yield one["set"], "", f"{one['runs']:,} runs that its items share are not searched for: {_quoted(one['passage'])}"
 
 
 def _rows_of_strict_rules(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -162,8 +162,8 @@ def _rows_of_strict_rules(report: Report) -> Iterator[tuple[str, str, str]]:
         for step in (one for one in source.steps if one.step == "rules"):
             for reason, one in step.dropped.items():
                 if 2 * one.documents > step.came.documents:
-                    what = f"of {step.came.documents:,} dropped by the rule {reason}: look at some (corpus sample --reason {reason}); "
-                    yield source.name, f"{one.documents:,}", what + "if they are sound, choose another domain or rules (docs/rules.md)"
+                    what = f"of {step.came.documents:,} dropped by the rule {reason}: see samples (corpus sample --reason {reason}); "
+                    yield source.name, f"{one.documents:,}", what + "if they are good, choose another domain or rules (docs/rules.md)"
 
 
 def _quoted(passage: str) -> str:
@@ -172,7 +172,7 @@ def _quoted(passage: str) -> str:
 
 
 def table(report: Report) -> Table:
-    """The funnel to print: per source, and of many sources the whole first and then a line for each."""
+    """The funnel as a table. If there are many sources, each has one line."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Checks of a recipe's sources before anything is read: missing files and unknown rules."""
+"""Checks of the sources of a recipe before anything is read: missing files and unknown rules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lmworks.corpus.rules import rules_for
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
-_ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not looked at: pinned, part of Python, or behind a network
+_ELSEWHERE = ("wheel", "stdlib", "huggingface")  # not checked: pinned, part of Python, or remote
 _WHOLE = 1 << 62
 
 
 def faults(recipe: Recipe) -> Iterator[str]:
-    """One line for each fault. A recipe for another machine may well name files that are not on this one."""
+    """One line per fault. A recipe for another machine may name files that do not exist on this one."""
     for source in recipe.corpus.sources:
         try:
             rules_for(source.rules, source.domain, source.language)

@@ -1,12 +1,13 @@
-"""Text to word hashes, many documents at a time in numpy: the one tokenization behind the rules, near-duplicates and contamination.
+"""Text to word hashes, vectorized over many documents in numpy: the one tokenization for rules, near-duplicates and contamination.
 
-A unit is a run of letters, digits, marks and underscores, case folded; in scripts written without spaces (Han, kana, Thai, Lao, Khmer,
-Burmese) each character is a unit of its own, so an n-gram of units is one of words or of characters, as the text itself asks.
+A unit is a run of letters, digits, marks and underscores, case folded. In scripts written without spaces (Han, kana, Thai, Lao, Khmer,
+Burmese) each character is a unit. So an n-gram of units consists of words or of characters, depending on the script.
 
-Punctuation and markup do not matter to prose, but operators, brackets and emoji are what some text is made of. There, on request, each
-symbol is a unit, too: in the lines that have at least one for three words or no word at all (`symbols="lines"`), or in the whole text
+Punctuation and markup do not matter in prose, but some text consists of operators, brackets and emoji. With `symbols` each symbol is a
+unit, too: in lines that have at least one symbol per three words or no word at all (`symbols="lines"`), or in the whole text
 (`symbols="all"`). Commas, quotes and semicolons are never units; full stops, colons and dashes are, but do not make a line symbolic. In
-lines, a symbol after seven others stands for all eight: there are few symbols, and sets of short runs of them are soon alike.
+lines, each symbol that follows seven others gets the hash of all eight: there are few distinct symbols, so sets of short runs of them are
+similar in unrelated texts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 SPACELESS_LANGUAGES = frozenset({"zh", "ja", "th", "lo", "km", "my"})
-_PLANES = 0x33480  # past the last assigned letter; whatever lies above is a separator
+_PLANES = 0x33480  # one past the last assigned letter; code points above are separators
 _SPACELESS = (
     (0x0E00, 0x0F00),
     (0x1000, 0x10A0),
@@ -37,9 +38,9 @@ _SPACELESS = (
     (0xFF66, 0xFFA0),
     (0x20000, 0x33480),
 )
-_WORD, _SINGLE, _LETTER, _SYMBOL, _MARK = 1, 2, 4, 8, 16  # bits of a code point's kind; a separator has none
+_WORD, _SINGLE, _LETTER, _SYMBOL, _MARK = 1, 2, 4, 8, 16  # bits of the kind of a code point; a separator has none
 _UNIT = _WORD | _SINGLE
-_NEVER = frozenset(",;'\"`´‘’‚‛“”„‟‹›«»¿¡、。，；：？！…")  # how prose is set; differs between copies of the same text
+_IGNORED = frozenset(",;'\"`´‘’‚‛“”„‟‹›«»¿¡、。，；：？！…")  # typographic punctuation, which differs between copies of the same text
 _MARKS = frozenset(".:?!-‐‑‒–—―·•")
 _WORDS_PER_SYMBOL = 3
 Symbols = Literal["", "lines", "all"]
@@ -52,7 +53,7 @@ STEP = np.uint64(0xD6E8FEB86659FD93)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Scatter 64-bit values over all bits (the finaliser of SplitMix64, Steele 2014). In place; returns its argument."""
+    """Mix the bits of 64-bit values (the finalizer of SplitMix64, Steele 2014). In place; returns its argument."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -64,20 +65,21 @@ def mix(x: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, bytes]:
     """Per code point its kind and the hash of the folded letter (0 for separators), without symbols and with them; and the kinds of ASCII
-    for `bytes.translate`."""
+    for `bytes.translate`.
+    """
     kinds = np.zeros(_PLANES, dtype=np.uint8)
     folded = np.arange(_PLANES, dtype=np.uint64)
     for code in range(_PLANES):
         char = chr(code)
         category = unicodedata.category(char)
-        if 0xFE00 <= code <= 0xFE0F:  # how an emoji is drawn
+        if 0xFE00 <= code <= 0xFE0F:  # variation selectors
             continue
         if category[0] in "LNM" or char == "_":
             kinds[code] = _WORD | (_LETTER if category[0] == "L" else 0)
             lower = char.lower()
             if len(lower) == 1:
                 folded[code] = ord(lower)
-        elif category[0] in "SP" and char not in _NEVER and not 0x3000 <= code < 0x3040:
+        elif category[0] in "SP" and char not in _IGNORED and not 0x3000 <= code < 0x3040:
             kinds[code] = _MARK if char in _MARKS else _SYMBOL
     for start, stop in _SPACELESS:
         span = kinds[start:stop]
@@ -88,7 +90,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray, bytes]:
 
 @lru_cache(maxsize=1)
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """Powers 0 to 2^15 of the step and of its inverse modulo 2^64."""
+    """Powers 0 to 2^15 of STEP and of its inverse modulo 2^64."""
     steps = np.full((2, _BLOCK + 1), STEP, dtype=np.uint64)
     steps[1] = pow(int(STEP), -1, 1 << 64)
     steps[:, 0] = 1
@@ -98,12 +100,12 @@ def _powers() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of several documents. Document d owns units `bounds[d]:bounds[d+1]`; starts and ends are code points in its own text."""
+    """The units of several documents. Document d has units `bounds[d]:bounds[d+1]`; starts and ends are code points in its own text."""
 
     hashes: np.ndarray  # (U,) uint64
     starts: np.ndarray  # (U,) int64
     ends: np.ndarray  # (U,) int64
-    letters: np.ndarray  # (U,) how many letters a unit has
+    letters: np.ndarray  # (U,) number of letters in the unit
     single: np.ndarray  # (U,) bool, a character of a script without spaces
     bounds: np.ndarray  # (D+1,) int64
 
@@ -121,9 +123,9 @@ class Units:
 
 
 def units(texts: Sequence[str], symbols: Symbols = "") -> Units:
-    """Split texts into hashed units, vectorized over all of them; see above for `symbols`."""
+    """Split texts into hashed units, vectorized over all texts; see the module docstring for `symbols`."""
     _, values_of, symbol_values_of, _ = _tables()
-    codes, kinds, firsts = _kinds(texts)
+    codes, kinds, firsts = _classify(texts)
     word, single = (kinds & _WORD).view(bool), kinds & _SINGLE > 0
     if symbols:
         left = kinds & (_SYMBOL | _MARK) > 0
@@ -143,12 +145,12 @@ def units(texts: Sequence[str], symbols: Symbols = "") -> Units:
     letters = ends - starts - np.bincount(np.searchsorted(starts, others, side="right") - 1, minlength=len(starts))
     hashes = _hashes(codes, starts, values_of)
     if symbols == "lines":
-        _tell_apart(hashes, kinds[starts] & (_SYMBOL | _MARK) > 0, bounds)
+        _hash_symbol_runs(hashes, kinds[starts] & (_SYMBOL | _MARK) > 0, bounds)
     return Units(hashes, starts - offset, ends - offset, letters, single[starts], bounds)
 
 
-def _kinds(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The texts with a line end between them as (code points, their kinds), and where each text begins: (C,), (C,), (D,)."""
+def _classify(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The texts joined with line ends as (code points, their kinds), and the start of each text: (C,), (C,), (D,)."""
     kinds_of, _, _, ascii_kinds = _tables()
     joined = "\n".join(texts)
     if joined.isascii():
@@ -163,15 +165,15 @@ def _kinds(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _in_symbolic_lines(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """(C,) bool: the characters of lines that are made of symbols, but for what stands before the first word (bullets, quote marks).
+    """(C,) bool: the symbols of lines that consist of symbols, except those before the first word (bullets, quote marks).
 
-    A line of one symbol over and over is a rule, and is none of them.
+    A line that repeats one symbol is a rule and does not count.
     """
     ends = np.flatnonzero(codes == _NEWLINE)
     lines = np.zeros(len(codes), dtype=np.int64)
     lines[ends] = 1
     np.cumsum(lines, out=lines)
-    words = np.cumsum(_begun(kinds))
+    words = np.cumsum(_word_starts(kinds))
     before = np.concatenate(([0], words[ends]))
     count = len(ends) + 1
     per_line = np.diff(np.append(before, words[-1] if len(words) else 0))
@@ -190,53 +192,55 @@ def _in_symbolic_lines(codes: np.ndarray, kinds: np.ndarray) -> np.ndarray:
 
 
 def symbolic(texts: Sequence[str]) -> np.ndarray:
-    """(D,) bool: which texts are made of symbols, at least one for three words."""
-    strong, words = _balance(texts)
+    """(D,) bool: which texts have at least one symbol per three words."""
+    strong, words = _count_symbols_and_words(texts)
     return (strong > 0) & (strong * _WORDS_PER_SYMBOL >= words)
 
 
-def more_symbols(texts: Sequence[str]) -> np.ndarray:
+def mostly_symbols(texts: Sequence[str]) -> np.ndarray:
     """(D,) bool: which texts have more symbols than words."""
-    strong, words = _balance(texts)
+    strong, words = _count_symbols_and_words(texts)
     return strong > words
 
 
-def _balance(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(D,) symbols and (D,) words of each text."""
+def _count_symbols_and_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(D,) number of symbols and (D,) number of words of each text."""
     if not texts:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    _, kinds, firsts = _kinds([*texts, ""])
+    _, kinds, firsts = _classify([*texts, ""])
     return (
         np.add.reduceat(kinds == _SYMBOL, firsts[:-1], dtype=np.int64),
-        np.add.reduceat(_begun(kinds), firsts[:-1], dtype=np.int64),
+        np.add.reduceat(_word_starts(kinds), firsts[:-1], dtype=np.int64),
     )
 
 
 def symbolic_stretches(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(S,) texts and (S,) places in them of stretches of 64 characters with 16 symbols or more, each unlike the one before, and four times
-    as many as words.
+    """(S,) texts and (S,) positions in them of stretches of 64 characters that have at least 16 symbols, each different from its
+    predecessor, and four times as many symbols as words.
     """
-    codes, kinds, firsts = _kinds([*texts, " " * _STRETCH])
+    codes, kinds, firsts = _classify([*texts, " " * _STRETCH])
     changing = kinds >= _SYMBOL
     changing[1:] &= codes[1:] != codes[:-1]
-    whole = len(kinds) // _STRETCH * _STRETCH
-    strong = np.add.reduce(changing[:whole].reshape(-1, _STRETCH), axis=1, dtype=np.uint8)
+    run_hash = len(kinds) // _STRETCH * _STRETCH
+    strong = np.add.reduce(changing[:run_hash].reshape(-1, _STRETCH), axis=1, dtype=np.uint8)
     found = np.flatnonzero(strong >= 16)
-    words = np.add.reduce(_begun(kinds)[:whole].reshape(-1, _STRETCH)[found], axis=1, dtype=np.uint8)
+    words = np.add.reduce(_word_starts(kinds)[:run_hash].reshape(-1, _STRETCH)[found], axis=1, dtype=np.uint8)
     middles = found[strong[found] >= words * np.uint8(4)] * _STRETCH + _STRETCH // 2
     numbers = np.minimum(np.searchsorted(firsts, middles, side="right"), len(texts)) - 1
     return numbers, middles - firsts[numbers]
 
 
-def _begun(kinds: np.ndarray) -> np.ndarray:
-    """(C,) bool: where a word, or a character that is one, begins."""
+def _word_starts(kinds: np.ndarray) -> np.ndarray:
+    """(C,) bool: where a word, or a character that is a unit, begins."""
     begun = kinds & _UNIT > 0
     begun[1:] &= (kinds[1:] & _SINGLE > 0) | (kinds[:-1] & _UNIT == 0)
     return begun
 
 
-def _tell_apart(hashes: np.ndarray, symbols: np.ndarray, bounds: np.ndarray) -> None:
-    """Let each of eight symbols in a row or more stand for the seven before it, too, in place: mazes know two of them."""
+def _hash_symbol_runs(hashes: np.ndarray, symbols: np.ndarray, bounds: np.ndarray) -> None:
+    """Replace the hash of each symbol that ends a run of eight symbols by the hash of the run, in place. This distinguishes texts that
+    consist of few symbols, such as mazes.
+    """
     if not symbols.any():
         return
     run = np.cumsum(symbols)
@@ -246,9 +250,10 @@ def _tell_apart(hashes: np.ndarray, symbols: np.ndarray, bounds: np.ndarray) -> 
 
 
 def _hashes(codes: np.ndarray, starts: np.ndarray, values_of: np.ndarray) -> np.ndarray:
-    """(U,) the sum over a unit's letters of value times step to the power of the letter's place in the unit, mixed.
+    """(U,) the sum over a unit's letters of value times STEP to the power of the letter's position in the unit, mixed.
 
-    All letters are weighed by their place in the text, whose powers need no looking up, and each sum is taken back by its unit's place.
+    Letters are weighted by their position in the text, whose powers need no look-up, and each sum is divided by the power of its unit's
+    position.
     """
     if not len(starts):
         return np.zeros(0, dtype=np.uint64)
@@ -272,27 +277,27 @@ def _hashes(codes: np.ndarray, starts: np.ndarray, values_of: np.ndarray) -> np.
 def ngrams_of(hashes: np.ndarray, lengths: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
     """For each n of `lengths`, ascending: (n, hashes of all runs of n units, of shape (max(U - n + 1, 0),)).
 
-    Runs over a document's end are the caller's to leave out. The lengths share their work: a run is two of half its length.
+    Runs that span two documents are included; the caller excludes them. Work is shared: a run is built from two of half its length.
     """
     made = {1: hashes}
     for n in sorted(set(lengths)):
-        yield n, mix(_sums(made, n).copy())
+        yield n, mix(_polynomial_sums(made, n).copy())
 
 
-def _sums(made: dict[int, np.ndarray], n: int) -> np.ndarray:
-    """Sums over all runs of n units of hash times step to the power of the units behind it, from those `made` before."""
+def _polynomial_sums(made: dict[int, np.ndarray], n: int) -> np.ndarray:
+    """Sums over all runs of n units of hash times STEP to the power of the number of units after it, built from the sums in `made`."""
     if n not in made:
         back = n // 2 if n % 2 == 0 else 1
-        ahead = _sums(made, n - back)
+        ahead = _polynomial_sums(made, n - back)
         count = max(len(made[1]) - n + 1, 0)
         sums = ahead[:count] * _powers()[0][back]
-        sums += _sums(made, back)[n - back :][:count]
+        sums += _polynomial_sums(made, back)[n - back :][:count]
         made[n] = sums
     return made[n]
 
 
-def lengthen(grams: np.ndarray, hashes: np.ndarray, n: int) -> None:
-    """Turn runs of n - 1 units, of which there are as many as runs of n, into those, in place; `mix` makes their hashes."""
+def extend_ngrams(grams: np.ndarray, hashes: np.ndarray, n: int) -> None:
+    """Extend runs of n - 1 units, one per run of n, to runs of n units, in place; apply `mix` to get their hashes."""
     grams *= STEP
     grams += hashes[n - 1 :][: len(grams)]
 
@@ -302,8 +307,8 @@ def ngrams(hashes: np.ndarray, n: int) -> np.ndarray:
     return next(grams for _, grams in ngrams_of(hashes, [n]))
 
 
-def repeated(grams: np.ndarray, n: int) -> np.ndarray:
-    """(U,) bool: which units lie in a run of n that stood earlier, from the hashes of all runs of n."""
+def in_repeated_ngram(grams: np.ndarray, n: int) -> np.ndarray:
+    """(U,) bool: which units are inside a run of n that occurred earlier, from the hashes of all runs of n."""
     again = np.ones(len(grams), dtype=bool)
     again[np.unique(grams, return_index=True)[1]] = False
     edges = np.zeros(len(grams) + n, dtype=np.int32)
@@ -313,8 +318,8 @@ def repeated(grams: np.ndarray, n: int) -> np.ndarray:
     return covered
 
 
-def whole(hashes: np.ndarray) -> np.ndarray:
-    """One hash for the run of all units, equal to `ngrams(hashes, len(hashes))`: (1,) uint64."""
+def run_hash(hashes: np.ndarray) -> np.ndarray:
+    """One hash of the run of all units, equal to `ngrams(hashes, len(hashes))`: (1,) uint64."""
     if not 0 < len(hashes) <= _BLOCK:
         return ngrams(hashes, max(len(hashes), 1))
     return mix((hashes * _powers()[0][len(hashes) - 1 :: -1]).sum(keepdims=True))

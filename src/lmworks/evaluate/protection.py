@@ -32,18 +32,18 @@ class Protection:
     questions: list[Question]
     unread: dict[str, str]
 
-    def gate(self, ngram: int, corpus_dir: Path | None = None) -> Decontaminator:
-        """A gate against the questions, and against the held-out documents of a corpus if one is given."""
-        gate = Decontaminator(ngram)
-        asked = self.questions
-        gate.protect([one.name for one in asked], [clean(one.text) for one in asked], [clean(one.answer) for one in asked], evaluation=True)
+    def decontaminator(self, ngram: int, corpus_dir: Path | None = None) -> Decontaminator:
+        """A decontaminator of the questions, and of the held-out documents of a corpus if one is given."""
+        decontaminator = Decontaminator(ngram)
+        names, answers = [one.name for one in self.questions], [clean(one.answer) for one in self.questions]
+        decontaminator.protect(names, [clean(one.text) for one in self.questions], answers, evaluation=True)
         if corpus_dir is not None and corpus_files(corpus_dir, "validation"):
             for domain, texts in held_out(corpus_dir).items():
-                gate.protect([f"{domain}/{number}" for number in range(len(texts))], texts, evaluation=False)
-        return gate
+                decontaminator.protect([f"{domain}/{number}" for number in range(len(texts))], texts, evaluation=False)
+        return decontaminator
 
     def digest(self, corpus_dir: Path) -> str:
-        """Hex SHA-256 of what such a gate protects."""
+        """Hex SHA-256 of the texts that such a decontaminator protects."""
         held = sha256_file(corpus_dir / "manifest.json")
         return hashlib.sha256(record.hashes(self.questions).tobytes() + held.encode()).hexdigest()
 
@@ -90,11 +90,11 @@ def doubt(name: str, asked: Sequence[Question], searched: Sequence[Path], recipe
 
     `searched` are the folders with the records of what each body of training text was searched for.
     """
-    missed = int((~np.isin(record.hashes(asked), record.of_all(searched))).sum())
+    missed = int((~np.isin(record.hashes(asked), record.common_items(searched))).sum())
     if not missed:
         return None
-    gate, path = recipe.corpus.decontaminate, corpus_dir / "report.json"
-    if gate is None or gate.action == "report":
-        return f"corpus.decontaminate is {'null' if gate is None else 'set to report only'}"
+    decontaminator, path = recipe.corpus.decontaminate, corpus_dir / "report.json"
+    if decontaminator is None or decontaminator.action == "report":
+        return f"corpus.decontaminate is {'null' if decontaminator is None else 'set to report only'}"
     unread = read_json(path).get("unread", {}) if path.exists() else {}
     return str(unread.get(name, f"not all text trained on was searched for {missed} of its {len(asked)} items"))

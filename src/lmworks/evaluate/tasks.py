@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.generated import create
+from lmworks.corpus.generated_questions import create
 from lmworks.evaluate.statistics import Score
 from lmworks.recipe.schema.evaluate import Generator
 

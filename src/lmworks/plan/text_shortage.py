@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lmworks.corpus.readers.snapshot import listing
+from lmworks.corpus.readers.snapshot import list_files
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.manifest import MANIFEST, Manifest
@@ -30,7 +30,7 @@ def text_shortage(recipe: Recipe, run_dir: Path) -> str | None:
 
 
 def _at_most(recipe: Recipe) -> dict[str, int]:
-    found = listing(recipe, {})
+    found = list_files(recipe, {})
     tokens = dict.fromkeys(recipe.shards.imported, _PLENTY)
     for source in recipe.corpus.sources:
         files = found.get(f"corpus.sources.{source.name}", {}) if source.kind in _PLAIN else {}

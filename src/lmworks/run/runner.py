@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lmworks import credentials
 from lmworks.checkpoint import listing as saved
-from lmworks.corpus.readers.snapshot import Listing, changes, listing
+from lmworks.corpus.readers.snapshot import Listing, changes, list_files
 from lmworks.doctor.page import write_page
 from lmworks.files import explain_full_disk, read_json, write_json
 from lmworks.interrupt import Interrupted
@@ -259,7 +259,7 @@ def _recorded_files(run_dir: Path) -> Listing:
 def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_event: Callable[[StageEvent], None]) -> _State:
     """Detect changes of the recipe and of the sources' files, which count as changes of the recipe."""
     before = _recorded_files(run_dir)
-    now = listing(resolved.recipe, before)
+    now = list_files(resolved.recipe, before)
     found = list(changes(before, now))
     accepted = _accept_changes(run_dir, resolved, allow, found)
     for change in found:

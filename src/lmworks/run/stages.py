@@ -79,8 +79,8 @@ def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
     """Record for which evaluation items the text of a stage's folder was searched."""
     from lmworks.corpus.contamination import record
 
-    gate = recipe.corpus.decontaminate
-    record.save(folder, record.hashes(protected.questions if gate and gate.action != "report" else ()))
+    options = recipe.corpus.decontaminate
+    record.save(folder, record.hashes(protected.questions if options and options.action != "report" else ()))
 
 
 def _search_records(context: StageContext, *stages: str) -> list[Path]:
@@ -110,13 +110,13 @@ def _tokenizer(context: StageContext) -> RenderableType | None:
 def _shards(context: StageContext) -> RenderableType | None:
     from lmworks.shards.build.build_shards import build_shards
 
-    recipe, run_dir, gate, searched = context.recipe, context.run_dir, None, ""
+    recipe, run_dir, decontaminator, searched = context.recipe, context.run_dir, None, ""
     if recipe.shards.imported and recipe.corpus.decontaminate:
         protected = _protected_items(recipe)
-        gate = protected.gate(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
+        decontaminator = protected.decontaminator(recipe.corpus.decontaminate.ngram, run_dir / "corpus")
         searched = protected.digest(run_dir / "corpus")
-    manifest = build_shards(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", gate, searched)
-    if gate is not None:
+    manifest = build_shards(recipe, run_dir / "corpus", run_dir / "tokenizer", run_dir / "shards", decontaminator, searched)
+    if decontaminator is not None:
         _record_search(protected, recipe, run_dir / "shards")
     return f"{sum(manifest.train_tokens().values()):,} training tokens from {len(manifest.sources)} sources"
 
@@ -136,7 +136,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
-        record.save(folder, record.of_all([*_search_records(context, "corpus", "shards"), *before]))
+        record.save(folder, record.common_items([*_search_records(context, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_init_weights,
@@ -152,8 +152,8 @@ def _tune(context: StageContext) -> RenderableType | None:
     def protect() -> tuple[set[str], Decontaminator | None]:
         protected = _protected_items(recipe)
         _record_search(protected, recipe, context.run_dir / "tune")
-        gate = recipe.corpus.decontaminate
-        return {one.text.strip() for one in protected.questions}, protected.gate(gate.ngram) if gate else None
+        options = recipe.corpus.decontaminate
+        return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram) if options else None
 
     tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
     return None

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from lmworks import jsonl
-from lmworks.corpus.analysis.measuring import CountTokens, measure_part, reference, unpacked
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.measuring import CountTokens, measure_part, reference_model, unpack_id
+from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.analysis.tally import Tally
 from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
@@ -29,14 +29,14 @@ _EXAMPLES, _EXAMPLE_LENGTH = 3, 280  # dropped documents shown per reason, and c
 
 
 def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int = 4, processes: int = 1) -> dict[str, Any]:
-    """Statistics of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference`,
+    """Statistics of the corpus in `out`, as JSON: `whole`, `sources`, `domains`, `statistics`, `copied`, `examples`, `reference_model`,
     `missing`, `unread`.
 
     Texts are read from at most `most_parts` parts of each source, evenly spaced. Memory: one batch of texts per process, and 8 bytes per
     duplicate. Raises UserError if the corpus is not finished.
     """
-    corpus = Prepared(out)
-    chosen = {str(piece) for source in corpus.job.sources for piece in _spread(corpus, source.name, most_parts)}
+    corpus = PreparedCorpus(out)
+    chosen = {str(piece) for source in corpus.job.sources for piece in _evenly_spaced_parts(corpus, source.name, most_parts)}
     sizes = {str(piece): piece.bytes if str(piece) in chosen else 0 for piece in corpus.pieces}
     work = [(corpus.out, piece.source.name, piece.number, str(piece) in chosen, count_tokens) for piece in corpus.pieces]
     workers = min(processes, sum(sizes.values()) // _MIN_BYTES_PER_PROCESS + 1)
@@ -51,17 +51,17 @@ def analyze(out: Path, count_tokens: CountTokens | None = None, most_parts: int 
             documents += tally.read.texts.documents
             progress.note(f"{documents / max(time.monotonic() - began, 1e-3):,.0f} documents/s")
             progress.advance(sizes[f"{name}/{number:05d}"])
-    return _assembled(corpus, tallies) | {"unread": unread, "tokenizer": count_tokens is not None}
+    return _as_json(corpus, tallies) | {"unread": unread, "tokenizer": count_tokens is not None}
 
 
-def _spread(corpus: Prepared, name: str, most: int) -> list[Piece]:
+def _evenly_spaced_parts(corpus: PreparedCorpus, name: str, most: int) -> list[Piece]:
     """At most `most` parts of a source, evenly spaced."""
     pieces = [piece for piece in corpus.pieces if piece.source.name == name]
     count = min(most, len(pieces))
     return [pieces[place * len(pieces) // count] for place in range(count)]
 
 
-def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]:
+def _as_json(corpus: PreparedCorpus, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     for found in corpus.report["sources"]:
         tally = tallies[found["name"]]  # the decisions hold the bytes that were read; the report those that were written
         tally.train.count, tally.validation = Count(**found["train"]), Count(**found["validation"])
@@ -71,7 +71,7 @@ def _assembled(corpus: Prepared, tallies: Mapping[str, Tally]) -> dict[str, Any]
         domains[source.domain].merge(tallies[source.name])
     about = {source.name: {key: getattr(source, key) for key in ("name", "domain", "language", "license")} for source in corpus.job.sources}
     statistics = {name: _statistics(corpus, name) for name in tallies}
-    model = reference(corpus.out)
+    model = reference_model(corpus.out)
     return {
         "name": corpus.job.recipe.name,
         "whole": whole.as_json(),
@@ -101,7 +101,7 @@ def _examples(out: Path) -> list[dict[str, str]]:
     return [one for found in kept.values() for one in found]
 
 
-def _statistics(corpus: Prepared, name: str) -> dict[str, Any]:
+def _statistics(corpus: PreparedCorpus, name: str) -> dict[str, Any]:
     """The distributions of the facts that the steps measured: over all documents that were read, and over training documents."""
     prefix = f"{name}/"
     return {key.removeprefix(prefix): value for key, value in corpus.report["statistics"].items() if key.startswith(prefix)}
@@ -117,7 +117,7 @@ def _summed(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {fact: {side: one.as_json() for side, one in sides.items()} for fact, sides in sorted(found.items())}
 
 
-def _copied(corpus: Prepared, whole: Tally) -> dict[str, Any]:
+def _copied(corpus: PreparedCorpus, whole: Tally) -> dict[str, Any]:
     """How many copies documents have, and the documents with the most copies."""
     values, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *whole.copied]), return_counts=True)
     sizes, documents = np.unique(counts, return_counts=True)
@@ -125,5 +125,5 @@ def _copied(corpus: Prepared, whole: Tally) -> dict[str, Any]:
     return {
         "documents": len(values),
         "copies": {str(size): documents for size, documents in zip(sizes.tolist(), documents.tolist(), strict=True)},
-        "most": [{"id": unpacked(corpus, int(values[place])), "copies": int(counts[place])} for place in first],
+        "most": [{"id": unpack_id(corpus, int(values[place])), "copies": int(counts[place])} for place in first],
     }

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.corpus.analysis.prepared import Prepared
-from lmworks.corpus.analysis.records import UNREAD, Labels, Records, load, occurrences
+from lmworks.corpus.analysis.prepared import PreparedCorpus
+from lmworks.corpus.analysis.records import UNREAD, NameNumbers, Records, load_records, number_repeats
 from lmworks.progress import bar
 
 _EXAMPLES = 3
@@ -42,7 +42,7 @@ class SourceDifference:
     groups: list[Group] = field(default_factory=list)
 
 
-def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
+def diff(one: PreparedCorpus, other: PreparedCorpus) -> list[SourceDifference]:
     """Compare two corpora, source by source.
 
     Documents that both corpora kept are matched by text: first at the same origin, then anywhere in the source. The others are matched by
@@ -50,30 +50,30 @@ def diff(one: Prepared, other: Prepared) -> list[SourceDifference]:
     documents are matched correctly. Each kept text is read once. Memory: 250 bytes per document of the largest source, for both corpora and
     all intermediate arrays.
     """
-    labels, found = Labels(), {}
+    labels, found = NameNumbers(), {}
     unmatched: list[tuple[Records, Records]] = []
     names = list(dict.fromkeys(source.name for corpus in (one, other) for source in corpus.job.sources))
     with bar("compare", sum(len(corpus.pieces) for corpus in (one, other))) as progress:
         for name in names:
             progress.note(name)
-            before, after = (load(corpus, name, labels, progress.advance) for corpus in (one, other))
+            before, after = (load_records(corpus, name, labels, progress.advance) for corpus in (one, other))
             found[name] = SourceDifference(name, len(before.kept().rows), len(after.kept().rows))
             unmatched.append(_compare(found[name], before, after, labels))
-    _in_other_sources(found, Records.joined(pair[0] for pair in unmatched), Records.joined(pair[1] for pair in unmatched), labels)
+    _match_across_sources(found, Records.joined(pair[0] for pair in unmatched), Records.joined(pair[1] for pair in unmatched), labels)
     for difference in found.values():
         difference.groups.sort(key=lambda group: (KINDS.index(group.kind), -group.documents, group.before, group.after))
     return list(found.values())
 
 
-def _compare(difference: SourceDifference, before: Records, after: Records, labels: Labels) -> tuple[Records, Records]:
+def _compare(difference: SourceDifference, before: Records, after: Records, labels: NameNumbers) -> tuple[Records, Records]:
     """Match the documents of one source; returns the kept documents of each corpus that have no match."""
     for by_origin in (True, False):
         old, new = before.kept(), after.kept()
-        left, right = _matched(*((one.texts_at_origins() if by_origin else occurrences(one.rows["text"])) for one in (old, new)))
-        same = _compare_equal_texts(difference, old.some(left), new.some(right), labels)
+        left, right = _match_keys(*((one.texts_at_origins() if by_origin else number_repeats(one.rows["text"])) for one in (old, new)))
+        same = _compare_equal_texts(difference, old.take(left), new.take(right), labels)
         difference.renamed += 0 if by_origin else same
         before, after = before.without(before.kept_places()[left]), after.without(after.kept_places()[right])
-    left, right = _matched(before.keys, after.keys)
+    left, right = _match_keys(before.keys, after.keys)
     had, has = before.rows["text"][left] > 0, after.rows["text"][right] > 0
     same_fate = before.rows["fate"][left] == after.rows["fate"][right]
     for kind, chosen, column in (
@@ -82,39 +82,39 @@ def _compare(difference: SourceDifference, before: Records, after: Records, labe
         ("gained", ~had & has, "fate"),
         ("dropped otherwise", ~had & ~has & ~same_fate, "fate"),
     ):
-        _group(difference, kind, before.some(left[chosen]), after.some(right[chosen]), column, labels)
+        _add_groups(difference, kind, before.take(left[chosen]), after.take(right[chosen]), column, labels)
     return before.without(left).kept(), after.without(right).kept()
 
 
-def _matched(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _match_keys(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The indices of equal keys; each key occurs once per side."""
     _, left, right = np.intersect1d(old, new, assume_unique=True, return_indices=True)
     return left, right
 
 
-def _compare_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: Labels) -> int:
+def _compare_equal_texts(difference: SourceDifference, old: Records, new: Records, labels: NameNumbers) -> int:
     """Compare pairs of documents with equal texts; returns how many are in the same output."""
     same_place = old.rows["output"] == new.rows["output"]
     moved = np.flatnonzero(~same_place)
-    _group(difference, "moved", old.some(moved), new.some(moved), "output", labels)
+    _add_groups(difference, "moved", old.take(moved), new.take(moved), "output", labels)
     same = int(np.count_nonzero(same_place))
     difference.same += same
     return same
 
 
-def _in_other_sources(found: dict[str, SourceDifference], old: Records, new: Records, labels: Labels) -> None:
+def _match_across_sources(found: dict[str, SourceDifference], old: Records, new: Records, labels: NameNumbers) -> None:
     """Match the remaining documents by text across sources; those without a match are lost or gained."""
-    left, right = _matched(occurrences(old.rows["text"]), occurrences(new.rows["text"]))
+    left, right = _match_keys(number_repeats(old.rows["text"]), number_repeats(new.rows["text"]))
     lost, gained = old.without(left), new.without(right)
     for name, difference in found.items():
         mine = old.rows["source"][left] == labels.source(name)
-        _compare_equal_texts(difference, old.some(left[mine]), new.some(right[mine]), labels)
+        _compare_equal_texts(difference, old.take(left[mine]), new.take(right[mine]), labels)
         gone, come = lost.of(labels.source(name)), gained.of(labels.source(name))
-        _group(difference, "lost", gone, gone.unread(), "fate", labels)
-        _group(difference, "gained", come.unread(), come, "fate", labels)
+        _add_groups(difference, "lost", gone, gone.unread(), "fate", labels)
+        _add_groups(difference, "gained", come.unread(), come, "fate", labels)
 
 
-def _group(difference: SourceDifference, kind: str, before: Records, after: Records, column: str, labels: Labels) -> None:
+def _add_groups(difference: SourceDifference, kind: str, before: Records, after: Records, column: str, labels: NameNumbers) -> None:
     """Count pairs of documents by their values of `column` before and after."""
     pairs = np.stack([before.rows[column], after.rows[column]], axis=1) if len(before.rows) else np.zeros((0, 2), np.uint16)
     for was, now in np.unique(pairs, axis=0).tolist():

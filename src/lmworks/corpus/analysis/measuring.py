@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.perplexity import Reference
-from lmworks.corpus.analysis.prepared import SPLITS, Prepared, source_changed
-from lmworks.corpus.analysis.tally import Side, Tally, Texts
+from lmworks.corpus.analysis.perplexity import ReferenceModel
+from lmworks.corpus.analysis.prepared import SPLITS, PreparedCorpus, source_changed_error
+from lmworks.corpus.analysis.tally import DocumentFigures, Tally, TextFigures
 from lmworks.corpus.document import split_id, variant_id
 from lmworks.corpus.engine.counts import Count
 from lmworks.corpus.engine.job import Piece
@@ -37,32 +37,32 @@ def measure_part(out: Path, name: str, number: int, texts: bool, count_tokens: C
 
     The second value is None, or the reason why the texts of dropped documents could not be read again; kept texts are measured in any case.
     """
-    corpus = _opened(out)
+    corpus = _open_corpus(out)
     piece = corpus.piece(name, number)
     tally = Tally()
     for _, rows in corpus.decisions(piece, _COLUMNS):
-        _count(corpus, tally, rows)
+        _count_decisions(corpus, tally, rows)
     if not texts:
         return tally, None
-    measure = _Measure(reference(out), count_tokens)
+    measure = _TextMeasurement(reference_model(out), count_tokens)
     for batch in _kept_texts(corpus, piece):
         measure.add(batch, [[tally.train.texts]] * len(batch))
     try:
-        _read_again(corpus, piece, tally, measure)
+        _measure_source_texts(corpus, piece, tally, measure)
     except UserError as error:
         for side in (tally.read, *tally.dropped.values()):
-            side.texts = Texts()  # some texts may belong to other documents
+            side.texts = TextFigures()  # some texts may belong to other documents
         return tally, str(error)
     return tally, None
 
 
 @lru_cache(maxsize=1)
-def _opened(out: Path) -> Prepared:
-    return Prepared(out)
+def _open_corpus(out: Path) -> PreparedCorpus:
+    return PreparedCorpus(out)
 
 
 @lru_cache(maxsize=1)
-def reference(out: Path) -> Reference:
+def reference_model(out: Path) -> ReferenceModel:
     """The reference model, trained on some held-out text of each output of the corpus."""
 
     def texts() -> Iterator[str]:
@@ -75,10 +75,10 @@ def reference(out: Path) -> Reference:
                             yield text[:left]
                             left -= len(text)
 
-    return Reference(texts())
+    return ReferenceModel(texts())
 
 
-def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
+def _count_decisions(corpus: PreparedCorpus, tally: Tally, rows: pa.Table) -> None:
     fate = rows["fate"]
     read = pc.and_(pc.not_equal(fate, "quarantine"), pc.equal(rows["variant_of"], ""))
     tally.read.add(rows.filter(read))
@@ -88,16 +88,16 @@ def _count(corpus: Prepared, tally: Tally, rows: pa.Table) -> None:
     dropped = rows.filter(pc.invert(pc.is_in(fate, pa.array(SPLITS))))
     for step, reason in dict.fromkeys(zip(dropped["fate"].to_pylist(), dropped["reason"].to_pylist(), strict=True)):
         chosen = pc.and_(pc.equal(dropped["fate"], step), pc.equal(dropped["reason"], reason))
-        tally.dropped.setdefault((step, reason), Side()).add(dropped.filter(chosen))
+        tally.dropped.setdefault((step, reason), DocumentFigures()).add(dropped.filter(chosen))
     for reason in REASONS[1:HELD]:
         same = rows.filter(pc.equal(rows["reason"], reason))
         if same.num_rows:
             tally.duplicates.setdefault(reason, Count()).add(pc.sum(same["bytes"]).as_py(), same.num_rows)
-            tally.copied.append(packed(corpus, same["copy_of"].to_pylist()))
+            tally.copied.append(pack_ids(corpus, same["copy_of"].to_pylist()))
 
 
-def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
-    """The inverse of `unpacked`: (N,) ids of documents as uint64 with source, part, number and variant."""
+def pack_ids(corpus: PreparedCorpus, ids: Sequence[str]) -> np.ndarray:
+    """The inverse of `unpack_id`: (N,) ids of documents as uint64 with source, part, number and variant."""
     places = {source.name: place for place, source in enumerate(corpus.job.sources)}
     split = [split_id(identity) for identity in ids]
     return np.array(
@@ -106,22 +106,22 @@ def packed(corpus: Prepared, ids: Sequence[str]) -> np.ndarray:
     )
 
 
-def unpacked(corpus: Prepared, value: int) -> str:
+def unpack_id(corpus: PreparedCorpus, value: int) -> str:
     """The document id of a packed value."""
     value, variant = divmod(value, 1 << _VARIANTS)
     name = corpus.job.sources[value >> (_PARTS + _NUMBERS)].name
     return variant_id(f"{name}/{value >> _NUMBERS & (1 << _PARTS) - 1}/{value & (1 << _NUMBERS) - 1}", variant)
 
 
-class _Measure:
-    """Measures texts and adds the results to `Texts` objects. Documents with the same fate share one object."""
+class _TextMeasurement:
+    """Measures texts and adds the results to `TextFigures` objects. Documents with the same fate share one object."""
 
-    def __init__(self, model: Reference, count_tokens: CountTokens | None) -> None:
+    def __init__(self, model: ReferenceModel, count_tokens: CountTokens | None) -> None:
         self._model, self._count_tokens = model, count_tokens
 
-    def add(self, texts: Sequence[str], belongs: Sequence[Sequence[Texts]], skip: Sequence[bool] = ()) -> None:
-        """Measure texts. `belongs` lists the `Texts` objects that each text counts in; `skip` is true for texts that the reference model
-        was trained on.
+    def add(self, texts: Sequence[str], belongs: Sequence[Sequence[TextFigures]], skip: Sequence[bool] = ()) -> None:
+        """Measure texts. `belongs` lists the `TextFigures` objects that each text counts in; `skip` is true for texts that the reference
+        model was trained on.
         """
         sizes = [len(text.encode()) for text in texts]
         words = np.diff(units(texts).bounds).tolist()
@@ -129,7 +129,7 @@ class _Measure:
         perplexity = self._model.perplexity(texts) if self._model.bytes else np.full(len(texts), np.nan)
         if len(skip):
             perplexity[np.array(skip)] = np.nan
-        by_texts: dict[int, tuple[Texts, list[int]]] = {}
+        by_texts: dict[int, tuple[TextFigures, list[int]]] = {}
         for place, some in enumerate(belongs):
             for one in some:
                 by_texts.setdefault(id(one), (one, []))[1].append(place)
@@ -137,7 +137,7 @@ class _Measure:
             one.add(*([values[place] for place in places] for values in (sizes, words, tokens, perplexity.tolist())))
 
 
-def _kept_texts(corpus: Prepared, piece: Piece) -> Iterator[list[str]]:
+def _kept_texts(corpus: PreparedCorpus, piece: Piece) -> Iterator[list[str]]:
     for path, _, rows in corpus.kept(piece, ("text",)):
         if path.parent.parent.name == "train":
             yield from _batches(rows["text"].to_pylist())
@@ -156,18 +156,18 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure) -> None:
+def _measure_source_texts(corpus: PreparedCorpus, piece: Piece, tally: Tally, measure: _TextMeasurement) -> None:
     """Measure the texts before the first step. Raises UserError if the source has changed."""
-    waiting: list[tuple[str, list[Texts], bool]] = []
+    waiting: list[tuple[str, list[TextFigures], bool]] = []
     characters = 0
 
     def measured() -> None:
         texts, belongs, skip = zip(*waiting, strict=True)
         measure.add(texts, belongs, skip)
 
-    for item, decision in zip_longest(corpus.items(piece), _decided(corpus, piece)):
+    for item, decision in zip_longest(corpus.items(piece), _read_decisions(corpus, piece)):
         if item is None or decision is None or item.origin != decision[0] or (item.reason is None) == (decision[1] == "quarantine"):
-            raise source_changed(piece.source)
+            raise source_changed_error(piece.source)
         if item.reason is not None:
             continue
         _, fate, reason = decision
@@ -181,7 +181,7 @@ def _read_again(corpus: Prepared, piece: Piece, tally: Tally, measure: _Measure)
         measured()
 
 
-def _decided(corpus: Prepared, piece: Piece) -> Iterator[tuple[str, str, str]]:
+def _read_decisions(corpus: PreparedCorpus, piece: Piece) -> Iterator[tuple[str, str, str]]:
     """(origin, fate, reason) of each document of a part that was read; variants are left out."""
     for _, rows in corpus.decisions(piece, ("origin", "fate", "reason", "variant_of")):
         rows = rows.filter(pc.equal(rows["variant_of"], ""))

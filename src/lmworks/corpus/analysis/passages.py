@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.engine.job import Piece
-from lmworks.corpus.engine.passes.decontamination import verdicts
+from lmworks.corpus.engine.passes.decontamination import contaminated_documents
 from lmworks.corpus.readers.items import EXCERPT
 
 
@@ -18,15 +18,16 @@ class Passage:
     passage: str
 
 
-def passages(corpus: Prepared, piece: Piece, identity: str) -> list[Passage]:
+def contaminated_passages(corpus: PreparedCorpus, piece: Piece, identity: str) -> list[Passage]:
     """The passages for which a document was dropped, or could have been, longest first.
 
     They are computed again if staged files are kept; otherwise only the passages listed in the report are known.
     """
     found = corpus.staged(piece, identity)
     if found is None:
-        told = [one for one in corpus.report["contamination"] if one["id"] == identity]
-        return [Passage(one["against"], one["passage"]) for one in told]
+        reported = [one for one in corpus.report["contamination"] if one["id"] == identity]
+        return [Passage(one["against"], one["passage"]) for one in reported]
     row, text = found
     text = cut[0] if (cut := corpus.cut(piece, identity)) else text  # the text that was scanned
-    return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in verdicts(corpus.job, piece).get(row, [])]
+    matches = contaminated_documents(corpus.job, piece).get(row, [])
+    return [Passage(match.against, text[match.start : match.end][:EXCERPT]) for match in matches]

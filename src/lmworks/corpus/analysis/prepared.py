@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lmworks.corpus.document import split_id
-from lmworks.corpus.engine.dedup_decisions import cuts_path, staged
+from lmworks.corpus.engine.dedup_decisions import cuts_path, staged_path
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.writing import decisions_path, outputs
 from lmworks.corpus.engine.tables import row_groups
@@ -26,11 +26,11 @@ from lmworks.files import read_json
 from lmworks.recipe.schema.corpus import Source
 
 SPLITS = ("train", "validation")
-ROW = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of", "variant_of")
+DECISION_COLUMNS = ("id", "origin", "bytes", "language", "fate", "reason", "detail", "copy_of", "variant_of")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptDocument:
     """A document in the corpus: its file, its row in the file, and the columns of `lmworks.documents.COLUMNS`."""
 
     path: Path
@@ -38,7 +38,7 @@ class Kept:
     columns: dict[str, str]
 
 
-class Prepared:
+class PreparedCorpus:
     """The corpus in the directory `out`.
 
     Raises UserError if there is none, or if it is not finished. Relative paths of sources start at the directory in which it was made.
@@ -80,7 +80,7 @@ class Prepared:
                 return piece
         raise UserError(f"source {source} has no part {number}; it has {len(found)}, numbered from 0")
 
-    def decisions(self, piece: Piece, columns: Sequence[str] | None = ROW) -> Iterator[tuple[int, pa.Table]]:
+    def decisions(self, piece: Piece, columns: Sequence[str] | None = DECISION_COLUMNS) -> Iterator[tuple[int, pa.Table]]:
         """(number of the first document, rows): the decisions about the documents of a part, in the order in which they were read.
 
         With `columns` None, all columns are read, including the statistics.
@@ -105,19 +105,19 @@ class Prepared:
             if path.is_file():
                 yield from ((path, first, rows) for first, rows in row_groups(path, columns))
 
-    def find_kept(self, identity: str) -> Kept | None:
+    def find_kept(self, identity: str) -> KeptDocument | None:
         """A document by its id, or None if it was not kept."""
         for path, first, rows in self.kept(self.piece_of(identity), ("id",)):
             place = pc.index(rows["id"], identity).as_py()
             if place >= 0:
                 with pq.ParquetFile(path) as file:
                     row = _row(file, first + place)
-                return Kept(path, first + place, row)
+                return KeptDocument(path, first + place, row)
         return None
 
     def staged(self, piece: Piece, identity: str) -> tuple[int, str] | None:
         """(row, text) of a document after the steps; None if a step dropped it or staged text was deleted."""
-        path = staged(self.job, piece)
+        path = staged_path(self.job, piece)
         for first, rows in row_groups(path, ("id", "text")) if path.is_file() else ():
             place = pc.index(rows["id"], identity).as_py()
             if place >= 0:
@@ -141,7 +141,7 @@ class Prepared:
         return self.piece(source, part)
 
 
-def source_changed(source: Source) -> UserError:
+def source_changed_error(source: Source) -> UserError:
     """The error for a source whose documents differ from those that the corpus was made from."""
     return UserError(f"source {source.name} has changed since the corpus was made, or no longer exists: run lmworks corpus prepare again")
 

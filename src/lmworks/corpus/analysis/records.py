@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmworks.corpus.analysis.prepared import Prepared
+from lmworks.corpus.analysis.prepared import PreparedCorpus
 from lmworks.corpus.document import MOST_VARIANTS, split_id, variant_id
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.units import mix
@@ -29,7 +29,7 @@ UNREAD = "not read"
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Labels:
+class NameNumbers:
     """Numbers the names of sources, fates (with reasons) and outputs; 0 means none."""
 
     def __init__(self) -> None:
@@ -58,22 +58,22 @@ class Records:
     rows: np.ndarray
     keys: np.ndarray
 
-    def some(self, places: np.ndarray) -> Records:
+    def take(self, places: np.ndarray) -> Records:
         return Records(self.rows[places], self.keys[places])
 
     def without(self, places: np.ndarray) -> Records:
         left = np.ones(len(self.rows), dtype=bool)
         left[places] = False
-        return self.some(np.flatnonzero(left))
+        return self.take(np.flatnonzero(left))
 
     def kept_places(self) -> np.ndarray:
         return np.flatnonzero(self.rows["text"])
 
     def kept(self) -> Records:
-        return self.some(self.kept_places())
+        return self.take(self.kept_places())
 
     def of(self, source: int) -> Records:
-        return self.some(np.flatnonzero(self.rows["source"] == source))
+        return self.take(np.flatnonzero(self.rows["source"] == source))
 
     def texts_at_origins(self) -> np.ndarray:
         """(N,) uint64 that are equal if both text and origin are equal."""
@@ -83,7 +83,7 @@ class Records:
         """As many records of documents that do not exist."""
         return Records(np.zeros(len(self.rows), RECORD), self.keys)
 
-    def id(self, place: int, labels: Labels) -> str:
+    def id(self, place: int, labels: NameNumbers) -> str:
         row = self.rows[place]
         if not row["source"]:
             return UNREAD
@@ -97,7 +97,7 @@ class Records:
         return cls(rows, np.concatenate([np.zeros(0, np.uint64), *(part.keys for part in parts)]))
 
 
-def load(corpus: Prepared, name: str, labels: Labels, advance: Callable[[], None]) -> Records:
+def load_records(corpus: PreparedCorpus, name: str, labels: NameNumbers, advance: Callable[[], None]) -> Records:
     """The documents of a source; empty if the corpus has no such source. `advance` is called after each part."""
     parts = []
     for piece in corpus.pieces:
@@ -105,10 +105,10 @@ def load(corpus: Prepared, name: str, labels: Labels, advance: Callable[[], None
             parts.append(_of_piece(corpus, piece, labels))
             advance()
     rows = np.concatenate([np.zeros(0, RECORD), *parts])
-    return Records(rows, occurrences(rows["origin"]))
+    return Records(rows, number_repeats(rows["origin"]))
 
 
-def _of_piece(corpus: Prepared, piece: Piece, labels: Labels) -> np.ndarray:
+def _of_piece(corpus: PreparedCorpus, piece: Piece, labels: NameNumbers) -> np.ndarray:
     parts = []
     for _, table in corpus.decisions(piece, ("id", "origin", "bytes", "fate", "reason")):
         rows = np.zeros(table.num_rows, RECORD)
@@ -138,7 +138,7 @@ def _hashes(texts: Sequence[str]) -> np.ndarray:
     return np.frombuffer(digests, dtype="<u8")
 
 
-def occurrences(hashes: np.ndarray) -> np.ndarray:
+def number_repeats(hashes: np.ndarray) -> np.ndarray:
     """(N,) unique uint64: each hash, mixed with the number of equal hashes before it."""
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]

@@ -10,16 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.prepared import SPLITS, Prepared, source_changed
+from lmworks.corpus.analysis.prepared import SPLITS, PreparedCorpus, source_changed_error
 from lmworks.corpus.document import split_id
-from lmworks.corpus.drawing import keys
 from lmworks.corpus.engine.job import Piece
+from lmworks.corpus.sampling import keys
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleFilter:
     """The documents to draw from: those that match every given field.
 
     `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped them; `bucket` applies to the first two.
@@ -35,7 +35,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledDocument:
     """A document of the sample. `decision` is its row of the decisions, with the statistics.
 
     `text` is the text in the corpus if the document was kept, in `output` (SPLIT/OUTPUT); otherwise the text in the source, or an excerpt
@@ -47,7 +47,7 @@ class Drawn:
     output: str | None
 
 
-def sample(corpus: Prepared, choice: Choice, count: int = 10, seed: int = 0) -> list[Drawn]:
+def sample(corpus: PreparedCorpus, choice: SampleFilter, count: int = 10, seed: int = 0) -> list[SampledDocument]:
     """Draw `count` documents (or all, if there are fewer), in the order of their ids. The same seed draws the same documents.
 
     Raises UserError if no document matches, or if the text of one cannot be read again.
@@ -62,11 +62,11 @@ def sample(corpus: Prepared, choice: Choice, count: int = 10, seed: int = 0) -> 
                 least = heapq.nlargest(count, [*least, *drawn])
             progress.advance()
     if not least:
-        raise UserError(f"the corpus has no document with {choice}; it has: {', '.join(_kinds(corpus, choice))}")
-    return documents(corpus, [identity for _, identity in least])
+        raise UserError(f"the corpus has no document with {choice}; it has: {', '.join(_available_values(corpus, choice))}")
+    return read_documents(corpus, [identity for _, identity in least])
 
 
-def documents(corpus: Prepared, ids: Collection[str]) -> list[Drawn]:
+def read_documents(corpus: PreparedCorpus, ids: Collection[str]) -> list[SampledDocument]:
     """The documents with these ids, in the order of the corpus. Raises UserError for an unknown id."""
     by_piece: dict[str, list[str]] = {}
     for identity in sorted(ids, key=split_id):
@@ -74,7 +74,7 @@ def documents(corpus: Prepared, ids: Collection[str]) -> list[Drawn]:
     return [one for some in by_piece.values() for one in _of_piece(corpus, corpus.piece_of(some[0]), some)]
 
 
-def _pieces(corpus: Prepared, choice: Choice) -> list[Piece]:
+def _pieces(corpus: PreparedCorpus, choice: SampleFilter) -> list[Piece]:
     if choice.source:
         corpus.source(choice.source)
     if choice.bucket and (choice.reason or choice.fate not in (None, *SPLITS)):
@@ -82,7 +82,7 @@ def _pieces(corpus: Prepared, choice: Choice) -> list[Piece]:
     return [piece for piece in corpus.pieces if choice.source in (None, piece.source.name)]
 
 
-def _ids(corpus: Prepared, choice: Choice, piece: Piece) -> Iterator[list[str]]:
+def _ids(corpus: PreparedCorpus, choice: SampleFilter, piece: Piece) -> Iterator[list[str]]:
     if choice.bucket:
         for path, _, rows in corpus.kept(piece, ("id",)):
             if path.parent.name == f"{piece.source.name}.{choice.bucket}" and choice.fate in (None, path.parent.parent.name):
@@ -94,10 +94,10 @@ def _ids(corpus: Prepared, choice: Choice, piece: Piece) -> Iterator[list[str]]:
         yield rows["id"].to_pylist()
 
 
-def _kinds(corpus: Prepared, choice: Choice) -> list[str]:
+def _available_values(corpus: PreparedCorpus, choice: SampleFilter) -> list[str]:
     """The values that could be requested instead, for the same source."""
     found: dict[str, None] = {}
-    for piece in _pieces(corpus, Choice(choice.source)):
+    for piece in _pieces(corpus, SampleFilter(choice.source)):
         if choice.bucket:
             found |= dict.fromkeys(f"bucket {bucket.name}" for bucket in piece.source.buckets)
             continue
@@ -107,7 +107,7 @@ def _kinds(corpus: Prepared, choice: Choice) -> list[str]:
     return sorted(found) or ["no buckets" if choice.bucket else "none at all"]
 
 
-def _of_piece(corpus: Prepared, piece: Piece, ids: list[str]) -> list[Drawn]:
+def _of_piece(corpus: PreparedCorpus, piece: Piece, ids: list[str]) -> list[SampledDocument]:
     wanted = pa.array(ids, pa.string())
     decisions: dict[str, dict[str, Any]] = {}
     for _, rows in corpus.decisions(piece, None):
@@ -124,21 +124,21 @@ def _of_piece(corpus: Prepared, piece: Piece, ids: list[str]) -> list[Drawn]:
             texts[identity] = found[1] if found else "", None
     numbers = {split_id(identity)[2]: identity for identity in ids if identity not in texts}
     texts |= {identity: (text, None) for identity, text in _from_source(corpus, piece, numbers, decisions)}
-    return [Drawn(decisions[identity], *texts[identity]) for identity in ids]
+    return [SampledDocument(decisions[identity], *texts[identity]) for identity in ids]
 
 
 def _from_source(
-    corpus: Prepared, piece: Piece, numbers: dict[int, str], decisions: dict[str, dict[str, Any]]
+    corpus: PreparedCorpus, piece: Piece, numbers: dict[int, str], decisions: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     left = len(numbers)
     for number, item in enumerate(corpus.items(piece) if numbers else ()):
         if number in numbers:
             identity = numbers[number]
             if item.origin != decisions[identity]["origin"]:
-                raise source_changed(piece.source)
+                raise source_changed_error(piece.source)
             yield identity, item.text
             left -= 1
             if not left:
                 return
     if left:
-        raise source_changed(piece.source)
+        raise source_changed_error(piece.source)

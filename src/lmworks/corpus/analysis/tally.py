@@ -15,7 +15,7 @@ from lmworks.corpus.histogram import Histogram
 
 
 @dataclass
-class Texts:
+class TextFigures:
     """Statistics that need the texts: number of texts, bytes, words, tokens, and perplexity."""
 
     documents: int = 0
@@ -32,7 +32,7 @@ class Texts:
         self.tokens += sum(tokens)
         self.perplexity.add(perplexity)
 
-    def merge(self, other: Texts) -> None:
+    def merge(self, other: TextFigures) -> None:
         self.documents += other.documents
         self.bytes += other.bytes
         self.words += other.words
@@ -41,7 +41,7 @@ class Texts:
 
 
 @dataclass
-class Side:
+class DocumentFigures:
     """Statistics of a set of documents: all are counted by language and length, and some texts are measured.
 
     Lengths and bytes per language are those that were read; a step may have changed the text since.
@@ -50,7 +50,7 @@ class Side:
     count: Count = field(default_factory=Count)
     languages: dict[str, Count] = field(default_factory=dict)
     lengths: Histogram = field(default_factory=Histogram)
-    texts: Texts = field(default_factory=Texts)
+    texts: TextFigures = field(default_factory=TextFigures)
 
     def add(self, rows: pa.Table) -> None:
         """Add rows of the decisions."""
@@ -61,7 +61,7 @@ class Side:
             self.languages.setdefault(language, Count()).add(total, documents)
         self.lengths.add(sizes.to_pylist())
 
-    def merge(self, other: Side) -> None:
+    def merge(self, other: DocumentFigures) -> None:
         self.count.add(other.count.bytes, other.count.documents)
         for language, one in other.languages.items():
             self.languages.setdefault(language, Count()).add(one.bytes, one.documents)
@@ -90,10 +90,10 @@ class Tally:
     `copied` are the originals of duplicates, packed by `measuring.packed`, one entry per duplicate.
     """
 
-    read: Side = field(default_factory=Side)
-    train: Side = field(default_factory=Side)
+    read: DocumentFigures = field(default_factory=DocumentFigures)
+    train: DocumentFigures = field(default_factory=DocumentFigures)
     validation: Count = field(default_factory=Count)
-    dropped: dict[tuple[str, str], Side] = field(default_factory=dict)
+    dropped: dict[tuple[str, str], DocumentFigures] = field(default_factory=dict)
     duplicates: dict[str, Count] = field(default_factory=dict)
     copied: list[np.ndarray] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Tally:
         self.train.merge(other.train)
         self.validation.add(other.validation.bytes, other.validation.documents)
         for why, side in other.dropped.items():
-            self.dropped.setdefault(why, Side()).merge(side)
+            self.dropped.setdefault(why, DocumentFigures()).merge(side)
         for reason, one in other.duplicates.items():
             self.duplicates.setdefault(reason, Count()).add(one.bytes, one.documents)
         self.copied += other.copied
@@ -113,11 +113,11 @@ class Tally:
             "read": self.read.as_json(),
             "train": self.train.as_json(),
             "validation": asdict(self.validation),
-            "dropped": [{"step": step, "reason": reason, **asdict(side.count), **_typical(side)} for (step, reason), side in ranked],
+            "dropped": [{"step": step, "reason": reason, **asdict(side.count), **_medians(side)} for (step, reason), side in ranked],
             "duplicates": {reason: asdict(one) for reason, one in sorted(self.duplicates.items())},
         }
 
 
-def _typical(side: Side) -> dict[str, Any]:
+def _medians(side: DocumentFigures) -> dict[str, Any]:
     lengths, perplexity = side.lengths, side.texts.perplexity
     return {"median_bytes": lengths.quantile(0.5), "median_perplexity": perplexity.quantile(0.5) if perplexity.count else None}

@@ -9,22 +9,22 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from lmworks.corpus.analysis.differences import differences
-from lmworks.corpus.analysis.passages import passages
-from lmworks.corpus.analysis.prepared import SPLITS, Kept, Prepared, source_changed
-from lmworks.corpus.analysis.sample import documents
+from lmworks.corpus.analysis.passages import contaminated_passages
+from lmworks.corpus.analysis.prepared import SPLITS, KeptDocument, PreparedCorpus, source_changed_error
+from lmworks.corpus.analysis.sample import read_documents
+from lmworks.corpus.analysis.text_diff import changed_lines
 from lmworks.corpus.document import Batch, Document, Drop, Fact, Step, Variants, split_id
 from lmworks.corpus.engine.dedup_decisions import REPEATED
 from lmworks.corpus.engine.job import Piece
 from lmworks.corpus.engine.passes.duplicates import REASONS
 from lmworks.corpus.engine.passes.reading import BATCH_CHARACTERS, steps_of
-from lmworks.corpus.engine.step_runner import variants, with_original
+from lmworks.corpus.engine.step_runner import drop_with_original, make_variants
 from lmworks.corpus.readers.items import EXCERPT, Item
 from lmworks.progress import bar
 
 
 @dataclass(frozen=True)
-class Moment:
+class TraceEvent:
     """One stage or step in the history of a document: the `outcome` in a few words, facts that are new or changed, and changed lines of
     text.
     """
@@ -47,31 +47,31 @@ class Trace:
     source: str
     domain: str
     decision: dict[str, Any]
-    moments: list[Moment]
+    moments: list[TraceEvent]
     text: str
     kept: str | None
     agrees: bool
 
 
-def trace(corpus: Prepared, identity: str) -> Trace:
+def trace(corpus: PreparedCorpus, identity: str) -> Trace:
     """Trace a document. Raises UserError for an unknown id, and for a source that has changed or cannot be read again.
 
     The steps are first applied to the document alone. If the outcome differs from the recorded one, they are applied to all earlier
     documents of its part, because some steps (`lines`) depend on those.
     """
     piece = corpus.piece_of(identity)
-    decision = documents(corpus, [identity])[0].decision
+    decision = read_documents(corpus, [identity])[0].decision
     _, _, number, _ = split_id(identity)
     item = next(item for place, item in enumerate(corpus.items(piece)) if place == number)
     if item.origin != decision["origin"]:
-        raise source_changed(piece.source)
-    original = documents(corpus, [decision["variant_of"]])[0].decision if decision["variant_of"] else decision
-    moments = [Moment("read", _read(original, item), item.facts)]
+        raise source_changed_error(piece.source)
+    original = read_documents(corpus, [decision["variant_of"]])[0].decision if decision["variant_of"] else decision
+    moments = [TraceEvent("read", _read(original, item), item.facts)]
     kept = corpus.find_kept(identity) if decision["fate"] in SPLITS else None
-    final = _final(corpus, piece, identity, kept)
+    final = _text_after_steps(corpus, piece, identity, kept)
     if decision["fate"] in ("quarantine", "max_bytes"):
         agrees, text = (decision["fate"] == "quarantine") == (item.reason is not None), item.text
-        moments.append(Moment(decision["fate"], f"dropped: {decision['reason']}"))
+        moments.append(TraceEvent(decision["fate"], f"dropped: {decision['reason']}"))
     elif item.reason is not None:
         agrees, text = False, item.text
     else:
@@ -82,13 +82,13 @@ def trace(corpus: Prepared, identity: str) -> Trace:
             replay = _Replay(decision, final)
             replay.run(steps_of(corpus.job, piece), _batches(corpus, piece, number))
         agrees, text = replay.agrees, replay.text
-        moments += [*replay.moments, *_moments_after_steps(corpus, piece, decision, kept, text)]
+        moments += [*replay.moments, *_events_after_steps(corpus, piece, decision, kept, text)]
     place = f"{kept.path.relative_to(corpus.out)}:{kept.row}" if kept else None
     shown = kept.columns["text"] if kept else text
     return Trace(identity, item.origin, piece.source.name, piece.source.domain, decision, moments, shown[:EXCERPT], place, agrees)
 
 
-def _final(corpus: Prepared, piece: Piece, identity: str, kept: Kept | None) -> str | None:
+def _text_after_steps(corpus: PreparedCorpus, piece: Piece, identity: str, kept: KeptDocument | None) -> str | None:
     """The text after the steps, if it is known: where passages are cut afterwards, the kept text is not it."""
     staged = corpus.staged(piece, identity)
     if staged:
@@ -105,7 +105,7 @@ def _document(piece: Piece, identity: str, item: Item) -> Document:
     return Document(identity, item.text, item.origin, source.name, source.domain, item.language or source.language, item.facts)
 
 
-def _batches(corpus: Prepared, piece: Piece, number: int) -> Iterator[list[Document]]:
+def _batches(corpus: PreparedCorpus, piece: Piece, number: int) -> Iterator[list[Document]]:
     """The documents of a part that entered the steps, up to this one."""
     entered: list[bool] = []
     for _, rows in corpus.decisions(piece, ("fate", "variant_of")):
@@ -130,10 +130,10 @@ class _Replay:
     """Applies the steps to batches of documents and records what happens to one of them."""
 
     def __init__(self, decision: Mapping[str, Any], final: str | None) -> None:
-        self._decision, self._final = decision, final
+        self._decision, self._text_after_steps = decision, final
         self._identity = decision["variant_of"] or decision["id"]  # replaced by the id of the variant at the step that makes it
         self._numbers: dict[str, int] = {}
-        self.moments: list[Moment] = []
+        self.moments: list[TraceEvent] = []
         self.text = ""
         self._dropped: tuple[str, str] | None = None
         self._measured: dict[str, Fact] = {}
@@ -155,7 +155,7 @@ class _Replay:
             outcome = _checked(document, found.document if isinstance(found, Variants) else found)
             original = str(document.facts.get("variant_of", ""))
             if isinstance(outcome, Document) and original in gone:
-                outcome = with_original(gone[original])
+                outcome = drop_with_original(gone[original])
             if isinstance(outcome, Drop):
                 gone[document.id] = outcome
             if document.id == self._identity:
@@ -163,7 +163,7 @@ class _Replay:
             if not isinstance(outcome, Document):
                 continue
             left.append(outcome)
-            for variant, one in variants(self._numbers, step, outcome, made):
+            for variant, one in make_variants(self._numbers, step, outcome, made):
                 one = _checked(outcome, one)
                 if variant.id == self._decision["id"]:
                     self._identity = variant.id
@@ -179,7 +179,7 @@ class _Replay:
         if isinstance(after, Drop):
             self._dropped = step.name, after.reason
             detail = f" ({after.detail})" if after.detail else ""
-            self.moments.append(Moment(step.name, f"dropped: {after.reason}{detail}", new))
+            self.moments.append(TraceEvent(step.name, f"dropped: {after.reason}{detail}", new))
             return
         if after.language != before.language:
             new["language"] = after.language
@@ -187,7 +187,8 @@ class _Replay:
         outcome = made or "unchanged"
         if after.text != before.text:
             outcome = f"{made or 'changed'}: {len(before.text.encode()):,} to {len(after.text.encode()):,} bytes"
-        self.moments.append(Moment(step.name, outcome, new, differences(before.text, after.text) if after.text != before.text else ()))
+        changed = changed_lines(before.text, after.text) if after.text != before.text else ()
+        self.moments.append(TraceEvent(step.name, outcome, new, changed))
 
     @property
     def agrees(self) -> bool:
@@ -198,7 +199,7 @@ class _Replay:
         fate, reason = self._decision["fate"], self._decision["reason"]
         if self._dropped:
             return self._dropped == (fate, reason)
-        return fate in (*SPLITS, "dedup", "decontaminate") and self._final in (None, self.text)
+        return fate in (*SPLITS, "dedup", "decontaminate") and self._text_after_steps in (None, self.text)
 
 
 def _checked(before: Document, outcome: Document | Drop) -> Document | Drop:
@@ -206,29 +207,31 @@ def _checked(before: Document, outcome: Document | Drop) -> Document | Drop:
     return Drop("empty_text") if empty else outcome
 
 
-def _moments_after_steps(corpus: Prepared, piece: Piece, decision: Mapping[str, Any], kept: Kept | None, text: str) -> Iterator[Moment]:
+def _events_after_steps(
+    corpus: PreparedCorpus, piece: Piece, decision: Mapping[str, Any], kept: KeptDocument | None, text: str
+) -> Iterator[TraceEvent]:
     """The events after the steps."""
     fate, reason = decision["fate"], decision["reason"]
     if fate not in (*SPLITS, "dedup", "decontaminate"):
         return
     if reason in REASONS[1:]:
-        copied = documents(corpus, [decision["copy_of"]])[0].decision
+        copied = read_documents(corpus, [decision["copy_of"]])[0].decision
         where = f"{copied['id']} ({copied['origin']}), whose fate is {copied['fate']}"
-        yield Moment("dedup", f"dropped: {reason} of {where}")
+        yield TraceEvent("dedup", f"dropped: {reason} of {where}")
         return
     if fate == "dedup" and reason == REPEATED:
         cut = corpus.cut(piece, decision["id"])
         left = f", {cut[1]:.0%} of its words did not occur earlier" if cut else ""
-        yield Moment("dedup", f"dropped: {reason}{left}", changed=differences(text, cut[0]) if cut else ())
+        yield TraceEvent("dedup", f"dropped: {reason}{left}", changed=changed_lines(text, cut[0]) if cut else ())
         return
-    yield Moment("dedup", "no copy of an earlier document")
+    yield TraceEvent("dedup", "no copy of an earlier document")
     if kept and kept.columns["text"] != text:
-        yield Moment("substring", "passages cut", changed=differences(text, kept.columns["text"]))
+        yield TraceEvent("substring", "passages cut", changed=changed_lines(text, kept.columns["text"]))
     if fate == "validation":
-        yield Moment("hold out", "held out for validation")
+        yield TraceEvent("hold out", "held out for validation")
     elif corpus.job.recipe.corpus.decontaminate:
-        found = passages(corpus, piece, decision["id"])
+        found = contaminated_passages(corpus, piece, decision["id"])
         verb = "dropped" if fate == "decontaminate" else "kept, but contains protected text" if found else "no protected text"
-        yield Moment("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
+        yield TraceEvent("decontaminate", verb, changed=[f'{one.against}: "{one.passage}"' for one in found])
     if kept:
-        yield Moment("write", f"{kept.path.relative_to(corpus.out)}, row {kept.row:,}")
+        yield TraceEvent("write", f"{kept.path.relative_to(corpus.out)}, row {kept.row:,}")

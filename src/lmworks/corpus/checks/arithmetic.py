@@ -27,7 +27,7 @@ _LONGEST = 200
 _DEEPEST = 20
 
 
-class NoArithmetic(ValueError):
+class NotArithmetic(ValueError):
     """The text is not an arithmetic expression of numbers."""
 
 
@@ -36,7 +36,7 @@ class Check:
     """A statement that was verified, as it is written in the text."""
 
     shown: str
-    right: bool
+    correct: bool
 
 
 def evaluate(expression: str) -> Fraction:
@@ -48,17 +48,17 @@ def evaluate(expression: str) -> Fraction:
     for odd, plain in (("×", "*"), ("÷", "/"), ("−", "-"), ("$", ""), ("€", ""), ("£", "")):
         text = text.replace(odd, plain)
     if len(text) > _LONGEST:
-        raise NoArithmetic(expression[:_LONGEST])
+        raise NotArithmetic(expression[:_LONGEST])
     tokens, place = [], 0
     while place < len(text):
         found = _TOKEN.match(text, place)
         if not found:
-            raise NoArithmetic(expression)
+            raise NotArithmetic(expression)
         tokens.append(found[1] or found[2])
         place = found.end()
     value, rest = _sum(tokens, 0, 0)
     if rest != len(tokens):
-        raise NoArithmetic(expression)
+        raise NotArithmetic(expression)
     return value
 
 
@@ -75,14 +75,14 @@ def _product(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
     while place < len(tokens) and tokens[place] in "*/":
         factor, after = _factor(tokens, place + 1, depth)
         if tokens[place] == "/" and not factor:
-            raise NoArithmetic("division by zero")
+            raise NotArithmetic("division by zero")
         value, place = value * factor if tokens[place] == "*" else value / factor, after
     return value, place
 
 
 def _factor(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
     if place >= len(tokens) or depth > _DEEPEST:
-        raise NoArithmetic("incomplete")
+        raise NotArithmetic("incomplete")
     token = tokens[place]
     if token in "+-":
         value, place = _factor(tokens, place + 1, depth + 1)
@@ -90,12 +90,12 @@ def _factor(tokens: list[str], place: int, depth: int) -> tuple[Fraction, int]:
     if token == "(":
         value, place = _sum(tokens, place + 1, depth + 1)
         if place >= len(tokens) or tokens[place] != ")":
-            raise NoArithmetic("open bracket")
+            raise NotArithmetic("open bracket")
         place += 1
     elif token[0].isdigit() or token[0] == ".":
         value, place = Fraction(token), place + 1
     else:
-        raise NoArithmetic(token)
+        raise NotArithmetic(token)
     if place < len(tokens) and tokens[place] == "%":
         return value / 100, place + 1
     return value, place
@@ -121,20 +121,20 @@ def checks(text: str, answer: str | None, chains: bool, tolerance: float) -> Ite
 def _equation(sides: list[str], shown: str, tolerance: float) -> Iterator[Check]:
     try:
         values = [evaluate(side) for side in sides]
-    except (NoArithmetic, ZeroDivisionError):
+    except (NotArithmetic, ZeroDivisionError):
         return
     rounded = "/" in shown or "÷" in shown or "." in shown or "%" in shown
     allowed = tolerance if rounded else 0.0
-    right = all(_equal(values[0], value, side, allowed) for value, side in zip(values[1:], sides[1:], strict=True))
-    yield Check(shown, right)
+    correct = all(_equal(values[0], value, side, allowed) for value, side in zip(values[1:], sides[1:], strict=True))
+    yield Check(shown, correct)
 
 
-def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> bool:
+def _equal(left: Fraction, correct: Fraction, shown: str, tolerance: float) -> bool:
     """Whether the values are equal, or differ by no more than rounding to the digits shown. Integers without a division are not rounded."""
-    if left == right or not tolerance:
-        return left == right
+    if left == correct or not tolerance:
+        return left == correct
     digits = len(shown.partition(".")[2].strip(" )"))
-    return abs(left - right) <= max(Fraction(tolerance) * abs(left), Fraction(1, 2 * 10**digits) if digits else Fraction(0))
+    return abs(left - correct) <= max(Fraction(tolerance) * abs(left), Fraction(1, 2 * 10**digits) if digits else Fraction(0))
 
 
 def final_answer(text: str) -> str | None:
@@ -151,16 +151,16 @@ def final_answer(text: str) -> str | None:
 
 def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are the same number, or the same text apart from LaTeX markup."""
-    plain = [_undressed(one) for one in (given, expected)]
+    plain = [_without_markup(one) for one in (given, expected)]
     if plain[0] == plain[1]:
         return True
     try:
         return evaluate(plain[0]) == evaluate(plain[1])
-    except NoArithmetic:
+    except NotArithmetic:
         return False
 
 
-def _undressed(answer: str) -> str:
+def _without_markup(answer: str) -> str:
     text = _WRAPPED.sub(r"\1", answer)
     text = _FRACTION.sub(r"(\1)/(\2)", text)
     for gone in ("$", "\\!", "\\,", "\\;", "\\ ", "\\left", "\\right", "^\\circ", "^{\\circ}", "\\%", "\\", " "):

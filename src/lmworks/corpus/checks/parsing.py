@@ -35,14 +35,14 @@ def suffix(path: str) -> str:
     return found[1].lower() if found else ""
 
 
-class Parsed(NamedTuple):
+class ParseResult(NamedTuple):
     """The fraction of bytes in syntax errors, from 0 to 1, and the first error in words ("" if unknown)."""
 
     share: float
     error: str
 
 
-def parsed(text: str, kind: str) -> Parsed:
+def parse_code(text: str, kind: str) -> ParseResult:
     """Parse a text with a suffix in `KNOWN`, in a process with limits, because adversarial text makes parsers use unbounded memory.
 
     Python and JSON have a fraction of 0 or 1. A token that a grammar misses counts as one byte. A text that exceeds the limits does not
@@ -53,14 +53,14 @@ def parsed(text: str, kind: str) -> Parsed:
             _grammar(kind)  # raises ImportError if it is not installed
         share, _, why = _parser(f"{kind}\n".encode() + text.encode("utf-8", "surrogatepass")).decode().partition(" ")
     except ProcessDied as ended:
-        return Parsed(1.0, f"parsing it {ended}")
+        return ParseResult(1.0, f"parsing it {ended}")
     except CallFailed as failed:
-        return Parsed(1.0, str(failed))
+        return ParseResult(1.0, str(failed))
     except ImportError:
         raise UserError(f"the step code needs a grammar for .{kind} files: pip install 'lmworks[code]'") from None
     except OSError as error:
         raise UserError(f"code cannot be parsed: {error}") from None
-    return Parsed(float(share), why)
+    return ParseResult(float(share), why)
 
 
 def parser() -> Callable[[bytes], bytes]:
@@ -76,18 +76,18 @@ def parser() -> Callable[[bytes], bytes]:
     return parse
 
 
-def _parse(text: str, kind: str) -> Parsed:
+def _parse(text: str, kind: str) -> ParseResult:
     if kind in ("py", "pyi"):
         error = _python_error(text)
-        return Parsed(float(error is not None), error or "")
+        return ParseResult(float(error is not None), error or "")
     if kind == "json":
         try:
             json.loads(text)
         except (ValueError, RecursionError, MemoryError) as error:
-            return Parsed(1.0, str(error) or type(error).__name__)
-        return Parsed(0.0, "")
+            return ParseResult(1.0, str(error) or type(error).__name__)
+        return ParseResult(0.0, "")
     data = text.encode("utf-8", "replace")
-    return Parsed(min(_bad_bytes(_grammar(kind)(data)) / max(len(data), 1), 1.0), "")
+    return ParseResult(min(_error_bytes(_grammar(kind)(data)) / max(len(data), 1), 1.0), "")
 
 
 def _python_error(text: str) -> str | None:
@@ -111,7 +111,7 @@ def _grammar(kind: str) -> Callable[[bytes], Any]:
     return Parser(Language(getattr(import_module(module), function or "language")())).parse
 
 
-def _bad_bytes(tree: Any) -> int:
+def _error_bytes(tree: Any) -> int:
     """Bytes in error nodes. Only subtrees that contain an error are visited."""
     total, todo = 0, [tree.root_node] if tree.root_node.has_error else []
     while todo:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.contamination.readings import located, readings
-from lmworks.corpus.contamination.table import NEAR, SHORTEST, Item, Tables, longer
-from lmworks.corpus.units import Symbols, Units, more_symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units
+from lmworks.corpus.contamination.ngram_tables import NEAR, SHORTEST, Item, ProtectedNgrams, extend_ngrams
+from lmworks.corpus.contamination.readings import scan_forms, scan_forms_with_positions
+from lmworks.corpus.units import Symbols, Units, mostly_symbols, ngrams, ngrams_of, symbolic, symbolic_stretches, units
 from lmworks.files import atomic_path
 
 BOILERPLATE_DOCUMENTS = 10
 ANSWER_WITHIN = 48
-_BARE = 20  # symbols from which an item is searched for although it has too few words to trigger a comparison with symbols
-_AROUND = 1024  # characters of a document, before and after a trigger, that are compared with symbols
+_MIN_SYMBOLS = 20  # symbols from which an item is searched for although it has too few words to trigger a comparison with symbols
+_CONTEXT = 1024  # characters of a document, before and after a trigger, that are compared with symbols
 
 
 HELD_OUT = "held out"
@@ -123,10 +123,10 @@ _Span = tuple[int, int, int, int]
 """(document, protected text, first unit, one past the last)"""
 
 
-class _View:
+class _ItemSearch:
     """Protected items under one way of splitting text into units, and the search for them in a batch that was split in the same way."""
 
-    def __init__(self, symbols: Symbols, tables: Tables, first: int) -> None:
+    def __init__(self, symbols: Symbols, tables: ProtectedNgrams, first: int) -> None:
         self.symbols: Symbols = symbols
         self.tables, self.first = tables, first
 
@@ -136,7 +136,7 @@ class _View:
         """
         tables, found = self.tables, []
         wholes: list[_Span] = []
-        called: list[tuple[int, int]] = []
+        triggered: list[tuple[int, int]] = []
         for length, grams in ngrams_of(batch.hashes, tables.lengths):
             if length in tables.runs:
                 table, first = tables.runs[length]
@@ -144,7 +144,7 @@ class _View:
                 inside, documents = _inside(batch, places, length)
                 places = places[inside]
                 found.append(_Hits(length, places, entries[inside] + first + self.first, documents, grams[places]))
-                wholes += self._whole(batch, found[-1])
+                wholes += self._whole_questions(batch, found[-1])
             for five in tables.fives:
                 if length == five.table.length:
                     places, entries = five.table.find(grams)
@@ -152,45 +152,45 @@ class _View:
                     if five.begins.any():
                         found += self._short_hits(batch, places[five.begins[entries]], five.scale)
                     places, entries = places[inside], entries[inside]
-                    calls = five.calls[entries]
-                    called += zip(documents[calls].tolist(), batch.starts[places[calls]].tolist(), strict=True)
+                    triggers = five.triggers[entries]
+                    triggered += zip(documents[triggers].tolist(), batch.starts[places[triggers]].tolist(), strict=True)
                     alike = five.alike[entries]
                     if five.near:
                         wholes += five.near.find(places[alike >= 0], alike[alike >= 0], documents[alike >= 0])
-        return found, wholes, called
+        return found, wholes, triggered
 
     def _short_hits(self, batch: Units, begun: np.ndarray, scale: int) -> Iterator[_Hits]:
         tables = self.tables
-        for length, places, grams in longer(batch.hashes, begun, SHORTEST * scale, tables.short_lengths[scale]):
+        for length, places, grams in extend_ngrams(batch.hashes, begun, SHORTEST * scale, tables.short_lengths[scale]):
             table, first = tables.shorts[scale, length]
             index, entries = table.find(grams)
             inside, documents = _inside(batch, places[index], length)
             places, entries = places[index][inside], entries[inside]
             keep = np.array(
                 [
-                    self._answered(batch, place, document, scale, int(table.hashes[entry]), length)
+                    self._context_matches(batch, place, document, scale, int(table.hashes[entry]), length)
                     for place, document, entry in zip(places.tolist(), documents.tolist(), entries.tolist(), strict=True)
                 ],
                 dtype=bool,
             )
             yield _Hits(length, places[keep], entries[keep] + first + self.first, documents[keep])
 
-    def _answered(self, batch: Units, place: int, document: int, scale: int, hashed: int, length: int) -> bool:
+    def _context_matches(self, batch: Units, place: int, document: int, scale: int, hashed: int, length: int) -> bool:
         """Whether the context that the short text at `place` requires, if any, is there."""
         for short in self.tables.short_items[scale, length][hashed]:
-            wanted = len(short.beside)
+            wanted = len(short.context)
             if not wanted:
                 return True
             reach = ANSWER_WITHIN * scale + wanted
             after = place + length, min(place + length + reach, int(batch.bounds[document + 1]))
             before = max(place - reach, int(batch.bounds[document])), place
             window = batch.hashes[slice(*(before if short.before else after))]
-            begun = np.flatnonzero(window[: max(len(window) - wanted + 1, 0)] == short.beside[0])
-            if any(np.array_equal(window[at : at + wanted], short.beside) for at in begun.tolist()):
+            begun = np.flatnonzero(window[: max(len(window) - wanted + 1, 0)] == short.context[0])
+            if any(np.array_equal(window[at : at + wanted], short.context) for at in begun.tolist()):
                 return True
         return False
 
-    def _whole(self, batch: Units, hits: _Hits) -> Iterator[_Span]:
+    def _whole_questions(self, batch: Units, hits: _Hits) -> Iterator[_Span]:
         """Long evaluation questions that occur whole in a document."""
         if hits.grams is None or not self.tables.long:
             return
@@ -204,7 +204,7 @@ class _View:
 
 
 class Decontaminator:
-    """Protected texts. Call `protect` for all of them, then `scan`, `seen`, `suspects` and `judge`."""
+    """Protected texts. Call `protect` for all of them, then `scan`, `count_documents`, `suspect_documents` and `find_matches`."""
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
@@ -215,8 +215,8 @@ class Decontaminator:
         self._sizes: list[int] = []
         self._items: dict[Symbols, list[Item]] = {"": [], "all": []}
         self._symbols: list[Symbols] = []
-        self._calls: list[np.ndarray] = []  # runs of five words of the items that are compared with symbols
-        self._bare = False  # whether such an item has too few words for a trigger
+        self._trigger_ngrams: list[np.ndarray] = []  # runs of five words of the items that are compared with symbols
+        self._has_short_symbolic_items = False  # whether such an item has too few words for a trigger
 
     def protect(self, names: Sequence[str], texts: Sequence[str], answers: Sequence[str] | None = None, *, evaluation: bool) -> None:
         """Add protected texts with their names (SET/ITEM, or the id of a held-out document).
@@ -229,15 +229,15 @@ class Decontaminator:
         assert "_views" not in self.__dict__, "protect everything before the first scan"
         answers = answers if answers is not None else [""] * len(texts)
         both = [_joined(text, answer) for text, answer in zip(texts, answers, strict=True)]
-        made_of = symbolic(both) if evaluation else more_symbols(both)
+        made_of = symbolic(both) if evaluation else mostly_symbols(both)
         for symbols in self._items:
             chosen = np.flatnonzero(made_of == (symbols == "all")).tolist()
             if symbols and chosen:
-                words = units([readings(both[number])[0] for number in chosen])
-                signs = np.diff(units([readings(both[number])[0] for number in chosen], symbols).bounds)
-                self._calls += [ngrams(words.hashes_of(place), NEAR) for place in range(len(chosen))]
-                self._bare |= bool(((np.diff(words.bounds) < NEAR) & (signs >= _BARE)).any())
-            asked, replied = (units([readings(one[number])[0] for number in chosen], symbols) for one in (texts, answers))
+                words = units([scan_forms(both[number])[0] for number in chosen])
+                signs = np.diff(units([scan_forms(both[number])[0] for number in chosen], symbols).bounds)
+                self._trigger_ngrams += [ngrams(words.hashes_of(place), NEAR) for place in range(len(chosen))]
+                self._has_short_symbolic_items |= bool(((np.diff(words.bounds) < NEAR) & (signs >= _MIN_SYMBOLS)).any())
+            asked, replied = (units([scan_forms(one[number])[0] for number in chosen], symbols) for one in (texts, answers))
             for place, number in enumerate(chosen):
                 question, answer = asked.hashes_of(place), replied.hashes_of(place)
                 single = asked.single[asked.bounds[place] : asked.bounds[place + 1]]
@@ -258,12 +258,13 @@ class Decontaminator:
         return number
 
     @cached_property
-    def _views(self) -> list[_View]:
+    def _views(self) -> list[_ItemSearch]:
         """Words come first: they determine which documents must be compared with symbols, too."""
-        views, first, calls = [], 0, np.unique(np.concatenate([np.zeros(0, np.uint64), *self._calls]))
+        views, first, triggers = [], 0, np.unique(np.concatenate([np.zeros(0, np.uint64), *self._trigger_ngrams]))
         for symbols, items in self._items.items():
-            if items or (not symbols and len(calls)):
-                views.append(_View(symbols, Tables(items, self.ngram, self._sizes, calls if not symbols else calls[:0]), first))
+            if items or (not symbols and len(triggers)):
+                tables = ProtectedNgrams(items, self.ngram, self._sizes, triggers if not symbols else triggers[:0])
+                views.append(_ItemSearch(symbols, tables, first))
                 first += views[-1].tables.entries
         self._items.clear()
         return views
@@ -271,14 +272,14 @@ class Decontaminator:
     @property
     def protected(self) -> dict[str, int]:
         """Number of items that are searched for, by evaluation set, and of held-out documents."""
-        return self._counted(looked_for=True)
+        return self._count_by_set(looked_for=True)
 
     @property
     def trivial(self) -> dict[str, int]:
         """Number of items that are not searched for, by evaluation set: too short, or without a run that is their own."""
-        return self._counted(looked_for=False)
+        return self._count_by_set(looked_for=False)
 
-    def _counted(self, looked_for: bool) -> dict[str, int]:
+    def _count_by_set(self, looked_for: bool) -> dict[str, int]:
         owners = {owner for view in self._views for owner in view.tables.owners}
         sets = (set_of(name) if evaluation else HELD_OUT for name, evaluation in zip(self.names, self.evaluation, strict=True))
         return dict(sorted(Counter(one for owner, one in enumerate(sets) if (owner in owners) == looked_for).items()))
@@ -289,30 +290,30 @@ class Decontaminator:
         return sum(view.tables.entries for view in self._views)
 
     @cached_property
-    def _asked(self) -> np.ndarray:
+    def _is_evaluation_run(self) -> np.ndarray:
         """(entries,) bool: the runs of evaluation sets."""
         owners = [np.zeros(0, dtype=np.int64), *(view.tables.owner_of for view in self._views)]
         return np.array([*self.evaluation, False], dtype=bool)[np.concatenate(owners)]
 
     def scan(self, texts: Sequence[str]) -> Findings:
         """Find protected runs in texts; documents are numbered from 0."""
-        read = [(number, reading) for number, text in enumerate(texts) for reading in readings(text)]
+        read = [(number, reading) for number, text in enumerate(texts) for reading in scan_forms(text)]
         found = [np.zeros((0, 2), dtype=np.int64)]
-        called: list[tuple[int, int]] = []
-        if self._bare:
-            called += zip(*(column.tolist() for column in symbolic_stretches([text for _, text in read])), strict=True)
+        triggered: list[tuple[int, int]] = []
+        if self._has_short_symbolic_items:
+            triggered += zip(*(column.tolist() for column in symbolic_stretches([text for _, text in read])), strict=True)
         for view in self._views:
-            chosen = list(_excerpts(read, called)) if view.symbols else read
+            chosen = list(_excerpts(read, triggered)) if view.symbols else read
             if not chosen:
                 continue
             numbers = np.array([number for number, _ in chosen])
-            hits, wholes, calls = view.hits(units([text for _, text in chosen], view.symbols))
-            called += calls
+            hits, wholes, triggers = view.hits(units([text for _, text in chosen], view.symbols))
+            triggered += triggers
             found += [np.stack((numbers[one.documents], one.entries), axis=1) for one in hits]
             found.append(np.array([(numbers[document], self.entries + owner) for document, owner, _, _ in wholes], np.int64).reshape(-1, 2))
         return Findings(np.unique(np.concatenate(found), axis=0))
 
-    def seen(self, parts: Iterable[Findings]) -> np.ndarray:
+    def count_documents(self, parts: Iterable[Findings]) -> np.ndarray:
         """(entries,) the number of training documents, over all parts, that contain each protected run."""
         count = np.zeros(self.entries, dtype=np.int64)
         for found in parts:
@@ -320,50 +321,50 @@ class Decontaminator:
             count += np.bincount(entries[entries < self.entries], minlength=self.entries)
         return count
 
-    def suspects(self, found: Findings, seen: np.ndarray) -> list[int]:
-        """The documents of a part with a run that is not boilerplate, or with a whole question. They need a decision by `judge`."""
+    def suspect_documents(self, found: Findings, document_counts: np.ndarray) -> list[int]:
+        """The documents of a part with a run that is not boilerplate, or with a whole question. They need a decision by `find_matches`."""
         document, entry = found.rows[:, 0], found.rows[:, 1]
         leaks = entry >= self.entries
-        leaks[~leaks] = self._leaks(entry[~leaks], seen)
+        leaks[~leaks] = self._not_boilerplate(entry[~leaks], document_counts)
         return np.unique(document[leaks]).tolist()
 
-    def _leaks(self, entries: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    def _not_boilerplate(self, entries: np.ndarray, document_counts: np.ndarray) -> np.ndarray:
         """(E,) bool: which of the runs are not boilerplate."""
-        found: np.ndarray = self._asked[entries] | (seen[entries] <= BOILERPLATE_DOCUMENTS)
+        found: np.ndarray = self._is_evaluation_run[entries] | (document_counts[entries] <= BOILERPLATE_DOCUMENTS)
         return found
 
-    def judge(self, text: str, seen: np.ndarray) -> list[Match]:
+    def find_matches(self, text: str, document_counts: np.ndarray) -> list[Match]:
         """The passages that make a document contaminated, longest first; empty if it is clean."""
         found = []
-        for reading, places in located(text):
+        for reading, places in scan_forms_with_positions(text):
             for view in self._views:
                 batch = units([reading], view.symbols)
-                for owner, first, last in self._leaked(view, batch, seen):
+                for owner, first, last in self._contaminated_spans(view, batch, document_counts):
                     start, end = int(places[batch.starts[first]]), int(places[batch.ends[last - 1] - 1]) + 1
                     found.append(Match(self.names[owner], self.evaluation[owner], start, end))
         return sorted(set(found), key=lambda match: (match.start - match.end, match.start, match.against))
 
-    def _leaked(self, view: _View, batch: Units, seen: np.ndarray) -> list[tuple[int, int, int]]:
+    def _contaminated_spans(self, view: _ItemSearch, batch: Units, document_counts: np.ndarray) -> list[tuple[int, int, int]]:
         hits, wholes, _ = view.hits(batch)
         count, found = len(batch.hashes), [(owner, first, last) for _, owner, first, last in wholes]
         for one in hits:
-            rare, length, places = self._leaks(one.entries, seen), one.length, one.places
+            rare, length, places = self._not_boilerplate(one.entries, document_counts), one.length, one.places
             own = _covered(places[rare], length, count) & ~_covered(places[~rare], length, count)
             for first, last in _runs(_covered(places, length, count)):
                 if own[first:last].sum() >= (length + 1) // 2:
                     inside = rare & (places >= first) & (places < last)
-                    found.append((self._where(int(one.entries[inside][0]))[1], first, last))
+                    found.append((self._locate_entry(int(one.entries[inside][0]))[1], first, last))
         return found
 
-    def _where(self, entry: int) -> tuple[_View, int, int, int]:
+    def _locate_entry(self, entry: int) -> tuple[_ItemSearch, int, int, int]:
         """(view, protected text, first unit in it, length) of an entry."""
         view = next(view for view in reversed(self._views) if view.first <= entry)
         return view, *view.tables.where(entry - view.first)
 
-    def widespread(self, seen: np.ndarray, most: int) -> list[Widespread]:
+    def widespread_runs(self, document_counts: np.ndarray, most: int) -> list[Widespread]:
         """The runs that occur in more than ten training documents, most frequent first; overlapping runs are merged."""
-        common = np.flatnonzero(seen > BOILERPLATE_DOCUMENTS)
-        where = sorted((-int(seen[entry]), *self._where(entry)[1:]) for entry in common.tolist())
+        common = np.flatnonzero(document_counts > BOILERPLATE_DOCUMENTS)
+        where = sorted((-int(document_counts[entry]), *self._locate_entry(entry)[1:]) for entry in common.tolist())
         passages: list[list[int]] = []  # negative documents, owner, first unit, one past the last
         for count, owner, place, length in where:
             if passages and passages[-1][:2] == [count, owner] and place <= passages[-1][3]:
@@ -388,18 +389,18 @@ class Decontaminator:
 
     def _passage(self, owner: int, first: int, last: int) -> str:
         """A range of units of a protected text, numbered through question and answer."""
-        ((text, places), *_) = located(self._texts[owner])
+        ((text, places), *_) = scan_forms_with_positions(self._texts[owner])
         own = units([text], self._symbols[owner])
         return self._texts[owner][int(places[own.starts[first]]) : int(places[own.ends[last - 1] - 1]) + 1]
 
 
-def _excerpts(read: Sequence[tuple[int, str]], called: Iterable[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+def _excerpts(read: Sequence[tuple[int, str]], triggered: Iterable[tuple[int, int]]) -> Iterator[tuple[int, str]]:
     """The text around places that trigger a comparison with symbols, given as (index into `read`, character)."""
     reached = 0, 0
-    for number, place in sorted(called):
+    for number, place in sorted(triggered):
         document, text = read[number]
-        start, end = max(place - _AROUND, 0), place + _AROUND
-        if reached[0] == number and place + _AROUND // 2 < reached[1]:
+        start, end = max(place - _CONTEXT, 0), place + _CONTEXT
+        if reached[0] == number and place + _CONTEXT // 2 < reached[1]:
             continue
         yield document, text[start:end]
         reached = number, end

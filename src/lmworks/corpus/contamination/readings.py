@@ -38,7 +38,7 @@ _MARKUP: tuple[_Pass, ...] = ((_ENTITY, _entity), (_TAG, lambda match: " "))
 _DUMP: tuple[_Pass, ...] = ((_ESCAPE, _unescaped), *_MARKUP)
 
 
-def _ways(text: str) -> Iterator[tuple[_Pass, ...]]:
+def _passes(text: str) -> Iterator[tuple[_Pass, ...]]:
     entities = "&" in text and ";" in text
     tags = entities or any(rest[:1].isalpha() or rest[:1] == "/" for rest in text.split("<")[1:])
     yield (*_MARKUP[: int(entities)], *_MARKUP[1 : 1 + int(tags)])
@@ -47,12 +47,12 @@ def _ways(text: str) -> Iterator[tuple[_Pass, ...]]:
         yield _DUMP
 
 
-def readings(text: str) -> list[str]:
+def scan_forms(text: str) -> list[str]:
     """The text without tags and with its entities decoded. If it has more escapes than line ends, as JSON files have, also its unescaped
     form.
     """
     found = []
-    for passes in _ways(text):
+    for passes in _passes(text):
         read = text
         for pattern, replacement in passes:
             read = pattern.sub(replacement, read)
@@ -60,10 +60,10 @@ def readings(text: str) -> list[str]:
     return found
 
 
-def located(text: str) -> list[tuple[str, np.ndarray]]:
-    """Like `readings`, each form with the position in the text of each of its characters: (C,) int64."""
+def scan_forms_with_positions(text: str) -> list[tuple[str, np.ndarray]]:
+    """Like `scan_forms`, each form with the position in the text of each of its characters: (C,) int64."""
     found = []
-    for passes in _ways(text):
+    for passes in _passes(text):
         read, places = text, np.arange(len(text))
         for pattern, replacement in passes:
             read, places = _replaced(pattern, replacement, read, places)

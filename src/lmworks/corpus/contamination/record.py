@@ -29,7 +29,7 @@ def save(folder: Path, items: np.ndarray) -> None:
         np.save(handle, items, allow_pickle=False)
 
 
-def of_all(folders: Sequence[Path]) -> np.ndarray:
+def common_items(folders: Sequence[Path]) -> np.ndarray:
     """The items that the text of every folder was searched for; empty if a folder has no record."""
     found: np.ndarray | None = None
     for folder in folders:

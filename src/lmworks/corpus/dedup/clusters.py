@@ -24,14 +24,14 @@ class Clusters:
                 return
             pairs_P2, roots = pairs_P2[apart], roots[apart]
             np.minimum.at(self._first, roots.max(axis=1), roots.min(axis=1))
-            self._shorten()
+            self._compress_paths()
 
     def apart(self, pairs_P2: np.ndarray) -> np.ndarray:
         """The pairs whose rows are not in one cluster yet."""
         roots = self._first[pairs_P2]
         return pairs_P2[roots[:, 0] != roots[:, 1]]
 
-    def _shorten(self) -> None:
+    def _compress_paths(self) -> None:
         while True:
             shorter = self._first[self._first]
             if np.array_equal(shorter, self._first):

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 import numpy as np
 
-from lmworks.corpus.cleaning import fingerprint_form
+from lmworks.corpus.cleaning import comparison_form
 
 _TRACKING = re.compile(
     r"utm_\w+|[a-z]*clid|gad_source|_ga|_gl|_hs\w+|mc_[ce]id|igshid|ref_src|ref_url|spm|share|si|phpsessid|jsessionid|sid|sessionid",
@@ -27,7 +27,7 @@ def keys_of(forms: Sequence[str]) -> np.ndarray:
 
 def text_keys(texts: Sequence[str]) -> np.ndarray:
     """(D, 2) uint64: keys of texts, equal if they differ only in case and white space."""
-    return keys_of([fingerprint_form(text) for text in texts])
+    return keys_of([comparison_form(text) for text in texts])
 
 
 def url_keys(urls: Sequence[str | None]) -> np.ndarray:
@@ -60,7 +60,7 @@ def normal_url(url: str) -> str:
     return f"{host}{path}{'?' if query else ''}{query}{route}"
 
 
-def copies(keys_N2: np.ndarray) -> np.ndarray:
+def find_copies(keys_N2: np.ndarray) -> np.ndarray:
     """(P, 2) rows (copy, first row with its key), copies ascending. Rows with the key 0 have no copies.
 
     On many machines, each takes the rows whose key is in its slice (`in_slice`), and the results are concatenated.

@@ -48,7 +48,7 @@ def unique_pairs(pairs: np.ndarray) -> np.ndarray:
     return pairs[np.concatenate((np.ones(min(len(pairs), 1), dtype=bool), (pairs[1:] != pairs[:-1]).any(axis=1)))]
 
 
-class Stacked:
+class StackedArrays:
     """The rows of many arrays (for example memory-mapped files) as if they were one."""
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
@@ -69,7 +69,7 @@ class Stacked:
         return result
 
 
-def classify_pairs(pairs: np.ndarray, sketches: Stacked, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
+def classify_pairs(pairs: np.ndarray, sketches: StackedArrays, limits: np.ndarray, sketching: Sketching) -> tuple[np.ndarray, np.ndarray]:
     """(pairs that are certainly near-duplicates, pairs in doubt), by their sketches.
 
     A pair is a near-duplicate if its Jaccard similarity reaches the limit of its later row, `limits[pairs[:, 1]]`; infinity means never.
@@ -110,7 +110,7 @@ def _spans(labels: np.ndarray) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pairwise(edges) if last > first]
 
 
-def distinct(hashes: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct_shingles(hashes: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(distinct shingles of each document as uint32, where each document begins and ends), for `jaccard`."""
     document = np.repeat(np.arange(len(bounds) - 1, dtype=np.uint64), np.diff(bounds))
     marked = np.sort(document << np.uint64(32) | hashes >> np.uint64(32))  # np.unique takes ten times as long, because it hashes

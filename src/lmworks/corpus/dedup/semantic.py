@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.corpus.dedup.near import Stacked
+from lmworks.corpus.dedup.near import StackedArrays
 from lmworks.corpus.document import Document
 from lmworks.corpus.units import Units, mix
 from lmworks.errors import UserError
@@ -29,11 +29,11 @@ _MODEL_BATCH, _MODEL_TOKENS = 16, 512
 def embedding(node: Semantic, folder: Path) -> Embed:
     """The embedding function of the recipe. Raises `UserError` if its model cannot be loaded."""
     if node.model is None:
-        return lambda documents, units: hashed(units, node.dimensions)
-    return _model(folder / node.model)
+        return lambda documents, units: random_projection(units, node.dimensions)
+    return _model_embedding(folder / node.model)
 
 
-def hashed(units: Units, dimensions: int) -> np.ndarray:
+def random_projection(units: Units, dimensions: int) -> np.ndarray:
     """(D, dimensions) float16: random projection of word counts. Each word is a random vector of +1 and -1, weighted by 1 + log of its
     count.
     """
@@ -46,10 +46,10 @@ def hashed(units: Units, dimensions: int) -> np.ndarray:
         if last > first:
             mine, counts = np.unique(place[first:last], return_counts=True)
             found[document] = (1 + np.log(counts, dtype=np.float32)) @ signs[mine]
-    return _unit(found).astype(np.float16)
+    return _normalize(found).astype(np.float16)
 
 
-def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
+def semantic_duplicates(vectors: StackedArrays, node: Semantic, seed: int, originals: np.ndarray | None = None) -> np.ndarray:
     """(N,) for each row, the first kept row of its cluster with a cosine similarity of at least `threshold`; itself if there is none.
 
     Rows are compared with kept rows only, so that similarity is not chained from neighbor to neighbor. Up to `per_cluster` rows are all
@@ -57,7 +57,7 @@ def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarra
     not found. Rows with equal values in `originals` are not compared with each other.
     """
     threshold = node.threshold
-    labels = _clusters(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
+    labels = _kmeans(vectors, max(1, -(-len(vectors) // node.per_cluster)), seed)
     order = np.argsort(labels, kind="stable")
     first_of = np.arange(len(vectors))
     for cluster in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(order) else ():
@@ -85,7 +85,7 @@ def duplicates(vectors: Stacked, node: Semantic, seed: int, originals: np.ndarra
     return first_of
 
 
-def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
+def _kmeans(vectors: StackedArrays, count: int, seed: int) -> np.ndarray:
     """(N,) cluster of each row: spherical k-means (Dhillon and Modha 2001) on a sample, then each row joins its nearest center.
 
     scikit-learn is not used, because its threads add in varying order, and a corpus must be reproducible.
@@ -99,7 +99,7 @@ def _clusters(vectors: Stacked, count: int, seed: int) -> np.ndarray:
         nearest = _nearest(sample, centers)
         sums = np.zeros_like(centers)
         np.add.at(sums, nearest, sample)
-        centers = np.where(np.bincount(nearest, minlength=count)[:, None] > 0, _unit(sums), centers)
+        centers = np.where(np.bincount(nearest, minlength=count)[:, None] > 0, _normalize(sums), centers)
     starts = range(0, len(vectors), _BLOCK)
     blocks = (vectors[np.arange(start, min(start + _BLOCK, len(vectors)))].astype(np.float32) for start in starts)
     return np.concatenate([_nearest(block, centers) for block in blocks])
@@ -109,12 +109,12 @@ def _nearest(rows: np.ndarray, centers: np.ndarray) -> np.ndarray:
     return np.concatenate([(rows[start : start + _BLOCK] @ centers.T).argmax(axis=1) for start in range(0, len(rows), _BLOCK)])
 
 
-def _unit(rows: np.ndarray) -> np.ndarray:
+def _normalize(rows: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)
 
 
-def _model(folder: Path) -> Embed:
+def _model_embedding(folder: Path) -> Embed:
     """Mean of the last hidden states of an encoder on disk, the default pooling of sentence-transformers. Only the first 512 tokens are
     read.
     """
@@ -142,6 +142,6 @@ def _model(folder: Path) -> Embed:
                 states_BTD = model(**inputs).last_hidden_state.float()
             there_BT1 = inputs["attention_mask"].unsqueeze(-1)
             found.append(((states_BTD * there_BT1).sum(1) / there_BT1.sum(1).clamp(min=1)).numpy())
-        return _unit(np.concatenate(found)).astype(np.float16)
+        return _normalize(np.concatenate(found)).astype(np.float16)
 
     return embed

@@ -15,14 +15,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from lmworks.corpus.units import Units, mix, ngrams, whole
+from lmworks.corpus.units import Units, mix, ngrams, run_hash
 
-_THROWS = 8
+_ROUNDS = 8
 _FILLED = 1 << 17  # shingles at a time
 _EMPTY = np.uint32(0xFFFFFFFF)
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEP = np.uint64(0xD6E8FEB86659FD93)
-_MULTIPLIERS = mix(np.arange(1, _THROWS + 1, dtype=np.uint64)) | np.uint64(1)
+_MULTIPLIERS = mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64)) | np.uint64(1)
 _CHANCE = 1 / 256
 RECALL = 0.99
 
@@ -43,7 +43,7 @@ class Sketching:
         candidates.
         """
         if bands is None:
-            fits = [rows for rows in range(1, values + 1) if meeting(threshold, values // rows, rows) >= RECALL]
+            fits = [rows for rows in range(1, values + 1) if candidate_probability(threshold, values // rows, rows) >= RECALL]
             bands = values // max(fits, default=1)
         return cls(ngram, values, bands)
 
@@ -57,7 +57,7 @@ class Sketching:
         return 3.5 * math.sqrt(threshold * (1 - threshold) / self.values)
 
 
-def meeting(similarity: float, bands: int, rows: int) -> float:
+def candidate_probability(similarity: float, bands: int, rows: int) -> float:
     """Probability that two documents of this Jaccard similarity agree in at least one band (Mining of Massive Datasets, 3.4.2)."""
     return 1 - (1 - similarity**rows) ** bands
 
@@ -75,7 +75,7 @@ def shingles(batch: Units, ngram: int, documents: Sequence[int] | np.ndarray) ->
     grams = ngrams(batch.hashes, ngram)
     hashes = grams[np.minimum(places, len(grams) - 1)] if len(grams) else np.zeros(len(places), dtype=np.uint64)
     for short in np.flatnonzero((stops - starts < ngram) & (stops > starts)).tolist():
-        hashes[bounds[short]] = whole(batch.hashes[starts[short] : stops[short]])[0]
+        hashes[bounds[short]] = run_hash(batch.hashes[starts[short] : stops[short]])[0]
     return hashes, bounds
 
 
@@ -86,31 +86,31 @@ def sketches(batch: Units, sketching: Sketching, documents: Sequence[int] | None
     values = sketching.values
     bins = np.full(len(chosen) * values, _EMPTY, dtype=np.uint32)
     live, first = hashes, np.repeat(np.arange(0, len(bins), values), np.diff(bounds))
-    for throw in range(_THROWS):
-        thrown = live * _MULTIPLIERS[throw]
-        thrown ^= thrown >> np.uint64(32)
-        least = (thrown & np.uint64(0x7FFFFFFF)).astype(np.uint32)
-        thrown >>= np.uint64(32)
-        thrown *= np.uint64(values)
-        thrown >>= np.uint64(32)
-        places = thrown.view(np.int64)
+    for round_ in range(_ROUNDS):
+        hashed = live * _MULTIPLIERS[round_]
+        hashed ^= hashed >> np.uint64(32)
+        least = (hashed & np.uint64(0x7FFFFFFF)).astype(np.uint32)
+        hashed >>= np.uint64(32)
+        hashed *= np.uint64(values)
+        hashed >>= np.uint64(32)
+        places = hashed.view(np.int64)
         places += first
-        if throw:  # a bin that an earlier round has filled is not changed
+        if round_:  # a bin that an earlier round has filled is not changed
             open_ = np.flatnonzero(bins[places] == _EMPTY)
             places, least = places[open_], least[open_]
         np.minimum.at(bins, places, least)
         unfilled = bins.reshape(len(chosen), values).max(axis=1, initial=0) == _EMPTY
-        keep = np.repeat(unfilled, np.diff(bounds)) if not throw else unfilled[first // values]
+        keep = np.repeat(unfilled, np.diff(bounds)) if not round_ else unfilled[first // values]
         live, first = live[keep], first[keep]
         if not len(live):
             break
-    _fill(bins, values, hashes, bounds)
+    _fill_empty_bins(bins, values, hashes, bounds)
     table = bins.reshape(len(chosen), values)
     table[np.diff(bounds) == 0] = 0
     return table.astype(np.uint8)
 
 
-def _fill(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray) -> None:
+def _fill_empty_bins(bins: np.ndarray, values: int, hashes: np.ndarray, bounds: np.ndarray) -> None:
     """Fill bins that are still empty with the minimum over all shingles of the document, under a hash function of the bin."""
     multipliers = mix(np.arange(values, dtype=np.uint64) + np.uint64(_GOLDEN)) | np.uint64(1)
     empty = np.flatnonzero(bins == _EMPTY)

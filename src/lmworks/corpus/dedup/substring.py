@@ -45,7 +45,7 @@ def _sliding(values: np.ndarray, window: int, of: np.ufunc) -> np.ndarray:
     return values
 
 
-def repeated(hashes: np.ndarray) -> np.ndarray:
+def repeated_values(hashes: np.ndarray) -> np.ndarray:
     """The values that occur more than once, ascending, without repeats."""
     ranked = np.sort(hashes)
     same = ranked[1:] == ranked[:-1]
@@ -53,7 +53,7 @@ def repeated(hashes: np.ndarray) -> np.ndarray:
     return again[np.concatenate((np.ones(min(len(again), 1), dtype=bool), again[1:] != again[:-1]))]
 
 
-def runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
+def candidate_runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
     """(R, 3) int64 rows of (document, first unit, hash) of all runs that contain one of the anchors in `common`, in order."""
     found = anchors(batch, length)
     places = np.minimum(np.searchsorted(common, found[:, 2]), max(len(common) - 1, 0))
@@ -73,7 +73,7 @@ def runs(batch: Units, length: int, common: np.ndarray) -> np.ndarray:
     return rows
 
 
-def later(hashes: np.ndarray) -> np.ndarray:
+def occurred_earlier(hashes: np.ndarray) -> np.ndarray:
     """(R,) bool: the runs, given in the order of priority, that occurred earlier."""
     order = np.argsort(hashes, kind="stable")
     again = np.zeros(len(hashes), dtype=bool)
@@ -81,13 +81,13 @@ def later(hashes: np.ndarray) -> np.ndarray:
     return again
 
 
-def within(batch: Units, document: int, length: int) -> np.ndarray:
+def repeats_within(batch: Units, document: int, length: int) -> np.ndarray:
     """The units of one document where a run begins that occurred earlier in the document."""
     hashes = batch.hashes_of(document)
-    return np.flatnonzero(later(ngrams(hashes, length))) if len(hashes) > length else np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(occurred_earlier(ngrams(hashes, length))) if len(hashes) > length else np.zeros(0, dtype=np.int64)
 
 
-def cut(text: str, starts: np.ndarray, places: Sequence[int] | np.ndarray, length: int) -> tuple[str, float]:
+def cut_runs(text: str, starts: np.ndarray, places: Sequence[int] | np.ndarray, length: int) -> tuple[str, float]:
     """(the text without the runs of `length` units that begin at `places`, fraction of its units that is left).
 
     `starts` are the code points where its units begin. Text between the last unit of a passage and the next unit is cut too, except for a

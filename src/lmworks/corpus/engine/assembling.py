@@ -20,19 +20,19 @@ from lmworks.files import read_json, write_json, write_text
 from lmworks.recipe.schema.corpus import Source
 
 _ADVICE = {
-    "enormous": "a document, which a file is without another document_format, may have corpus.max_document_bytes bytes: raise that, "
+    "enormous": "by default each file is one document of at most corpus.max_document_bytes bytes: raise that limit, "
     "or set document_format: lines",
     **dict.fromkeys(
         ("too_many_words", "gopher_too_many_words"),
-        "a file is one document, and the rules of prose drop what has more than 100,000 words, such as a book: set rules: other for this "
-        "source to keep it whole, or document_format: lines to make each line a document",
+        "by default each file is one document, and the rules of prose drop more than 100,000 words, such as a book: set rules: other "
+        "for this source to keep it whole, or document_format: lines to make each line a document",
     ),
 }
 _LINES = {"quarantine": "quarantine.jsonl", "rejected": "rejected.jsonl"}
 
 
 def write_samples(job: Job, passes: tuple[str, ...] = ("read", "write")) -> None:
-    """Write quarantine.jsonl and rejected.jsonl: the first few of each reason, in order."""
+    """Write quarantine.jsonl and rejected.jsonl: the first few documents per reason, in order."""
     for kind, name in _LINES.items():
         samples = Samples()
         for pass_ in passes:
@@ -42,7 +42,7 @@ def write_samples(job: Job, passes: tuple[str, ...] = ("read", "write")) -> None
 
 
 def require_documents(job: Job) -> None:
-    """Raise UserError if nothing is left of a source that is not optional, or of all."""
+    """Raise UserError if a source that is not optional, or the whole corpus, has no usable document."""
     empty = _empty_sources(job)
     needed = [source for source in job.sources if source.name in empty and not source.optional]
     if needed or len(empty) == len(job.sources):
@@ -62,7 +62,7 @@ def _empty_sources(job: Job) -> dict[str, str]:
         if sum(one.documents for one in lost.values()) + report.not_drawn.documents < came:
             continue
         if not lost:
-            found[report.name] = "is empty: it has no documents; check its path, include and document_format"
+            found[report.name] = "has no documents; check its path, include and document_format"
             continue
         reasons = ", ".join(f"{reason} {one.documents}" for reason, one in lost.items())
         where = f"see {'rejected' if report.dropped else 'quarantine'}.jsonl in the corpus directory, or choose other rules"
@@ -72,7 +72,7 @@ def _empty_sources(job: Job) -> dict[str, str]:
 
 
 def _reports_after_reading(job: Job) -> Iterator[SourceReport]:
-    """What the pass `read` has counted, per source."""
+    """The counts of the pass `read`, per source."""
     for source in job.sources:
         report = SourceReport.of(source, len(job.parts[source.name]))
         for piece in job.of(source):
@@ -81,7 +81,7 @@ def _reports_after_reading(job: Job) -> Iterator[SourceReport]:
 
 
 def assemble_report(job: Job, missing: dict[str, str]) -> Report:
-    """The report of a job that is done. `missing` are sources that could not be had, with the reason."""
+    """The report of a finished job. `missing` maps sources that are not available to the reason."""
     report = Report(missing={**missing, **_empty_sources(job)})
     measured: dict[str, dict[str, Histogram]] = {}
     touched: dict[str, ContaminatedItems] = {}
@@ -125,22 +125,22 @@ def write_manifest(job: Job, report: Report) -> None:
     write_json(job.out / "manifest.json", {"files": {name: found[name] for found in files for name in sorted(found)}})
 
 
-def leave_out_empty(job: Job, report: Report) -> None:
-    """Note the optional sources of which nothing is left to train on as missing. Raise UserError for one that is not optional."""
+def omit_empty_sources(job: Job, report: Report) -> None:
+    """Record optional sources without training documents as missing. Raise UserError for a source that is not optional."""
     optional = {source.name for source in job.sources if source.optional}
     came = {one.name: one.came.documents for one in report.sources if not one.train.documents}
-    empty = {name: f"nothing is left to train on of its {documents} documents" for name, documents in came.items()}
+    empty = {name: f"none of its {documents} documents is left to train on" for name, documents in came.items()}
     for name, why in empty.items():
         if name not in optional:
-            raise UserError(f"source {name}: {why}; see rejected.jsonl, or set optional: true to go on without it")
+            raise UserError(f"source {name}: {why}; see rejected.jsonl, or set optional: true to continue without it")
     report.missing |= empty
     report.sources = [source for source in report.sources if source.name not in empty]
     if not report.sources:
-        raise UserError("nothing is left to train on of any corpus source; see rejected.jsonl in the corpus directory")
+        raise UserError("no corpus source has documents left to train on; see rejected.jsonl in the corpus directory")
 
 
 def remove_stale(job: Job, report: Report, passes: Sequence[Pass]) -> None:
-    """Remove files of parts, sources and buckets that the job does not have, and of optional sources without text."""
+    """Remove files of parts, sources and buckets that the job does not have, and of sources recorded as missing."""
     pieces = [piece for piece in job.pieces if piece.source.name not in report.missing]
     expected = {path for piece in pieces for path in (*outputs(job, piece), decisions_path(job, piece))}
     for folder in ("train", "validation", "decisions"):

@@ -1,4 +1,4 @@
-"""Documents and bytes, counted by reason; and the first few of each reason, for inspection. Both are made part by part and added up."""
+"""Counts of documents and bytes by reason, and the first few documents of each reason for inspection. Computed per part and added up."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ Counts = dict[str, Count]
 
 
 def count(counts: Counts, reason: str, size: int) -> None:
-    """One more document for this reason."""
+    """Count one document for this reason."""
     counts.setdefault(reason, Count()).add(size)
 
 
 def merge(counts: Counts, others: Mapping[str, Mapping[str, int]]) -> None:
-    """Add up by reason."""
+    """Add counts, by reason."""
     for reason, other in others.items():
         counts.setdefault(reason, Count()).merge(other)
 
 
 @dataclass
 class StepCounts:
-    """Counts of one step: documents received, added as variants, and dropped by reason, and the change of the others in bytes (`edited`).
+    """Counts of one step: documents received, added as variants, and dropped by reason, and the change in bytes of the others
+    (`edited`).
     """
 
     step: str
@@ -55,7 +56,7 @@ class StepCounts:
 
     @property
     def left(self) -> Count:
-        """What the step passed on."""
+        """The documents after the step."""
         gone = [one.documents for one in self.dropped.values()], [one.bytes for one in self.dropped.values()]
         came = Count(self.came.documents + self.added.documents, self.came.bytes + self.added.bytes)
         return Count(came.documents - sum(gone[0]), came.bytes - sum(gone[1]) + self.edited)
@@ -69,7 +70,7 @@ class StepCounts:
 
 @dataclass
 class ContaminatedItems:
-    """How much of a protected set was found in training text: in how many documents, and which items."""
+    """Contamination by one protected set: the number of training documents, and the items found in them."""
 
     documents: int = 0
     items: set[str] = field(default_factory=set)
@@ -83,21 +84,21 @@ class ContaminatedItems:
 
 
 class Samples:
-    """The first few of each (source, reason)."""
+    """The first few documents of each (source, reason)."""
 
     def __init__(self) -> None:
         self._taken: Counter[tuple[str, str]] = Counter()
         self.rows: list[dict[str, Any]] = []
 
     def add(self, source: str, reason: str, identity: str, origin: str, text: str, **more: Any) -> None:
-        """Keep this one if it is among the first."""
+        """Add a document if it is among the first."""
         if self._taken[source, reason] < SAMPLES:
             excerpt = text[:EXCERPT].encode("utf-8", "replace").decode("utf-8")
             shown = {name: value for name, value in more.items() if value}
             self._keep({"source": source, "reason": reason, "id": identity, "origin": origin, **shown, "text": excerpt})
 
     def merge(self, rows: Iterable[dict[str, Any]]) -> None:
-        """The same from later documents."""
+        """Add the samples of later documents."""
         for row in rows:
             if self._taken[row["source"], row["reason"]] < SAMPLES:
                 self._keep(row)

@@ -12,61 +12,61 @@ import pyarrow.parquet as pq
 from lmworks.corpus.document import Fact, split_id
 from lmworks.corpus.engine.tables import DECISIONS
 
-LEFT = ""
+UNDECIDED = ""
 """The fate of a document that no step has dropped; later passes decide about it."""
 
 
 class DecisionRows:
-    """Rows of `tables.DECISIONS` with a column for each of `statistics`, the numbers that steps take of a document."""
+    """Rows of `tables.DECISIONS` with a column for each of `statistics`, the numbers that steps measure."""
 
     def __init__(self, statistics: Sequence[str]) -> None:
         self.schema = pa.schema([*DECISIONS, *((name, pa.float64()) for name in statistics)])
         self._statistics = statistics
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._places: dict[str, int] = {}
         self._rows: list[list[Any]] = []
         self._measured: dict[str, dict[int, float]] = {}
-        self._sorted = True  # in the order of ids, which variants come out of
+        self._sorted = True  # by id; variants break the order
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, identity: str, origin: str, size: int, language: str, fate: str = LEFT, reason: str = "") -> None:
-        """The next document that was read."""
-        if fate == LEFT:
+    def add(self, identity: str, origin: str, size: int, language: str, fate: str = UNDECIDED, reason: str = "") -> None:
+        """Add the next document that was read."""
+        if fate == UNDECIDED:
             self._places[identity] = len(self._rows)
         self._rows.append([identity, origin, size, language, fate, reason, "", "", ""])
 
     def add_variant(self, identity: str, original: str, size: int) -> None:
-        """A step has made it of another; what was measured of that counts for it, too."""
+        """Add a variant of `original`; the measurements of the original apply to it, too."""
         place = self._places[original]
         self._places[identity] = len(self._rows)
         _, origin, _, language, *_ = self._rows[place]
-        self._rows.append([identity, origin, size, language, LEFT, "", "", "", original])
+        self._rows.append([identity, origin, size, language, UNDECIDED, "", "", "", original])
         for of in self._measured.values():
             if place in of:
                 of[self._places[identity]] = of[place]
         self._sorted = False
 
     def drop(self, identity: str, step: str, reason: str, detail: str) -> None:
-        """A step drops it."""
+        """Record that a step dropped the document."""
         self._rows[self._places.pop(identity)][4:7] = step, reason, detail
 
     def keep(self, identity: str, language: str) -> None:
-        """It has gone through all steps, and is in this language."""
+        """Record that the document passed all steps, with its language."""
         self._rows[self._places[identity]][3] = language
 
     def measure(self, identity: str, facts: Mapping[str, Fact], names: Sequence[str]) -> None:
-        """Take down the statistics among its facts."""
+        """Record the statistics among the facts of a document."""
         for name in names:
             value = facts.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
                 self._measured.setdefault(name, {})[self._places[identity]] = float(value)
 
     def write(self, out: pq.ParquetWriter) -> None:
-        """Write the rows, of documents that no step will see any more, and forget them."""
+        """Write the rows, whose documents have passed all steps, and clear them."""
         order = list(range(len(self._rows)))
         if not self._sorted:
             order.sort(key=lambda place: split_id(self._rows[place][0]))
@@ -76,7 +76,7 @@ class DecisionRows:
             values = self._measured.get(name, {})
             columns.append(pa.array([values.get(place) for place in order], pa.float64()))
         out.write_table(pa.table(columns, schema=self.schema))
-        self._forget()
+        self._reset()
 
 
 def _columns(rows: list[list[Any]]) -> list[tuple[Any, ...]]:

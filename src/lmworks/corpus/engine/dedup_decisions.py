@@ -1,7 +1,7 @@
 """Decisions about the documents that the steps kept: which are duplicates of which, and which are held out.
 
-Rows stand in the order of priority, so that of several copies the first is kept. Only keys, sketches and sizes are read, except for
-the few pairs whose sketches are inconclusive.
+Rows are in the order of priority, so that the first of several copies is kept. Only keys, sketches and sizes are read, except for the few
+pairs whose sketches are inconclusive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lmworks.corpus.dedup.traces import Traces
+from lmworks.corpus.dedup.signatures import Signatures
 from lmworks.corpus.document import variant_id
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.reading import read_inputs
@@ -32,9 +32,9 @@ REPEATED = "repeated_passages"
 
 @dataclass(frozen=True)
 class DedupDecisions:
-    """By row of a part as it was staged: why it is a copy (None: it is none), of which document, and whether it is held out.
+    """Per staged row of a part: why it is a duplicate (None if it is not), of which document, and whether it is held out.
 
-    `cuts` are the texts, by row, of training documents that have lost a passage.
+    `cuts` are the texts, by row, of training documents from which a passage was cut.
     """
 
     reasons: list[str | None]
@@ -45,12 +45,12 @@ class DedupDecisions:
 
     @classmethod
     def load(cls, job: Job, piece: Piece, cut: bool = True) -> DedupDecisions:
-        """`cut` is False for the passes that come before passages are cut."""
+        """Load the decisions. `cut` is False for passes that run before passages are cut."""
         rows = pq.read_table(dedup_decisions_path(job, piece))
         reasons, held = rows["reason"].to_pylist(), np.array(rows["held"].to_pylist(), dtype=bool)
         dropped = np.array([reason is not None for reason in reasons], dtype=bool)
         cuts: dict[int, str] = {}
-        if cut and cutting(job):
+        if cut and cuts_passages(job):
             assert job.recipe.corpus.dedup.substring
             for row, text, left in zip(*pq.read_table(cuts_path(job, piece)).to_pydict().values(), strict=True):
                 if left < job.recipe.corpus.dedup.substring.min_remaining or not text.strip():
@@ -61,12 +61,12 @@ class DedupDecisions:
 
     @staticmethod
     def digest(job: Job, piece: Piece, cut: bool = True) -> str:
-        """Hash of the decisions; empty before there are any."""
-        paths = [dedup_decisions_path(job, piece), *([cuts_path(job, piece)] if cut and cutting(job) else [])]
+        """Hash of the decisions; empty before they exist."""
+        paths = [dedup_decisions_path(job, piece), *([cuts_path(job, piece)] if cut and cuts_passages(job) else [])]
         return "".join(sha256_file(path) if path.exists() else "" for path in paths)
 
 
-def cutting(job: Job) -> bool:
+def cuts_passages(job: Job) -> bool:
     """Whether repeated passages are cut."""
     return job.recipe.corpus.dedup.substring is not None
 
@@ -81,30 +81,31 @@ def dedup_decisions_path(job: Job, piece: Piece) -> Path:
     return job.path("resolve_duplicates", piece, ".parquet")
 
 
-def staged(job: Job, piece: Piece) -> Path:
+def staged_path(job: Job, piece: Piece) -> Path:
     """The file with the documents of a part that the steps kept."""
     return job.path("read", piece, ".parquet")
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextBatch:
     """Some documents of a part, in order."""
 
     ids: list[str]
     texts: list[str]
 
 
-def texts_of(job: Job, piece: Piece, chosen: np.ndarray, cuts: Mapping[int, str] = MappingProxyType({})) -> Iterator[Texts]:
-    """Ids and texts of the chosen rows of a part, a row group at a time; those in `cuts` as they are there."""
-    for first, rows in row_groups(staged(job, piece), ["id", "text"]):
+def read_texts(job: Job, piece: Piece, chosen: np.ndarray, cuts: Mapping[int, str] = MappingProxyType({})) -> Iterator[TextBatch]:
+    """Ids and texts of the chosen rows of a part, one row group at a time; texts in `cuts` replace those of their rows."""
+    for first, rows in row_groups(staged_path(job, piece), ["id", "text"]):
         places = np.flatnonzero(chosen[first : first + rows.num_rows])
         if len(places):
             some = rows.take(places)
             texts = some["text"].to_pylist()
-            yield Texts(some["id"].to_pylist(), [cuts.get(first + place, text) for place, text in zip(places.tolist(), texts, strict=True)])
+            texts = [cuts.get(first + place, text) for place, text in zip(places.tolist(), texts, strict=True)]
+            yield TextBatch(some["id"].to_pylist(), texts)
 
 
-def in_order(job: Job) -> list[Piece]:
+def parts_by_priority(job: Job) -> list[Piece]:
     """The parts in the order of priority."""
     rank = {name: place for place, name in enumerate(job.recipe.corpus.dedup.priority)}
     sources = sorted(job.sources, key=lambda source: rank.get(source.name, len(rank)))
@@ -115,10 +116,10 @@ class StagedRows:
     """All staged documents of a job as rows in the order of priority."""
 
     def __init__(self, job: Job) -> None:
-        self.pieces = in_order(job)
+        self.pieces = parts_by_priority(job)
         self.kept = [np.load(job.path("read", piece, ".keys.npy")) for piece in self.pieces]
         self.firsts = np.concatenate(([0], np.cumsum([len(kept) for kept in self.kept], dtype=np.int64)))
-        self.traces = [Traces(job.path("read", piece, ".traces"), piece.source) for piece in self.pieces]
+        self.signatures = [Signatures(job.path("read", piece, ".traces"), piece.source) for piece in self.pieces]
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -136,7 +137,7 @@ class StagedRows:
 
     @cached_property
     def originals(self) -> np.ndarray:
-        """(N,) the row of which each row is a variant, itself for what is none; variants stand behind their original."""
+        """(N,) the row of each row's original; a row that is not a variant is its own. Variants follow their original."""
         found = np.arange(len(self))
         for number, kept in enumerate(self.kept):
             span = self.span(number)

@@ -1,4 +1,4 @@
-"""What deduplication would drop: runs the passes up to it and shows their decisions."""
+"""A preview of deduplication: runs the passes up to it and shows their decisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from lmworks.corpus.engine.counts import Count, Counts, count
-from lmworks.corpus.engine.dedup_decisions import REPEATED, DedupDecisions, staged, texts_of
+from lmworks.corpus.engine.dedup_decisions import REPEATED, DedupDecisions, read_texts, staged_path
 from lmworks.corpus.engine.executors import local
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.passes.reading import check_facts
@@ -23,7 +23,7 @@ CUT = "passages_cut"
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A document that would be dropped, or would lose passages, and the one whose copy it is, if it is one; the beginnings of both."""
+    """A document that would be dropped or cut, and the document of which it is a copy, if any; with the beginnings of both texts."""
 
     id: str
     origin: str
@@ -33,10 +33,10 @@ class Duplicate:
 
 
 @dataclass
-class Duplicates:
-    """Of one source: the documents that came to deduplication, and by method those that it would drop, with some of each.
+class SourceDuplicates:
+    """Results for one source: the documents that reached deduplication, and per method the documents that it would drop, with examples.
 
-    Of the method `passages_cut` the documents stay, and the bytes are those of the passages.
+    With the method `passages_cut` documents are kept, and the bytes are those of the passages.
     """
 
     source: str
@@ -45,8 +45,8 @@ class Duplicates:
     examples: dict[str, list[Duplicate]] = field(default_factory=dict)
 
 
-def duplicates(job: Job) -> list[Duplicates]:
-    """What deduplication would drop of each source. `job.out` is a directory of no other use; all work is done on this machine."""
+def preview_duplicates(job: Job) -> list[SourceDuplicates]:
+    """What deduplication would drop, per source. `job.out` is a directory without other use; all work is done on this machine."""
     check_facts(job)
     job.save()
     local.execute(job, PASSES[: [pass_.name for pass_ in PASSES].index("cut_passages") + 1])
@@ -61,8 +61,8 @@ def duplicates(job: Job) -> list[Duplicates]:
     return found
 
 
-def _of_source(job: Job, pieces: list[Piece], name: str) -> Duplicates:
-    found = Duplicates(name)
+def _of_source(job: Job, pieces: list[Piece], name: str) -> SourceDuplicates:
+    found = SourceDuplicates(name)
     for piece in pieces:
         decisions, sizes = DedupDecisions.load(job, piece), np.load(job.path("read", piece, ".keys.npy"))["bytes"]
         found.came.add(int(sizes.sum()), len(sizes))
@@ -75,13 +75,13 @@ def _of_source(job: Job, pieces: list[Piece], name: str) -> Duplicates:
     return found
 
 
-def _add_examples(job: Job, piece: Piece, decisions: DedupDecisions, found: Duplicates) -> None:
+def _add_examples(job: Job, piece: Piece, decisions: DedupDecisions, found: SourceDuplicates) -> None:
     methods = {row: reason for row, reason in enumerate(decisions.reasons) if reason} | dict.fromkeys(decisions.cuts, CUT)
     chosen = np.zeros(len(decisions.held), dtype=bool)
     for method in dict.fromkeys(methods.values()):
         left = _EXAMPLES - len(found.examples.setdefault(method, []))
         chosen[[row for row, one in methods.items() if one == method][:left]] = True
-    for first, rows in row_groups(staged(job, piece), ["id", "origin", "text"]) if chosen.any() else ():
+    for first, rows in row_groups(staged_path(job, piece), ["id", "origin", "text"]) if chosen.any() else ():
         for place in np.flatnonzero(chosen[first : first + rows.num_rows]).tolist():
             one = rows.slice(place, 1).to_pylist()[0]
             row = first + place
@@ -94,7 +94,7 @@ def _texts(job: Job, wanted: set[str]) -> Iterator[tuple[str, str]]:
     prefixes = tuple({identity.rpartition("/")[0] for identity in wanted})
     for piece in job.pieces:
         if f"{piece.source.name}/{piece.number}" in prefixes:
-            rows = pq.ParquetFile(staged(job, piece)).metadata.num_rows
-            for batch in texts_of(job, piece, np.ones(rows, dtype=bool)):
+            rows = pq.ParquetFile(staged_path(job, piece)).metadata.num_rows
+            for batch in read_texts(job, piece, np.ones(rows, dtype=bool)):
                 yield from ((identity, text[:EXCERPT]) for identity, text in zip(batch.ids, batch.texts, strict=True) if identity in wanted)
 

@@ -1,4 +1,4 @@
-"""A job: the recipe's corpus, cut into parts, and where everything about it lies. Any process on any machine loads it from its file."""
+"""A job: the corpus of a recipe, cut into parts, with the paths of its files. Any process on any machine can load it from its file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lmworks import __version__, credentials
+from lmworks.corpus.dedup.signatures import sketching_of
 from lmworks.corpus.dedup.sketch import Sketching
-from lmworks.corpus.dedup.traces import sketching_of
 from lmworks.corpus.engine.marker import digest
 from lmworks.corpus.readers import Part
 from lmworks.files import read_json, sha256_file, write_json
@@ -19,12 +19,12 @@ from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree
 
-_LATER = ("license", "optional", "buckets", "bucket_by", "dedup", "fim")  # what reading a source and its steps do not see
+_UNUSED_BY_READING = ("license", "optional", "buckets", "bucket_by", "dedup", "fim")  # keys that do not affect reading and the steps
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a source and its number there: what most tasks work on."""
+    """A part of a source with its number: the unit of most tasks."""
 
     source: Source
     number: int
@@ -41,10 +41,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done: `recipe` lies in `folder`, the corpus in `out`, its unfinished files in `out`/staging.
+    """A corpus job: `recipe` is in the folder `folder`, the corpus in `out`, its unfinished files in `out`/staging.
 
-    `parts` are those of each source that can be had; `code` are hashes of the files that steps name; `evaluation` is the hash of the
-    evaluation texts.
+    `parts` are those of each available source; `code` are hashes of the files that steps name; `evaluation` is the hash of the evaluation
+    texts.
     """
 
     recipe: Recipe
@@ -60,7 +60,7 @@ class Job:
 
     @cached_property
     def sources(self) -> list[Source]:
-        """Those that can be had, in the recipe's order."""
+        """The available sources, in the order of the recipe."""
         return [source for source in self.recipe.corpus.sources if source.name in self.parts]
 
     @cached_property
@@ -97,18 +97,18 @@ class Job:
     @cached_property
     def _source_digests(self) -> dict[str, str]:
         trees = {source.name: as_tree(source) for source in self.sources}
-        return {name: digest({key: tree[key] for key in tree if key not in _LATER}) for name, tree in trees.items()}
+        return {name: digest({key: tree[key] for key in tree if key not in _UNUSED_BY_READING}) for name, tree in trees.items()}
 
     @cached_property
     def _reading_digest(self) -> str:
         return digest(self._reading)
 
     def reading_of(self, piece: Piece) -> str:
-        """Hash of everything that decides what reading this part gives, but for the draw of `max_bytes`."""
+        """Hash of all inputs of reading this part, except for the draw of `max_bytes`."""
         return digest([self._reading_digest, self._source_digests[piece.source.name], piece.number, piece.part.as_json()])
 
     def save(self) -> None:
-        """Write staging/job.json, from which `load` makes the same job elsewhere."""
+        """Write staging/job.json, from which `load` restores the job elsewhere."""
         parts = {name: [part.as_json() for part in found] for name, found in self.parts.items()}
         value = {
             "recipe": as_tree(self.recipe),
@@ -123,7 +123,9 @@ class Job:
 
     @classmethod
     def load(cls, out: Path) -> Job:
-        """The job saved in the corpus directory `out`. Goes to the directory in which it was begun, which its paths start from."""
+        """The job saved in the corpus directory `out`. Changes to the directory in which it was created, since its paths are relative to
+        that.
+        """
         value = read_json(out / "staging" / "job.json")
         credentials.load(out / "staging")
         out = out.resolve()
@@ -132,8 +134,8 @@ class Job:
         return cls(Recipe.model_validate(value["recipe"]), Path(value["folder"]), out, parts, value["code"], value["evaluation"])
 
 
-def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """Hash of each file, and listing of each folder, that a step or an embedding names: a change of it is a change of the step."""
+def hash_referenced_files(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """Hash of each file, and of the contents of each folder, that a step or an embedding names: if one changes, the step has changed."""
     found = {}
     for node in (*recipe.corpus.steps, *filter(None, [recipe.corpus.dedup.semantic])):
         for value in _strings({key: value for key, value in as_tree(node).items() if key not in getattr(node, "growing", ())}):
@@ -144,7 +146,7 @@ def code_of(recipe: Recipe, folder: Path) -> dict[str, str]:
                 elif "/" in value and path.is_dir():
                     names = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
                     found[value] = digest([[name, sha256_file(path / name)] for name in names])
-            except (OSError, ValueError):  # a value that is no path
+            except (OSError, ValueError):  # the value is not a path
                 continue
     return found
 

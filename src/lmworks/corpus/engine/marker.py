@@ -1,4 +1,4 @@
-"""Markers: small files that say a task is done, and from what."""
+"""Markers: small files that record that a task is finished, with a hash of its inputs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()
 
 
-def finished(path: Path, inputs: str) -> bool:
-    """Whether the marker says that the task was done from these inputs."""
+def is_finished(path: Path, inputs: str) -> bool:
+    """Whether the marker records that the task was finished with these inputs."""
     try:
         return bool(json.loads(path.read_bytes())["inputs"] == inputs)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def finish(path: Path, inputs: str) -> None:
-    """Say so. Everything the task has written is on the disk before this."""
+def mark_finished(path: Path, inputs: str) -> None:
+    """Write the marker. All files of the task are on disk before this."""
     write_text(path, json.dumps({"inputs": inputs}) + "\n")
 
 
 def file_digest(path: Path) -> str:
-    """Hash of a file that a pass before has written; empty as long as it has not."""
+    """Hash of a file that an earlier pass writes; empty if it does not exist yet."""
     try:
         status = path.stat()
     except FileNotFoundError:

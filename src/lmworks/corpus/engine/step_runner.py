@@ -12,15 +12,15 @@ from lmworks.errors import UserError
 
 
 class StepRunner:
-    """Applies the steps to the documents of one part, and counts what each received and dropped."""
+    """Applies the steps to the documents of one part, and counts the documents that each received and dropped."""
 
     def __init__(self, steps: Sequence[Step], decisions: DecisionRows, rejected: Samples) -> None:
         self._steps, self._decisions, self._rejected = steps, decisions, rejected
         self.counts = [StepCounts(step.name) for step in steps]
-        self._numbers: dict[str, int] = {}  # of variants made so far, by the id of the original
+        self._numbers: dict[str, int] = {}  # number of variants made so far, by the id of the original
 
     def run(self, batch: Batch) -> tuple[Batch, list[int]]:
-        """(what is left of the batch, the sizes in bytes of its texts)."""
+        """(the batch after all steps, the sizes of its texts in bytes)."""
         self._numbers = {}
         sizes = [_size(document.text) for document in batch.documents]
         for step, step_counts in zip(self._steps, self.counts, strict=True):
@@ -44,14 +44,14 @@ class StepRunner:
             self._decisions.measure(document.id, outcome.facts, step.statistics)
             original = str(document.facts.get("variant_of", ""))
             if isinstance(outcome, Document) and original in gone:
-                outcome = with_original(gone[original])
+                outcome = drop_with_original(gone[original])
             if isinstance(outcome, Drop):
                 gone[document.id] = outcome
                 self._drop(step, step_counts, document, outcome, size)
                 continue
             left.append((outcome, after))
             step_counts.edited += after - size
-            for variant, one in variants(self._numbers, step, outcome, made):
+            for variant, one in make_variants(self._numbers, step, outcome, made):
                 left += self._add(step, step_counts, variant, one)
         if step_counts.added.documents:
             left.sort(key=lambda pair: split_id(pair[0].id))
@@ -65,7 +65,7 @@ class StepRunner:
         self._rejected.add(document.source, drop.reason, document.id, document.origin, document.text, **more)
 
     def _add(self, step: Step, step_counts: StepCounts, variant: Document, outcome: Document | Drop) -> list[tuple[Document, int]]:
-        """A variant with its size, where it could be made."""
+        """The variant with its size; empty if it could not be made."""
         sound, size = outcome, 0
         if isinstance(outcome, Document):
             sound, size = _checked(outcome)
@@ -77,14 +77,16 @@ class StepRunner:
         return []
 
 
-def variants(
+def make_variants(
     numbers: dict[str, int], step: Step, original: Document, made: Sequence[Document | Drop]
 ) -> Iterator[tuple[Document, Document | Drop]]:
-    """(the document that it would be, itself or why it is none) of each variant that a step has made. `numbers` are those given so far."""
-    for one in made if "variant_of" not in original.facts else ():  # variants have none of their own
+    """(document, outcome) of each variant that a step made; the outcome is the document, or the reason why it could not be made. `numbers`
+    counts the variants made so far.
+    """
+    for one in made if "variant_of" not in original.facts else ():  # a variant has no variants
         numbers[original.id] = number = numbers.get(original.id, 0) + 1
         if number > MOST_VARIANTS:
-            raise UserError(f"step {step.name} makes more than {MOST_VARIANTS} variants of {original.id}; have it make fewer")
+            raise UserError(f"step {step.name} makes more than {MOST_VARIANTS} variants of {original.id}; make fewer")
         facts = {**(one.facts if isinstance(one, Document) else {}), "variant_of": original.id, "variant_by": step.name}
         text = one.text if isinstance(one, Document) else ""
         variant = Document(
@@ -93,7 +95,7 @@ def variants(
         yield variant, variant if isinstance(one, Document) else one
 
 
-def with_original(drop: Drop) -> Drop:
+def drop_with_original(drop: Drop) -> Drop:
     """The drop of a variant whose original was dropped."""
     return Drop(drop.reason, "as its original" + (f": {drop.detail}" if drop.detail else ""))
 
@@ -103,7 +105,7 @@ def _size(text: str) -> int:
 
 
 def _checked(document: Document) -> tuple[Document | Drop, int]:
-    """A document whose text a step has changed, and its size; or why it is none any more."""
+    """A document whose text a step changed, with its size; or a drop if the text is empty or not valid Unicode."""
     try:
         size = _size(document.text)
     except UnicodeEncodeError:
@@ -124,7 +126,7 @@ def _outcomes(step: Step, batch: Batch) -> Sequence[Outcome]:
 
 
 def _raise_for_document(step: Step, batch: Batch, error: Exception) -> NoReturn:
-    """Raise `UserError` with the document that the step failed on."""
+    """Raise a `UserError` that names the document on which the step failed."""
     name = f"documents {batch.documents[0].id} to {batch.documents[-1].id}"
     for document in batch.documents:
         try:
@@ -133,4 +135,4 @@ def _raise_for_document(step: Step, batch: Batch, error: Exception) -> NoReturn:
             name, error = f"document {document.id} ({document.origin})", alone
             break
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    raise UserError(f"step {step.name} failed on {name}: {what}; mend the step or take it out of corpus.steps") from error
+    raise UserError(f"step {step.name} failed on {name}: {what}; fix the step or remove it from corpus.steps") from error

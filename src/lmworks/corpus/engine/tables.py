@@ -1,4 +1,4 @@
-"""The files of a job: parquet of documents and of decisions about them, and arrays. The same rows give the same bytes."""
+"""The files of a job: parquet tables of documents and decisions, and arrays. Equal rows give equal bytes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ DECISIONS = pa.schema(
         ("variant_of", pa.string()),
     ]
 )
-"""One row per document that was read, in order, with its variants behind it; then a float64 column for each statistic of the steps.
+"""One row per document that was read, in order, followed by its variants; statistics of the steps are further float64 columns.
 
-`bytes` are those that were read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped it.
+`bytes` is the size that was read. `fate` is `train`, `validation`, `quarantine`, `max_bytes`, or the step or pass that dropped it.
 """
 
 
 @contextmanager
 def parquet_writer(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.ParquetWriter]:
-    """Write a parquet file, whole or not at all."""
+    """Write a parquet file, atomically."""
     dictionaries = [name for name in ("source", "domain", "language", "fate", "reason") if name in schema.names]
     with (
         atomic_path(path) as aside,
@@ -49,7 +49,7 @@ def parquet_writer(path: Path, schema: pa.Schema = DOCUMENTS) -> Iterator[pq.Par
 
 
 def save_array(path: Path, rows: np.ndarray) -> None:
-    """Write an array, whole or not at all."""
+    """Write an array, atomically."""
     with atomic_path(path) as aside, open(aside, "wb") as handle:
         np.save(handle, rows, allow_pickle=False)
 
@@ -62,7 +62,7 @@ def rows_of(documents: Sequence[Document]) -> pa.RecordBatch:
 
 
 def row_groups(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
-    """(number of the first row, rows), a row group at a time."""
+    """(number of the first row, rows), one row group at a time."""
     first = 0
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):

@@ -1,4 +1,4 @@
-"""Passes and their tasks, and how one task is done once."""
+"""Passes and their tasks, and how a task is run once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.marker import digest, finish, finished
+from lmworks.corpus.engine.marker import digest, is_finished, mark_finished
 from lmworks.errors import UserError
 
 Advance = Callable[[int, int], None]
-"""Called with the input bytes and documents that were processed since the last call."""
+"""Called with the numbers of input bytes and documents processed since the last call."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of the job. A map has a task for each of `tasks`, a reduction a single task that reads the results of all parts.
+    """A pass of the job. A map has a task for each of `tasks`; a reduction has a single task that reads the results of all parts.
 
-    `inputs` is a JSON value that decides what the task writes. `work` writes it, each file whole.
+    `inputs` is a JSON value that determines what the task writes. `work` writes it, each file atomically.
     """
 
     name: str
@@ -32,20 +32,20 @@ class Pass:
         return job.path(self.name, task, ".json")
 
     def is_done(self, job: Job, task: object) -> bool:
-        """Whether the task has been done with the inputs that it would have now."""
-        return finished(self.marker(job, task), self.inputs_digest(job, task))
+        """Whether the task was finished with its current inputs."""
+        return is_finished(self.marker(job, task), self.inputs_digest(job, task))
 
     def inputs_digest(self, job: Job, task: object) -> str:
         return digest([self.name, self.inputs(job, task)])
 
     def run(self, job: Job, task: object, advance: Advance) -> None:
-        """Do the task, unless it is done."""
+        """Run the task, unless it is finished."""
         inputs = self.inputs_digest(job, task)
         marker = self.marker(job, task)
-        if not finished(marker, inputs):
-            marker.unlink(missing_ok=True)  # it describes files that are being replaced
+        if not is_finished(marker, inputs):
+            marker.unlink(missing_ok=True)  # it describes files that will be replaced
             self.work(job, task, advance)
-            finish(marker, inputs)
+            mark_finished(marker, inputs)
 
     def describe(self, task: object) -> str:
         """The pass and the task, for messages."""
@@ -63,11 +63,11 @@ def pieces(job: Job) -> Sequence[Piece]:
 
 
 def only_if(condition: Callable[[Job], object], tasks: Callable[[Job], Sequence[Any]]) -> Callable[[Job], Sequence[Any]]:
-    """The tasks of a pass that a job has where `condition` holds; none elsewhere."""
+    """The tasks of a pass if `condition` holds for the job; otherwise none."""
     return lambda job: tasks(job) if condition(job) else ()
 
 
-def weight(task: object) -> int:
+def task_bytes(task: object) -> int:
     """Input bytes of a task, for progress."""
     return task.bytes if isinstance(task, Piece) else 0
 
@@ -77,4 +77,4 @@ def pass_named(passes: Sequence[Pass], name: str) -> Pass:
     for pass_ in passes:
         if pass_.name == name:
             return pass_
-    raise UserError(f"there is no pass {name!r} of a corpus job; there are: {', '.join(pass_.name for pass_ in passes)}")
+    raise UserError(f"a corpus job has no pass {name!r}; it has: {', '.join(pass_.name for pass_ in passes)}")

@@ -1,4 +1,4 @@
-"""The text of a web page, as Markdown: headings, lists, tables and code keep their form, navigation and boilerplate go."""
+"""The text of a web page as Markdown: headings, lists, tables and code are kept; navigation and boilerplate are removed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable
 _CODE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 _ESCAPE = re.compile(r"\\([\\`*_{}\[\]()#+.!<>|~-])")
 _DECLARED = re.compile(rb"<meta[^>]{0,200}?charset\s{0,9}=\s{0,9}[\"']?\s{0,9}([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
-# begun only where a run of spaces begins: tried at each of its spaces, the search would be quadratic in its length
+# matches only at the beginning of a run of spaces; otherwise the search would be quadratic in the length of the run
 _PERMALINK = re.compile(r"(?<![ \t])[ \t]*¶[ \t]*$", re.MULTILINE)
 
 
 def extractor() -> Callable[[bytes], bytes]:
-    """The function from a page to its text in UTF-8 (b"" if it has none). Raises ImportError without trafilatura (extra `web`)."""
+    """The function from a page to its text in UTF-8 (b"" if it has none). Raises ImportError if trafilatura (extra `web`) is not
+    installed.
+    """
     import logging
 
     import trafilatura
@@ -29,9 +31,10 @@ def extractor() -> Callable[[bytes], bytes]:
 
 
 def decoded(data: bytes) -> str | bytes:
-    """A page as text, by its byte order mark, as UTF-8, or as it declares itself; as it is, for a guess, where none of these fits.
+    """A page as text, decoded by its byte order mark, as UTF-8, or with its declared encoding; unchanged bytes if none of these works, so
+    that trafilatura detects the encoding.
 
-    trafilatura guesses first, and differently if another package has brought a detector along.
+    trafilatura would detect first, and its result depends on the installed detectors.
     """
     declared = _DECLARED.search(data, 0, 4096)
     marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -46,6 +49,6 @@ def decoded(data: bytes) -> str | bytes:
 
 
 def unescaped(markdown: str) -> str:
-    """Markdown in which prose stands as it was written: no backslash before a character that Markdown might mistake."""
+    """Markdown without backslashes in prose before characters with a meaning in Markdown."""
     pieces = _CODE.split(_PERMALINK.sub("", markdown))
     return "".join(piece if place % 2 else _ESCAPE.sub(r"\1", piece) for place, piece in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""The text of a LaTeX document: sections as Markdown headings, formulas as they are written, no preamble, comments or bibliography."""
+"""The text of a LaTeX document: sections become Markdown headings, formulas are kept, preamble, comments and bibliography are removed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MACRO = re.compile(r"\\(?:(?:re)?newcommand\*?\s*\{?\\([A-Za-z]+)\}?|def\s*\\([
 _LONGEST_MACRO = 200
 _MOST_GROWTH = 4
 _INDENT = re.compile(r"^(#+ [^\n]*\n\n)[ \t]+", re.MULTILINE)
-_BLANK = re.compile(r"(?<![ \t])[ \t]*\n(?:[ \t]*\n){2,}")  # begun only where a run of spaces begins, or it would be quadratic
+_BLANK = re.compile(r"(?<![ \t])[ \t]*\n(?:[ \t]*\n){2,}")  # matches only at the beginning of a run of spaces; otherwise quadratic
 
 
 def extractor() -> Callable[[bytes], bytes]:
-    """The function from LaTeX source to text in UTF-8. Raises ImportError without pylatexenc (extra `web`)."""
+    """The function from LaTeX source to text in UTF-8. Raises ImportError if pylatexenc (extra `web`) is not installed."""
     import logging
 
     from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_latex_context_db
@@ -51,13 +51,13 @@ def extractor() -> Callable[[bytes], bytes]:
 
 
 def _key(node: Any, l2tobj: Any) -> str:
-    """What a citation or a reference names, in brackets."""
+    """The key of a citation or reference, in brackets."""
     arguments = [argument for argument in node.nodeargs or () if argument is not None] if node.nodeargd else []
     return f"[{arguments[-1].latex_verbatim().strip('{}[]')}]" if arguments else ""
 
 
 def decoded_latex(data: bytes) -> str:
-    """UTF-8, or the Latin-1 of older sources."""
+    """Decode as UTF-8, or as Latin-1 for older sources."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -65,7 +65,7 @@ def decoded_latex(data: bytes) -> str:
 
 
 def to_text(source: str, convert: Callable[[str], str]) -> str:
-    """The document with `convert` applied to each section by itself (its cost grows with the square of the length)."""
+    """The document with `convert` applied to each section separately, because its cost is quadratic in the length."""
     source = source.replace("\r\n", "\n")
     kept: list[str] = []
 
@@ -85,7 +85,7 @@ def to_text(source: str, convert: Callable[[str], str]) -> str:
 
 
 def _expanded(body: str, source: str) -> str:
-    """The body with the document's own macros without arguments written out, once."""
+    """The body with the document's own macros without arguments expanded, once."""
     found = ((match[1] or match[2], match[3]) for match in _MACRO.finditer(source))
     macros = {name: meaning for name, meaning in found if len(meaning) <= _LONGEST_MACRO and "#" not in meaning}
     if not macros:

@@ -1,1 +1,1 @@
-"""Personal data and keys: how each kind is found (`finders`, `secrets`), and put out of sight (`masking`)."""
+"""Personal data and secrets: detection of each kind (`finders`, `secrets`), and replacement (`masking`)."""

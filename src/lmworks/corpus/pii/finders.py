@@ -1,8 +1,8 @@
 """E-mail, IP and street addresses, telephone, card and account numbers in text.
 
-Precision comes before recall: what looks the same but is none (versions, decorators, test numbers, documentation's examples) stays. Every
-repetition in a pattern is bounded and none begins inside its own run, so that time grows with the text, whatever it says. Digits are
-ASCII digits, and only ASCII letters beside an item make it part of a word: in Chinese nothing stands between them.
+Precision comes before recall: similar strings that are not personal data (versions, decorators, test numbers, documentation examples) are
+kept. Every repetition in a pattern is bounded and none begins inside its own run, so that time is linear in the text. Digits are ASCII
+digits, and only adjacent ASCII letters make an item part of a word, because Chinese text has no spaces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 Span = tuple[int, int]
 Finder = Callable[[str], Iterator[Span]]
 
-_DIGITS = re.compile(r"[0-9][0-9 .()/-]{5,60}[0-9]")  # no number of any kind without it
+_DIGITS = re.compile(r"[0-9][0-9 .()/-]{5,60}[0-9]")  # every kind of number contains a match
 
 _EMAIL = re.compile(
     r"(?<![\w.+%/-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@"
@@ -102,8 +102,8 @@ _NO_STREET = re.compile(
 )
 
 
-def in_order(spans: Iterable[Span]) -> Iterator[Span]:
-    """The spans from left to right; of two that overlap, the one that begins first."""
+def without_overlaps(spans: Iterable[Span]) -> Iterator[Span]:
+    """The spans from left to right; of two overlapping spans, the one that begins first."""
     end = 0
     for start, stop in sorted(spans):
         if start >= end:
@@ -112,7 +112,7 @@ def in_order(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def emails(text: str) -> Iterator[Span]:
-    """Addresses in domains that exist, other than examples and machines (git@, noreply@)."""
+    """Addresses in existing top-level domains, except examples and machine accounts (git@, noreply@)."""
     if "@" not in text:
         return
     for found in _EMAIL.finditer(text):
@@ -126,21 +126,21 @@ def emails(text: str) -> Iterator[Span]:
 
 
 def ips(text: str) -> Iterator[Span]:
-    """Public addresses. Private, reserved, documentation and well-known ones stay, and what is more likely a version."""
+    """Public addresses. Private, reserved, documentation and well-known addresses are kept, and so are probable version numbers."""
     spans: list[Span] = []
     for found in _IPV4.finditer(text) if _DIGITS.search(text) else ():
-        if _public(found[0]) and found[0] not in _PUBLIC_SERVICES:
+        if _is_public(found[0]) and found[0] not in _PUBLIC_SERVICES:
             before = text[max(0, found.start() - 30) : found.start()]
             small = max(map(int, found[0].split("."))) < _SMALL
             if _ADDRESS_OF.search(before) or (not _VERSION.search(before) and (not small or _NETWORK.search(before))):
                 spans.append(found.span())
     for found in _IPV6.finditer(text) if ":" in text else ():
-        if _public(found[0].rstrip(":") if not found[0].endswith("::") else found[0]):
+        if _is_public(found[0].rstrip(":") if not found[0].endswith("::") else found[0]):
             spans.append(found.span())
-    yield from in_order(spans)
+    yield from without_overlaps(spans)
 
 
-def _public(address: str) -> bool:
+def _is_public(address: str) -> bool:
     try:
         return (known := ipaddress.ip_address(address)).is_global and not known.is_multicast
     except ValueError:
@@ -148,8 +148,9 @@ def _public(address: str) -> bool:
 
 
 def phones(text: str) -> Iterator[Span]:
-    """Numbers with a country code, in the North American form, or after a word such as `tel`, and Chinese mobile numbers in Chinese text;
-    555 numbers are fiction and stay."""
+    """Numbers with a country code, in the North American format, or after a word such as `tel`, and Chinese mobile numbers in Chinese text;
+    fictional 555 numbers are kept.
+    """
     if not _DIGITS.search(text):
         return
     spans: list[Span] = []
@@ -165,13 +166,13 @@ def phones(text: str) -> Iterator[Span]:
         if "555" not in found[0] and not _DATE.match(found[0]) and _NAME.search(text, max(0, found.start() - 30), found.start()):
             spans.append(found.span())
     for found in _CHINESE_MOBILE.finditer(text):
-        if _HAN.search(text, max(0, found.start() - 20), found.end() + 20):  # in Chinese text it needs no word before it
+        if _HAN.search(text, max(0, found.start() - 20), found.end() + 20):  # no preceding word is needed in Chinese text
             spans.append(found.span())
-    yield from in_order(spans)
+    yield from without_overlaps(spans)
 
 
 def cards(text: str) -> Iterator[Span]:
-    """Card numbers of a known issuer whose check digit is right (Luhn), other than the issuers' test numbers."""
+    """Card numbers of a known issuer with a correct check digit (Luhn), except the issuers' test numbers."""
     for found in _CARD.finditer(text) if _DIGITS.search(text) else ():
         digits = found[0].replace(" ", "").replace("-", "")
         if _ISSUERS.match(digits) and digits not in _TEST_CARDS and luhn(digits) and len(set(digits)) > 3:
@@ -185,26 +186,26 @@ def luhn(digits: str) -> bool:
 
 
 def ibans(text: str) -> Iterator[Span]:
-    """Account numbers of the length of their country and with the right check digits (ISO 13616)."""
+    """Account numbers with the length of their country and correct check digits (ISO 13616)."""
     for found in _IBAN.finditer(text) if _DIGITS.search(text) else ():
         compact = found[0].replace(" ", "")
         length = _IBAN_LENGTHS.get(compact[:2], 0)
         if len(compact) < length or not length:
             continue
         number = compact[:length]
-        if int("".join(str(int(char, 36)) for char in number[4:] + number[:4])) % 97 == 1 and (end := _reach(found[0], length)):
+        if int("".join(str(int(char, 36)) for char in number[4:] + number[:4])) % 97 == 1 and (end := _end_of_characters(found[0], length)):
             yield found.start(), found.start() + end
 
 
-def _reach(text: str, length: int) -> int:
-    """How far into the text its first `length` characters other than blanks go; 0 if that ends inside a word."""
+def _end_of_characters(text: str, length: int) -> int:
+    """The position after the first `length` non-blank characters of the text; 0 if that is inside a word."""
     places = [place for place, char in enumerate(text) if char != " "]
     end = places[length - 1] + 1
     return end if end == len(text) or text[end] == " " else 0
 
 
 def streets(text: str) -> Iterator[Span]:
-    """Street addresses in the English form; famous ones and examples stay."""
+    """Street addresses in the English format; famous ones and examples are kept."""
     for found in _STREET.finditer(text):
         if not _NO_STREET.search(found[0]):
             yield found.span()

@@ -1,4 +1,4 @@
-"""Put personal data out of sight: a tag for its kind, or a made-up value that is the same wherever the real one was the same."""
+"""Masking of personal data: each value is replaced by a tag for its kind, or by a made-up value that is equal for equal input."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FINDERS: dict[str, finders.Finder] = {
     "ip": finders.ips,
     "street": finders.streets,
 }
-"""Kind to finder, in the order in which they are applied: what is longer and surer first."""
+"""Kind to finder, in the order in which they are applied: longer and more certain kinds first."""
 
 _TAGS = tuple(f"<{kind.upper()}>" for kind in FINDERS)
 _ROUNDS = 4
-_MADE_UP: dict[str, Callable[[int], str]] = {  # each is something that its own finder leaves alone
+_MADE_UP: dict[str, Callable[[int], str]] = {  # the finder of each kind ignores the made-up value
     "secret": lambda number: f"secret_{number:016x}",
     "email": lambda number: f"user{number % 100_000}@example.com",
     "iban": lambda number: f"XX00 {number % 10_000:04d} {number // 10_000 % 10_000:04d} {number // 10**8 % 10_000:04d}",
@@ -33,10 +33,10 @@ _MADE_UP: dict[str, Callable[[int], str]] = {  # each is something that its own 
 
 
 def mask(text: str, kinds: Iterable[str], made_up: bool = False) -> tuple[str, dict[str, int]]:
-    """The text without what the finders of `kinds` find, and how often each kind was found.
+    """The text with everything masked that the finders of `kinds` find, and the counts per kind.
 
-    What touches a tag is left alone: it was part of something longer. What a masked value had kept from being seen is looked for again.
-    Masking twice changes nothing more.
+    A match next to a tag is not masked, because it was part of something longer. The search is repeated, because a mask can expose another
+    match. The function is idempotent.
     """
     chosen = [kind for kind in FINDERS if kind in set(kinds)]
     counts = dict.fromkeys(chosen, 0)
@@ -56,13 +56,13 @@ def _mask(text: str, kind: str, made_up: bool) -> tuple[str, int]:
     for start, stop in FINDERS[kind](text):
         if text.endswith(_TAGS, 0, start) or text.startswith(_TAGS, stop):
             continue
-        pieces += [text[end:start], _stand_in(text[start:stop], kind) if made_up else f"<{kind.upper()}>"]
+        pieces += [text[end:start], _made_up_value(text[start:stop], kind) if made_up else f"<{kind.upper()}>"]
         end = stop
         count += 1
     return ("".join([*pieces, text[end:]]), count) if count else (text, 0)
 
 
-def _stand_in(value: str, kind: str) -> str:
+def _made_up_value(value: str, kind: str) -> str:
     number = int.from_bytes(hashlib.blake2b(value.lower().encode(), digest_size=8).digest(), "little")
     if kind == "ip" and ":" in value:
         return f"2001:db8::{number % 0xFFFF:x}"

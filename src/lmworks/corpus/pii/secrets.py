@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords: by the issuers' prefixes, by what they are assigned to, and private keys as a block."""
+"""Keys, tokens and passwords: detected by the prefixes of issuers, by the name that they are assigned to, and private keys as blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from lmworks.corpus.pii.finders import in_order
+from lmworks.corpus.pii.finders import without_overlaps
 
 _PREFIXED = re.compile(
     r"(?<![A-Za-z0-9_-])(?:"
@@ -34,12 +34,12 @@ _NAMES = ("key", "token", "secret", "password", "passwd")
 _VALUE = re.compile(r"[:=>：] {0,4}[\"'][A-Za-z0-9+/_=.!@$%^&*-]{12}")
 _PLACEHOLDER = re.compile(r"example|your|xxxx|test|dummy|change|sample|placeholder|secret|password|1234567|abcdef|fake|0000", re.IGNORECASE)
 _BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
-_BODY = re.compile(  # of a key that is cut off
+_BODY = re.compile(  # of a key without an end line
     r"\s{0,4}[A-Za-z0-9+/=]{40,80}(?:\r?\n[A-Za-z0-9+/=]{40,80}){1,400}(?:\r?\n[A-Za-z0-9+/=]{1,80}(?![^\r\n]))?"
 )
 _LONGEST_BLOCK = 1 << 14
 _NOWHERE = -2
-_LEAST_ENTROPY = 3.2  # bits per character; English identifiers of that length lie below, random base 64 above
+_LEAST_ENTROPY = 3.2  # bits per character; English identifiers of that length are below, random base 64 is above
 
 
 def entropy(text: str) -> float:
@@ -49,24 +49,24 @@ def entropy(text: str) -> float:
 
 
 def secrets(text: str) -> Iterator[tuple[int, int]]:
-    """Where the text holds a key. Values that say what they are (example, your-key, test) stay."""
+    """The spans of secrets. Values that look like placeholders (example, your-key, test) are kept."""
     spans = [*_blocks(text)]
     signed = any(sign in text for sign in _SIGNS)
     for found in _PREFIXED.finditer(text) if signed else ():
-        if not _PLACEHOLDER.search(found[0]) and _random(found[0]):
+        if not _PLACEHOLDER.search(found[0]) and _looks_random(found[0]):
             spans.append(found.span())
     assigned = _VALUE.search(text) is not None and any(name in text.lower() for name in _NAMES)
     for found in _ASSIGNED.finditer(text) if assigned else ():
         group = 1 if found[1] else 2
-        if not _PLACEHOLDER.search(found[group]) and _random(found[group]):
+        if not _PLACEHOLDER.search(found[group]) and _looks_random(found[group]):
             spans.append(found.span(group))
     for found in _VARIABLE.finditer(text) if any(name.upper() in text for name in _NAMES) else ():
-        if not _PLACEHOLDER.search(found[1]) and _random(found[1]):
+        if not _PLACEHOLDER.search(found[1]) and _looks_random(found[1]):
             spans.append(found.span(1))
-    yield from in_order(spans)
+    yield from without_overlaps(spans)
 
 
-def _random(value: str) -> bool:
+def _looks_random(value: str) -> bool:
     return any(map(str.isdigit, value)) and any(map(str.isalpha, value)) and entropy(value) >= _LEAST_ENTROPY
 
 

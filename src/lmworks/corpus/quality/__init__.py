@@ -1,1 +1,1 @@
-"""Learned quality: a linear classifier on hashed n-grams of words, its training and its evaluation."""
+"""Learned quality filters: a linear classifier on hashed word n-grams, its training and its evaluation."""

@@ -1,8 +1,8 @@
-"""A linear classifier on hashed n-grams: the kind that fastText (Joulin et al. 2016) and DCLM (Li et al. 2024) filter the web with.
+"""A linear classifier on hashed n-grams, as fastText (Joulin et al. 2016) and DCLM (Li et al. 2024) use for web text.
 
-A document's evidence is the mean weight of its n-grams of words, so that length says nothing; a curve fitted on documents kept for this
-makes of it the probability that the document is good. The words are those of `lmworks.corpus.units`, which a batch has
-hashed once for all steps, so that a document costs one look-up per n-gram.
+The evidence of a document is the mean weight of its word n-grams, so it does not depend on the length. A curve fitted on separate
+calibration documents maps it to the probability that the document is good. The words are those of `lmworks.corpus.units`, which a batch
+hashes once for all steps, so that a document costs one look-up per n-gram.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMAT = "lmworks quality classifier 1"
 
 
 def grams(units: Units, longest: int, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each length up to `longest`: (bucket of each n-gram, document it stands in), both (G,), within documents only."""
+    """For each length up to `longest`: (bucket of each n-gram, its document), both (G,), within documents only."""
     owners = np.repeat(np.arange(units.documents), np.diff(units.bounds))
     for n, hashes in ngrams_of(units.hashes, range(1, longest + 1)):
         inside = owners[: len(hashes)] == owners[n - 1 :]
@@ -33,9 +33,9 @@ def grams(units: Units, longest: int, bits: int) -> Iterator[tuple[np.ndarray, n
 
 @dataclass(frozen=True)
 class Curve:
-    """From evidence to a probability: logistic (Platt 1999), then bent where that is off, by straight lines through (`xs`, `ys`).
+    """Maps evidence to a probability: a logistic curve (Platt 1999), corrected by piecewise linear interpolation through (`xs`, `ys`).
 
-    The logistic curve alone is sure at both ends, which labels seldom are. It rises everywhere, so that no order is lost.
+    The logistic curve alone is overconfident at both ends. The corrected curve is strictly increasing, so the ranking does not change.
     """
 
     scale: float
@@ -51,7 +51,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Classifier:
-    """`weights` by bucket, (2**bits,) float32, of n-grams of up to `ngram` words; `report` is how it did on documents held out."""
+    """`weights` by bucket, (2**bits,) float32, of n-grams of up to `ngram` words; `report` has the metrics on the test split."""
 
     weights: np.ndarray
     ngram: int
@@ -76,12 +76,12 @@ class Classifier:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of all that decides a score."""
+        """Hex SHA-256 of everything that determines a score."""
         facts = json.dumps([self.ngram, asdict(self.curve)])
         return hashlib.sha256(facts.encode() + np.ascontiguousarray(self.weights, "<f4").tobytes()).hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file, whole or not at all."""
+        """Write one safetensors file, atomically."""
         from safetensors.numpy import save_file
 
         about = {"ngram": self.ngram, "curve": asdict(self.curve), "fingerprint": self.fingerprint, "report": self.report}
@@ -90,7 +90,7 @@ class Classifier:
 
     @classmethod
     def load(cls, path: Path) -> Classifier:
-        """Read what `save` wrote. `UserError` if it is missing, no classifier, or not what was written."""
+        """Read a classifier file. `UserError` if it is missing, not a classifier, or altered."""
         from safetensors import SafetensorError, safe_open
 
         again = "make it with: lmworks corpus classifier train"
@@ -100,13 +100,13 @@ class Classifier:
         except FileNotFoundError:
             raise UserError(f"there is no classifier at {path}; {again}") from None
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is no safetensors file ({error}); {again}") from None
+            raise UserError(f"{path} is not a safetensors file ({error}); {again}") from None
         if about.get("format") != _FORMAT or weights is None:
-            raise UserError(f"{path} is no quality classifier; {again}")
+            raise UserError(f"{path} is not a quality classifier; {again}")
         facts = json.loads(about["classifier"])
         curve = facts["curve"]
         curve = Curve(curve["scale"], curve["offset"], tuple(curve["xs"]), tuple(curve["ys"]))
         found = cls(weights, facts["ngram"], curve, facts["report"])
         if found.fingerprint != facts["fingerprint"]:
-            raise UserError(f"{path} is not what was written (its fingerprint differs); copy it again, or {again}")
+            raise UserError(f"{path} has been altered (its fingerprint differs); copy it again, or {again}")
         return found

@@ -1,4 +1,4 @@
-"""Texts to learn from: a fair sample of a source or of files, or rows that carry a label."""
+"""Texts for training a classifier: a random sample of a source or of files, or labeled rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from lmworks.corpus import readers
 from lmworks.corpus.cleaning import clean
-from lmworks.corpus.drawing import keys
 from lmworks.corpus.quality.train import CHARACTERS
 from lmworks.corpus.readers.items import Item
+from lmworks.corpus.sampling import keys
 from lmworks.errors import UserError
 from lmworks.progress import bar
 from lmworks.recipe.schema.corpus import Source
@@ -19,30 +19,30 @@ from lmworks.recipe.schema.recipe import Recipe
 
 _PART_BYTES = 16_000_000
 _MOST_BYTES = 16_000_000
-_SPARE = 4  # times as many documents are looked at as are taken, so that neighbors in a file are not all that is seen
+_SPARE = 4  # documents read per document taken, so that the sample is not a single stretch of a file
 _YES, _NO = {"true", "yes", "good", "positive", "hq", "1"}, {"false", "no", "bad", "negative", "lq", "0"}
 
 
 def sample(name: str, most: int, seed: int, recipe: Recipe | None = None, text_key: str = "text") -> list[str]:
-    """At most `most` texts of a source of the recipe, or of a file, folder or glob, mended as the step `clean` does.
+    """At most `most` texts of a source of the recipe, or of a file, folder or glob, normalized as by the step `clean`.
 
-    Parts are read in an order keyed by the seed until there are several times as many as asked for, and of those the draw is by a
-    keyed hash: the same for the same files, and without reading all of a large source. Of long texts the start is kept.
+    Parts are read in an order keyed by the seed until there are several times as many documents as requested, of which a keyed hash draws
+    the sample: the same for the same files, without reading all of a large source. Only the start of long texts is kept.
     """
     source = _source(name, recipe, text_key)
-    found = [(key, text) for key, text, _ in _drawn(source, most, seed)]
+    found = [(key, text) for key, text, _ in _keyed_sample(source, most, seed)]
     return [text for _, text in sorted(found)[:most]]
 
 
 def labeled(path: str, label_key: str, minimum: float | None, most: int, seed: int, text_key: str = "text") -> tuple[list[str], list[str]]:
     """(good, bad) texts of the rows at `path` (jsonl or parquet), at most `most` in all.
 
-    A label is true or false, a word for it, or a number; a number other than 0 and 1 needs `minimum`, from which on it is good.
+    A label is true or false, a word for it, or a number. Numbers other than 0 and 1 need `minimum`, the smallest good value.
     """
     source = _source(path, None, text_key).model_copy(update={"keep": (label_key,)})
     if source.kind not in ("jsonl", "parquet"):
-        raise UserError(f"{path} cannot carry labels; give a .jsonl or .parquet file with the columns {text_key} and {label_key}")
-    chosen = sorted(_drawn(source, most, seed), key=lambda one: one[:2])[:most]
+        raise UserError(f"{path} cannot contain labels; give a .jsonl or .parquet file with the columns {text_key} and {label_key}")
+    chosen = sorted(_keyed_sample(source, most, seed), key=lambda one: one[:2])[:most]
     good: list[str] = []
     bad: list[str] = []
     for _, text, item in chosen:
@@ -59,7 +59,7 @@ def _is_good(label: object, minimum: float | None, origin: str) -> bool:
     if word in _YES | _NO:
         return word in _YES
     if isinstance(label, int | float):
-        raise UserError(f"{origin} has the score {label:g}; say from which score on a document is good with --minimum")
+        raise UserError(f"{origin} has the score {label:g}; give the smallest good score with --minimum")
     raise UserError(f"{origin} has the label {label!r}; labels are true or false, good or bad, or numbers")
 
 
@@ -78,7 +78,7 @@ def _source(name: str, recipe: Recipe | None, text_key: str) -> Source:
     return Source.model_validate({"name": "texts", "kind": kind, "path": name, "text_key": text_key, "license": "not used for training"})
 
 
-def _drawn(source: Source, most: int, seed: int) -> list[tuple[int, str, Item]]:
+def _keyed_sample(source: Source, most: int, seed: int) -> list[tuple[int, str, Item]]:
     """(key, text, item) of enough documents, by parts in keyed order."""
     parts = readers.parts(source, _PART_BYTES)
     order = np.argsort(keys([str(number) for number in range(len(parts))], seed, f"classifier/parts/{source.name}"), kind="stable")

@@ -1,4 +1,4 @@
-"""scikit-learn and scipy, which only training and measuring need."""
+"""Imports of scikit-learn and scipy, which only training and evaluation need."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from lmworks.errors import UserError
 
 
-def needed(module: str) -> Any:
-    """A module of the extra `quality`; `UserError` where it is not installed."""
+def require_module(module: str) -> Any:
+    """Import a module of the extra `quality`; `UserError` if it is not installed."""
     try:
         return import_module(module)
     except ImportError:
-        raise UserError("training and measuring a quality classifier needs scikit-learn: pip install 'lmworks[quality]'") from None
+        raise UserError("training and evaluating a quality classifier needs scikit-learn: pip install 'lmworks[quality]'") from None

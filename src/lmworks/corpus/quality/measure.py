@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lmworks.corpus.quality.library import needed
+from lmworks.corpus.quality.library import require_module
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _BINS = 10
@@ -15,12 +15,12 @@ _Z = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 
 
 def measure(scores: np.ndarray, good: np.ndarray) -> dict[str, Any]:
-    """Figures for scores (N,) in [0, 1] of documents that are `good` (N,) or not; both kinds must be there.
+    """Metrics of scores (N,) in [0, 1] for documents that are `good` (N,) or not; both kinds must occur.
 
-    `auc` is the chance that a good document scores above a bad one, `calibration_error` the mean distance between score and share of good
-    documents over tenths of the score (ECE, Naeini et al. 2015), `thresholds` what would be kept at each.
+    `auc` is the probability that a good document scores above a bad one, `calibration_error` the mean distance between score and fraction
+    of good documents over tenths of the score (ECE, Naeini et al. 2015), `thresholds` the results of filtering at each threshold.
     """
-    metrics = needed("sklearn.metrics")
+    metrics = require_module("sklearn.metrics")
     positives, negatives = int(good.sum()), int((~good).sum())
     auc = float(metrics.roc_auc_score(good, scores))
     reliability = _reliability(scores, good)
@@ -52,7 +52,7 @@ def _at(threshold: float, scores: np.ndarray, good: np.ndarray) -> dict[str, Any
 
 
 def _reliability(scores: np.ndarray, good: np.ndarray) -> list[dict[str, Any]]:
-    """Of each tenth of the score that has documents: how many, their mean score, and the share that is good."""
+    """For each tenth of the score that contains documents: their number, mean score, and the fraction of good ones."""
     tenth = np.minimum((scores * _BINS).astype(int), _BINS - 1)
     return [
         {"from": number / _BINS, "documents": int(mine.sum()), "mean_score": float(scores[mine].mean()), "good": float(good[mine].mean())}
@@ -62,15 +62,15 @@ def _reliability(scores: np.ndarray, good: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _share_interval(right: int, of: int) -> list[float] | None:
-    """Wilson's interval (1927), which is sound near 0 and 1."""
+    """Wilson's interval (1927), which is valid near 0 and 1."""
     if not of:
         return None
-    found = needed("scipy.stats").binomtest(right, of).proportion_ci(0.95, method="wilson")
+    found = require_module("scipy.stats").binomtest(right, of).proportion_ci(0.95, method="wilson")
     return [float(found.low), float(found.high)]
 
 
 def _auc_interval(auc: float, positives: int, negatives: int) -> list[float]:
-    """Hanley and McNeil (Radiology 143, 1982), within [0, 1]."""
+    """Interval of Hanley and McNeil (Radiology 143, 1982), clipped to [0, 1]."""
     q1, q2 = auc / (2 - auc), 2 * auc * auc / (1 + auc)
     variance = (auc * (1 - auc) + (positives - 1) * (q1 - auc * auc) + (negatives - 1) * (q2 - auc * auc)) / (positives * negatives)
     half = _Z * math.sqrt(max(variance, 0.0))

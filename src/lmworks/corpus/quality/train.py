@@ -1,13 +1,13 @@
-"""Training: labeled texts to a calibrated classifier with its figures on documents that it has not seen.
+"""Training of a quality classifier: from labeled texts to a calibrated classifier with metrics on a test split.
 
-Two ways of learning the weights, one form of classifier:
+There are two methods for the weights:
 
-- `logistic`: logistic regression, which weighs n-grams by how well they tell the two kinds of documents apart (DCLM, Li et al. 2024).
-- `contrastive`: the log-odds of each n-gram under a model of the good and one of the bad texts, so that a score is a difference of
-  cross-entropies per word (Moore and Lewis 2010; DSIR, Xie et al. 2023). It asks what a text is made of, not what tells it apart.
+- `logistic`: logistic regression, which weights n-grams by how well they separate the two kinds of documents (DCLM, Li et al. 2024).
+- `contrastive`: the log-likelihood ratio of each n-gram between good and bad texts, so that a score is a difference of cross-entropies per
+  word (Moore and Lewis 2010; DSIR, Xie et al. 2023). It compares what texts consist of instead of what separates them.
 
-Of the texts, 6 in 10 teach, 2 in 10 choose the strength of regularization and calibrate, 2 in 10 are measured. Which goes where is a
-hash of the text, so that equal texts stay together and the same texts give the same classifier.
+The texts are split into 6 tenths for training, 2 for choosing the regularization strength and for calibration, and 2 for testing. The split
+is by a hash of the text, so that equal texts stay together and the same texts give the same classifier.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lmworks.corpus.cleaning import fingerprint_form
+from lmworks.corpus.cleaning import comparison_form
 from lmworks.corpus.quality.calibrate import calibrate
 from lmworks.corpus.quality.classifier import Classifier, grams
-from lmworks.corpus.quality.library import needed
+from lmworks.corpus.quality.library import require_module
 from lmworks.corpus.quality.measure import measure
 from lmworks.corpus.units import Units, units
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
 Method = Literal["logistic", "contrastive"]
-CHARACTERS = 20_000  # of a text that are learned from: a book should not weigh as much as a thousand pages
+CHARACTERS = 20_000  # used of each text, so that a book does not count as much as a thousand pages
 FEWEST = 50  # documents of each kind
 _BATCH_CHARACTERS = 1 << 19
-_PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # inverse strengths of the L2 penalty, on features of one size
-_PRIORS = (0.01, 0.1, 1.0, 10.0)  # imaginary n-grams, as a share of the real ones of the smaller side
+_PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # inverse strengths of the L2 penalty, on scaled features
+_PRIORS = (0.01, 0.1, 1.0, 10.0)  # pseudo-counts, as a fraction of the n-grams of the smaller side
 
 
 def train(good: Sequence[str], bad: Sequence[str], method: Method = "logistic", ngram: int = 2, bits: int = 20) -> Classifier:
-    """A classifier that tells `good` texts from `bad` ones, with its figures in `report`.
+    """Train a classifier of `good` and `bad` texts, with its metrics in `report`.
 
-    Texts that are in both, and repeats, are left out and counted. `UserError` with fewer than 50 texts of a kind.
+    Texts that occur on both sides, and repeats, are left out and counted. `UserError` with fewer than 50 texts of a kind.
     """
-    texts, labels, removed = _distinct(good, bad)
-    part = np.array([hashlib.blake2b(fingerprint_form(text).encode(), digest_size=8).digest()[0] % 10 for text in texts])
+    texts, labels, removed = _deduplicate(good, bad)
+    part = np.array([hashlib.blake2b(comparison_form(text).encode(), digest_size=8).digest()[0] % 10 for text in texts])
     learn, tune, test = part < 6, (part >= 6) & (part < 8), part >= 8
     if min(int((labels[mine] == kind).sum()) for mine in (learn, tune, test) for kind in (True, False)) < 5:
-        raise UserError("too few texts of one kind to learn from, to calibrate on and to measure; give some hundreds of each")
+        raise UserError("too few texts of one kind to train, calibrate and test on; give some hundreds of each")
     with bar("hash n-grams", sum(map(len, texts))) as progress:
         rows = _Rows.of(texts, ngram, bits, progress.advance)
     candidates = _logistic if method == "logistic" else _contrastive
@@ -82,13 +82,13 @@ def score_texts(classifier: Classifier, texts: Sequence[str]) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _distinct(good: Sequence[str], bad: Sequence[str]) -> tuple[list[str], np.ndarray, dict[str, int]]:
-    kinds = [{fingerprint_form(text): text for text in texts} for texts in (good, bad)]
+def _deduplicate(good: Sequence[str], bad: Sequence[str]) -> tuple[list[str], np.ndarray, dict[str, int]]:
+    kinds = [{comparison_form(text): text for text in texts} for texts in (good, bad)]
     both = kinds[0].keys() & kinds[1].keys()
     left = [[text[:CHARACTERS] for form, text in kind.items() if form not in both] for kind in kinds]
     for name, texts in zip(("good", "bad"), left, strict=True):
         if len(texts) < FEWEST:
-            raise UserError(f"there are only {len(texts)} different {name} texts; {FEWEST} of each kind are needed, better thousands")
+            raise UserError(f"there are only {len(texts)} different {name} texts; give at least {FEWEST} of each kind, better thousands")
     labels = np.repeat([True, False], [len(left[0]), len(left[1])])
     repeats = len(good) + len(bad) - len(kinds[0]) - len(kinds[1])
     return left[0] + left[1], labels, {"repeats_left_out": repeats, "in_both_left_out": len(both)}
@@ -107,7 +107,7 @@ def _batches(texts: Sequence[str], advance: Callable[[float], None] = lambda _: 
 
 
 class _Rows:
-    """Documents as sparse rows: how often each bucket is in each."""
+    """Documents as sparse rows of n-gram counts per bucket."""
 
     def __init__(self, counts: Any) -> None:
         self.counts = counts  # (N, 2**bits) scipy CSR, float32
@@ -115,7 +115,7 @@ class _Rows:
 
     @classmethod
     def of(cls, texts: Sequence[str], ngram: int, bits: int, advance: Callable[[float], None]) -> _Rows:
-        sparse = needed("scipy.sparse")
+        sparse = require_module("scipy.sparse")
         blocks = []
         for batch in _batches(texts, advance):
             found = list(grams(batch, ngram, bits))
@@ -131,21 +131,23 @@ class _Rows:
 
 
 def _logistic(rows: _Rows, labels: np.ndarray, learn: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    """Features are brought to one size first: otherwise the penalty lets only the commonest words speak."""
-    linear = needed("sklearn.linear_model")
+    """Features are scaled to equal magnitude first; otherwise only the most frequent words would have an effect under the penalty."""
+    linear = require_module("sklearn.linear_model")
     means = rows.counts[learn].multiply(1 / rows.totals[learn, None].astype(np.float32)).tocsr()
     spread = np.sqrt(np.asarray(means.multiply(means).mean(axis=0)).ravel())
-    louder = np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
-    standard = means.multiply(louder[None, :]).tocsr()
+    scale = np.divide(1, spread, out=np.zeros_like(spread), where=spread > 0)
+    standard = means.multiply(scale[None, :]).tocsr()
     model = linear.LogisticRegression(solver="lbfgs", warm_start=True, max_iter=300, tol=1e-4)
     for strength in _PENALTIES:
         model.set_params(C=strength)
         model.fit(standard, labels[learn])
-        yield strength, model.coef_[0] * louder
+        yield strength, model.coef_[0] * scale
 
 
 def _contrastive(rows: _Rows, labels: np.ndarray, learn: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
-    """Log-odds with the pooled counts as prior (Monroe et al. 2008): what neither side knows, or both know alike, weighs nothing."""
+    """Log-odds with the pooled counts as prior (Monroe et al. 2008): n-grams that are unknown or equally frequent on both sides have weight
+    0.
+    """
     good = np.asarray(rows.counts[learn & labels].sum(axis=0)).ravel().astype(np.float64)
     bad = np.asarray(rows.counts[learn & ~labels].sum(axis=0)).ravel().astype(np.float64)
     pooled = (good + bad) / (good.sum() + bad.sum())

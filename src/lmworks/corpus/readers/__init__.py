@@ -1,7 +1,7 @@
-"""From a source to its items. A source is cut into parts by listing it; each part is read alone, in any process.
+"""Readers: a source is listed and cut into parts; each part is read independently, in any process, and yields items.
 
-One file per family of kinds, each with `parts` and `read`. A bad row becomes a quarantined item; only a source that is missing or cannot
-be read at all is an error.
+There is one file per family of kinds, each with `parts` and `read`. A malformed row becomes a quarantined item; only a source that is
+missing or cannot be read at all is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import ModuleType
 
 from lmworks.corpus.readers import files, huggingface, jsonl, parquet, repository, standard_library, warc, wheel
 from lmworks.corpus.readers.extraction import require
-from lmworks.corpus.readers.items import Item, broken, shown
+from lmworks.corpus.readers.items import Item, printable, quarantined
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
 from lmworks.errors import UserError
@@ -33,14 +33,14 @@ _FAMILIES: dict[str, ModuleType] = {
 
 
 def provides(source: Source) -> tuple[str, ...]:
-    """Names of the facts that the items of a source may have."""
+    """Names of the facts that items of the source may have."""
     return tuple(dict.fromkeys((*getattr(_FAMILIES[source.kind], "FACTS", ()), *source.keep)))
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    """The source in parts of about `part_bytes`, the same for the same files.
+    """Cut the source into parts of about `part_bytes`; the result depends only on the files.
 
-    Raises Unavailable if it cannot be had here, UserError if it is wrongly described.
+    Raises Unavailable if the source is not available here, UserError if its description is wrong.
     """
     try:
         for markup in source.markup.values():
@@ -54,12 +54,13 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 
 
 def read(source: Source, part: Part, max_document: int) -> Iterator[Item]:
-    """The items of a part, the same each time: documents of at most `max_document_bytes` bytes of UTF-8, and what is none with its
-    reason."""
+    """The items of a part, always the same: documents of at most `max_document` bytes of UTF-8, and rows that are not documents with the
+    reason.
+    """
     left = part.size
     outside = [file for file in part.files if file.leads_out]
     for file in outside:
-        yield broken("leads_out", shown(file.path), f"{file.changed}; to read what it leads to, make that a source")
+        yield quarantined("leads_out", printable(file.path), f"{file.changed}; to read its target, make that a source")
     part = replace(part, files=tuple(file for file in part.files if not file.leads_out))
     try:
         for item in _FAMILIES[source.kind].read(source, part, max_document) if part.files else ():
@@ -76,10 +77,10 @@ def _checked(item: Item, limit: int) -> Item:
     text = item.text
     try:
         size = len(text) if text.isascii() else len(text.encode())
-    except UnicodeEncodeError:  # JSON can smuggle in halves of surrogate pairs
-        return broken("bad_utf8", item.origin, text, item.consumed)
+    except UnicodeEncodeError:  # JSON can contain lone surrogates
+        return quarantined("bad_utf8", item.origin, text, item.consumed)
     if size > limit:
-        return broken("enormous", item.origin, text, item.consumed)
+        return quarantined("enormous", item.origin, text, item.consumed)
     if not text or text.isspace():
-        return broken("empty_text", item.origin, "", item.consumed)
+        return quarantined("empty_text", item.origin, "", item.consumed)
     return item

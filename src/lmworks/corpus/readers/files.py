@@ -1,5 +1,6 @@
-"""Files of text, Markdown, HTML, LaTeX, notebooks and code, in directories and archives: each is a document, or as its document_format
-has it."""
+"""Files of text, Markdown, HTML, LaTeX, notebooks and code, in directories and archives: one document per file, unless a document_format
+says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from lmworks.corpus.readers import notebook
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
 from lmworks.corpus.readers.document_formats import Member, document_format
 from lmworks.corpus.readers.extraction import Extractor
-from lmworks.corpus.readers.guard import guarded
-from lmworks.corpus.readers.items import Item, broken, decoded, shown
+from lmworks.corpus.readers.items import Item, decode_document, printable, quarantined
 from lmworks.corpus.readers.jsonl import line_parts, lines_of
-from lmworks.corpus.readers.listing import File, find, fits
+from lmworks.corpus.readers.listing import File, find_files, has_extension
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.corpus.readers.opening import open_binary
-from lmworks.corpus.readers.part import Part, packed
+from lmworks.corpus.readers.part import Part, pack_files
+from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
@@ -47,8 +48,8 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
     with ExitStack() as stack:
         _convert(source, stack)
     suffixes = _suffixes(source)
-    files = find(source, (*suffixes, *ARCHIVES) if suffixes else ())
-    return list(line_parts(files, part_bytes) if source.document_format == "lines" else packed(files, part_bytes))
+    files = find_files(source, (*suffixes, *ARCHIVES) if suffixes else ())
+    return list(line_parts(files, part_bytes) if source.document_format == "lines" else pack_files(files, part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
@@ -56,11 +57,11 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
         convert = _convert(source, stack)
         for file in part.files:
             if is_archive(file.path):
-                yield from guarded(_archived(source, convert, file, limit), file.path)
+                yield from quarantine_errors(_archived(source, convert, file, limit), file.path)
             elif source.document_format == "lines":
-                yield from guarded(_lines(file, part.span, limit), file.path)
+                yield from quarantine_errors(_lines(file, part.span, limit), file.path)
             else:
-                yield from guarded(_convert_file(convert, file, limit), file.path)
+                yield from quarantine_errors(_convert_file(convert, file, limit), file.path)
 
 
 def _convert_file(convert: Convert, file: File, limit: int) -> Iterator[Item]:
@@ -71,27 +72,27 @@ def _convert_file(convert: Convert, file: File, limit: int) -> Iterator[Item]:
 def _lines(file: File, span: tuple[int, int] | None, limit: int) -> Iterator[Item]:
     for line, complete, origin, consumed in lines_of(file, span, limit):
         if not complete:
-            yield broken("enormous", origin, line, consumed)
+            yield quarantined("enormous", origin, line, consumed)
         elif line.strip():
-            yield from _named(iter([decoded(line, origin, limit, consumed)]), file.path)
+            yield from _named(iter([decode_document(line, origin, limit, consumed)]), file.path)
 
 
 def _archived(source: Source, convert: Convert, file: File, limit: int) -> Iterator[Item]:
     for member in members(file):
         if isinstance(member, Item):
             yield member
-        elif fits(member.name, _suffixes(source)) and fnmatch.fnmatch(member.name, source.include or "*"):
+        elif has_extension(member.name, _suffixes(source)) and fnmatch.fnmatch(member.name, source.include or "*"):
             name = f"{file.path}/{member.name}"
-            yield from guarded(_named(convert(replace(member, name=name), limit), name), name)
+            yield from quarantine_errors(_named(convert(replace(member, name=name), limit), name), name)
 
 
 def _named(items: Iterator[Item], path: str) -> Iterator[Item]:
     for item in items:
-        yield replace(item, origin=shown(item.origin), facts={**item.facts, "path": shown(path)}) if item.reason is None else item
+        yield replace(item, origin=printable(item.origin), facts={**item.facts, "path": printable(path)}) if item.reason is None else item
 
 
 def _convert(source: Source, stack: ExitStack) -> Convert:
-    """From an open file to its items. Raises UserError for a document_format that the kind does not have."""
+    """The function from an open file to its items. Raises UserError for a document_format that the kind does not have."""
     kind, name = source.kind, source.document_format
     if kind in ("text", "code"):
         make = document_format(name or "file")
@@ -108,18 +109,18 @@ def _convert(source: Source, stack: ExitStack) -> Convert:
 
 
 def _whole(text_of: Callable[[bytes, str, int, int], Item]) -> Convert:
-    """A file is one document. Markup, outputs and pictures take room, so that it may be four times as long as its text."""
+    """Convert a file to one document. Markup, outputs and images take space, so a file may be four times as long as a document."""
 
     def convert(member: Member, limit: int) -> Iterator[Item]:
         data = member.stream.read(4 * limit + 1)
         if len(data) > 4 * limit:
-            yield broken("enormous", shown(member.name), data, member.size)
+            yield quarantined("enormous", printable(member.name), data, member.size)
         else:
-            yield text_of(data, shown(member.name), limit, member.size)
+            yield text_of(data, printable(member.name), limit, member.size)
 
     return convert
 
 
 def _markdown(data: bytes, origin: str, limit: int, size: int) -> Item:
-    item = decoded(data, origin, limit, size)
+    item = decode_document(data, origin, limit, size)
     return replace(item, text=without_front_matter(item.text)) if item.reason is None else item

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: rows of a stored one, or streamed, so that a dataset of any size starts at once and is never stored whole."""
+"""Hugging Face datasets: rows of a dataset on disk, or streamed, so that a dataset of any size starts at once and is never stored whole."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.items import Item, Unavailable
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.part import Part
+from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.corpus.readers.rows import Columns
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
@@ -25,7 +25,7 @@ def _rows(source: Source) -> Any:
         import datasets
     except ImportError:
         raise UserError("kind huggingface needs the datasets package: pip install 'lmworks[data]'") from None
-    assert source.path is not None, "the recipe checks it"
+    assert source.path is not None, "checked by the recipe"
     name, _, config = (source.path, "", "") if Path(source.path).exists() else source.path.partition(":")
     split = source.document_format or "train"
     try:
@@ -40,14 +40,14 @@ def _rows(source: Source) -> Any:
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    """Ranges of rows of a stored dataset, shards of a streamed one.
+    """Row ranges of a dataset on disk, shards of a streamed one.
 
-    With `max_bytes` it is one part: rows of a seeded shuffle of shards and a buffer of 10,000 rows until enough came, since drawing
-    evenly would mean downloading everything.
+    With `max_bytes` there is one part: rows of a seeded shuffle of shards with a buffer of 10,000 rows, until `max_bytes` are read. An even
+    draw would require downloading everything.
     """
     rows = _rows(source)
     if rows.column_names is not None:
-        Columns(source, 0).wanted(rows.column_names, f"dataset {source.path}")
+        Columns(source, 0).columns_to_read(rows.column_names, f"dataset {source.path}")
     file = File(source.path or "", 0, str(getattr(rows, "_fingerprint", "")))
     if source.max_bytes is not None:
         return [Part((file,), int(source.max_bytes))]
@@ -62,7 +62,7 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     path = source.path or ""
     with Columns(source, limit) as columns:
-        yield from guarded(_items(source, part, columns), path if Path(path).exists() else f"hub://{path}")
+        yield from quarantine_errors(_items(source, part, columns), path if Path(path).exists() else f"hub://{path}")
 
 
 def _items(source: Source, part: Part, columns: Columns) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""The items that readers yield: documents, and rows that are none, with the reason."""
+"""The items that readers yield: documents, and rows that are not documents with the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Unavailable(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row of a source: `text`, or the `reason` why it is no document together with an excerpt in `text`.
+    """One row of a source: `text`, or the `reason` why it is not a document, with an excerpt in `text`.
 
-    `origin` is the file or member and row it came from; `consumed` the input bytes read since the item before, for progress only.
-    `facts` is what the source says about the document (`url`, `path`, `repository`, `date`), `language` the one that it gives itself.
+    `origin` is the file or archive member and the row; `consumed` is the number of input bytes read since the previous item, for progress
+    only. `facts` are given by the source (`url`, `path`, `repository`, `date`), and so is `language`.
     """
 
     text: str
@@ -31,25 +31,25 @@ class Item:
     language: str | None = None
 
 
-def broken(reason: str, origin: str, sample: str | bytes, consumed: int = 0) -> Item:
-    """An item for quarantine, with an excerpt."""
+def quarantined(reason: str, origin: str, sample: str | bytes, consumed: int = 0) -> Item:
+    """A quarantined item, with an excerpt."""
     excerpt = sample[:EXCERPT]
     text = excerpt.decode("utf-8", "replace") if isinstance(excerpt, bytes) else excerpt.encode("utf-8", "replace").decode()
     return Item(text, origin, consumed, reason)
 
 
-def shown(path: str) -> str:
-    """A path as Unicode: bytes of a file name that are none are escaped."""
+def printable(path: str) -> str:
+    """A path as valid Unicode; other bytes of a file name are escaped."""
     return path.encode("utf-8", "backslashreplace").decode()
 
 
-def decoded(data: bytes, origin: str, limit: int, consumed: int) -> Item:
-    """Bytes to a document, or to quarantine as `enormous` (over `limit` bytes), `binary` (null bytes) or `bad_utf8`."""
+def decode_document(data: bytes, origin: str, limit: int, consumed: int) -> Item:
+    """Bytes as a document, or a quarantined item: `enormous` (over `limit` bytes), `binary` (null bytes) or `bad_utf8`."""
     if len(data) > limit:
-        return broken("enormous", origin, data, consumed)
+        return quarantined("enormous", origin, data, consumed)
     if b"\0" in data[:8192]:
-        return broken("binary", origin, data, consumed)
+        return quarantined("binary", origin, data, consumed)
     try:
         return Item(data.decode("utf-8-sig"), origin, consumed)
     except UnicodeDecodeError as error:
-        return broken("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)
+        return quarantined("bad_utf8", origin, data[max(0, error.start - 60) :], consumed)

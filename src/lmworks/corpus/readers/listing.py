@@ -1,4 +1,4 @@
-"""Finding the files of a source: a file, a directory, a glob or an fsspec URL. Only names, sizes and times are looked at."""
+"""Lists the files of a source: a file, a directory, a glob or an fsspec URL. Only names, sizes and times are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", "dist-pa
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a source: its path (or URL, or name inside a wheel), bytes, and what changes when it does (time or hash)."""
+    """A file of a source: its path (or URL, or name inside a wheel), its bytes, and a string that changes with its contents (time or
+    hash).
+    """
 
     path: str
     size: int
@@ -32,17 +34,17 @@ class File:
 
     @property
     def leads_out(self) -> bool:
-        """Whether it is a link that leads out of its source, which is not followed."""
+        """Whether it is a link to a target outside its source, which is not followed."""
         return self.changed == LEADS_OUT
 
 
-def find(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
+def find_files(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
     """Files of a source at its `path` (file, directory, glob or fsspec URL), sorted by path.
 
-    Inside a directory only names ending in one of `suffixes`, compressed or not, count (all if empty); hidden and tool directories are
-    passed over. A link inside it that leads out of it is a file that `leads_out`. Raises Unavailable if there are none.
+    Inside a directory only names with one of `suffixes` are included, compressed or not (all names if empty); hidden and tool directories
+    are skipped. A link inside it to a target outside is a file with `leads_out`. Raises Unavailable if there are no files.
     """
-    assert source.path is not None, "the recipe checks it"
+    assert source.path is not None, "checked by the recipe"
 
     def included(name: str) -> bool:
         pattern = source.include
@@ -54,17 +56,17 @@ def find(source: Source, suffixes: tuple[str, ...] = ()) -> list[File]:
         files = list(_list_local(source.path, suffixes, included))
     if not files:
         matching = f" matching {source.include}" if source.include else f" ending in {', '.join(suffixes[:6])}" if suffixes else ""
-        raise Unavailable(f"no files at {source.path}{matching}; check the path{starting(source.path)}")
+        raise Unavailable(f"no files at {source.path}{matching}; check the path{working_directory_hint(source.path)}")
     return sorted(files, key=lambda file: file.path)
 
 
-def starting(path: str) -> str:
-    """Where a relative path starts, as the end of an error about it; empty where it is not relative."""
+def working_directory_hint(path: str) -> str:
+    """A hint for errors about a relative path: the directory where it starts. Empty for other paths."""
     return "" if "://" in path or os.path.isabs(path) else f", which starts at the working directory {os.getcwd()}"
 
 
-def fits(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether a file, compressed or not, has one of these endings; any will do if there are none."""
+def has_extension(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a file name, compressed or not, has one of these extensions; true if there are none."""
     plain = name
     for ending in COMPRESSED:
         plain = plain.removesuffix(ending)
@@ -73,7 +75,7 @@ def fits(name: str, suffixes: tuple[str, ...]) -> bool:
 
 def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], bool]) -> Iterator[File]:
     if os.path.isdir(path):
-        yield from _walk(path, lambda name: fits(name, suffixes) and included(name))
+        yield from _walk(path, lambda name: has_extension(name, suffixes) and included(name))
     elif os.path.isfile(path):
         if included(path):
             yield from filter(None, [local_file(path)])
@@ -85,7 +87,7 @@ def _list_local(path: str, suffixes: tuple[str, ...], included: Callable[[str], 
 
 
 def local_file(path: str) -> File | None:
-    """A file, also a link to nowhere, which is quarantined when it is read; None for a pipe or a device."""
+    """A file, or a broken link, which is quarantined when it is read; None for a pipe or a device."""
     try:
         status = os.stat(path)
     except OSError:
@@ -96,8 +98,8 @@ def local_file(path: str) -> File | None:
 def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) -> Iterator[File]:
     """Files below a directory whose names are wanted.
 
-    Links to directories in it are followed, and each directory is entered once, however many links lead to it. Links that lead out of it,
-    which whoever made the directory may have aimed at anything, are not.
+    Links to directories inside it are followed, and each directory is visited once. Links to targets outside it are not followed, because
+    the author of the directory may point them anywhere.
     """
     root = os.path.realpath(path)
     seen: set[tuple[int, int]] = set()
@@ -125,7 +127,7 @@ def _walk(path: str, wanted: Callable[[str], bool], deepest: int | None = None) 
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """`*` and `?` stay within a directory, `**` crosses them, as in a shell."""
+    """A glob as a regular expression: `*` and `?` match within a directory, `**` across directories, as in a shell."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^]/]+\])", os.path.normpath(glob))
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     made = [known.get(piece) or (f"[{'^' if piece[1] == '!' else ''}{piece[1:-1].lstrip('!')}]" if number % 2 else re.escape(piece))
@@ -140,7 +142,7 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
             if any(mark in inner for mark in "*?["):
                 found = system.glob(inner, detail=True)
             elif system.isdir(inner):
-                found = {name: info for name, info in system.find(inner, detail=True).items() if fits(name, suffixes)}
+                found = {name: info for name, info in system.find_files(inner, detail=True).items() if has_extension(name, suffixes)}
             else:
                 found = {inner: system.info(inner)}
         except FileNotFoundError:
@@ -155,5 +157,5 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _version(info: dict[str, Any]) -> Any:
-    """What a file system says that changes with a file; each has its own name for it."""
+    """The property of a file that changes with its contents; each file system names it differently."""
     return next((info[key] for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "updated", "created") if info.get(key)), "")

@@ -1,4 +1,4 @@
-"""Markdown, which stays as it is written; of a block of metadata before it only the title stays, as a heading."""
+"""Markdown is kept as written; of a block of metadata before it only the title is kept, as a heading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
 def without_front_matter(text: str) -> str:
-    """The text without its block of metadata, but for the title."""
+    """The text without its block of metadata, except for the title."""
     text = text.replace("\r\n", "\n")
     front = _FRONT_MATTER.match(text)
     if front is None:

@@ -1,31 +1,31 @@
-"""Jupyter notebooks as text: Markdown cells as they are, code cells fenced, and on request what they printed."""
+"""Jupyter notebooks as text: Markdown cells unchanged, code cells in fences, and optionally their outputs."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from lmworks.corpus.readers.items import Item, broken, decoded
+from lmworks.corpus.readers.items import Item, decode_document, quarantined
 
 FORMATS = ("cells", "outputs")
-_LONGEST_NAME = 40  # of a language: it stands before each cell
+_LONGEST_NAME = 40  # of a language, which is written before each cell
 
 
 def text_of(data: bytes, origin: str, limit: int, consumed: int, outputs: bool) -> Item:
-    """A notebook (format 3 or 4) as an item; one that is none is `broken_json` or `not_a_notebook`."""
-    raw = decoded(data, origin, len(data), consumed)
+    """A notebook (format 3 or 4) as an item; `broken_json` or `not_a_notebook` if it is invalid."""
+    raw = decode_document(data, origin, len(data), consumed)
     if raw.reason is not None:
         return raw
     try:
         notebook = json.loads(raw.text)
     except (ValueError, RecursionError):
-        return broken("broken_json", origin, raw.text, consumed)
+        return quarantined("broken_json", origin, raw.text, consumed)
     try:
         sheets = notebook["cells"] if "cells" in notebook else [cell for sheet in notebook["worksheets"] for cell in sheet["cells"]]
         language = _language(notebook)
         blocks = [block for cell in sheets for block in _blocks(cell, language, outputs)]
     except (KeyError, TypeError, AttributeError):
-        return broken("not_a_notebook", origin, raw.text, consumed)
+        return quarantined("not_a_notebook", origin, raw.text, consumed)
     return Item("\n\n".join(blocks), origin, consumed)
 
 
@@ -46,12 +46,12 @@ def _blocks(cell: dict[str, Any], language: str, outputs: bool) -> list[str]:
 
 
 def _marks(level: Any) -> str:
-    """The sign of a heading: Markdown has six levels, and what is none is the first."""
+    """The Markdown prefix of a heading; an invalid level counts as 1."""
     return "#" * min(max(level, 1), 6) if isinstance(level, int) else "#"
 
 
 def _printed(output: dict[str, Any]) -> str:
-    """Text that a cell printed or gave back; pictures and HTML are left out."""
+    """Text that a cell printed or returned; images and HTML are left out."""
     if output.get("output_type") in ("stream", "pyout"):
         return _joined(output.get("text", ""))
     return _joined((output.get("data") or {}).get("text/plain", "")) + "\n" if "data" in output else ""

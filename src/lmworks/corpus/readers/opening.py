@@ -1,4 +1,4 @@
-"""Finding and opening input files: local or by fsspec URL, plain or compressed, and lines of bounded length."""
+"""Opening input files: local or by fsspec URL, plain or compressed, with bounded lines."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from lmworks.storage import fsspec
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
 _CHUNK = 1 << 20
-# no text shrinks 200 times; up to 16 MB, which even as empty lines take only seconds, it does no harm
-HARMLESS = 1 << 24
-MOST_EXPANSION = 200
+# no text is compressed 200 times; up to 16 MB any ratio is allowed, since even empty lines then take only seconds
+ALWAYS_ALLOWED = 1 << 24
+MAX_EXPANSION = 200
 
 
-class Damaged(OSError):
-    """A file that is not what its name says."""
+class DamagedFile(OSError):
+    """A file whose contents do not match its name."""
 
 
-class Bomb(OSError):
-    """A file that expands without end."""
+class DecompressionBomb(OSError):
+    """A file that expands without bound."""
 
 
 def can_seek(path: str) -> bool:
-    """Whether reading may begin in the middle. Web servers need not allow it."""
+    """Whether reading may start in the middle. Web servers may not support it."""
     return not path.startswith(("http://", "https://"))
 
 
 @contextmanager
 def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open for reading: (the decompressed stream, the raw stream whose `tell` says how far the input is read).
+    """Open for reading: (the decompressed stream, the raw stream whose `tell` is the input position).
 
-    A file that must be sought in and cannot is copied first.
+    A file that must be seekable and is not is copied first.
     """
     with ExitStack() as stack:
         if "://" in path:
-            # what fsspec opens reads lines of any length
+            # fsspec files read lines of unbounded length
             raw: Any = stack.enter_context(io.BufferedReader(stack.enter_context(fsspec("reading a URL").open(reveal(path), "rb")), _CHUNK))
         else:
             raw = stack.enter_context(open(path, "rb"))
@@ -57,22 +57,23 @@ def open_binary(path: str, seek: bool = False) -> Iterator[tuple[BinaryIO, Binar
         yield decompress(raw, path), raw
 
 
-class Expansion:
-    """What has come out of one file, of which `read` says how much was read: `add` raises Bomb when it grows out of all proportion."""
+class ExpansionLimit:
+    """Counts the bytes decompressed from one file; `read` returns the compressed bytes read. `add` raises Bomb if the ratio is too high."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read, self._given = read, 0
 
     def add(self, count: int) -> None:
         self._given += count
-        if self._given > HARMLESS and self._given > MOST_EXPANSION * self._read():
-            raise Bomb(f"expands to more than {MOST_EXPANSION} times its size")
+        if self._given > ALWAYS_ALLOWED and self._given > MAX_EXPANSION * self._read():
+            raise DecompressionBomb(f"expands to more than {MAX_EXPANSION} times its size")
 
 
-def decompress(raw: Any, name: str, expansion: Expansion | None = None) -> Any:
-    """The stream behind a .gz, .bz2, .xz or .zst name, which raises Bomb if it has no end; `raw` itself for any other.
+def decompress(raw: Any, name: str, expansion: ExpansionLimit | None = None) -> Any:
+    """The decompressed stream for a .gz, .bz2, .xz or .zst name, which raises Bomb if it expands without bound; `raw` itself for other
+    names.
 
-    What comes out counts to the `expansion` of the file that `raw` is in.
+    The output counts towards the `expansion` of the file that contains `raw`.
     """
     if name.endswith(_GZIP):
         opened: Any = gzip.GzipFile(fileobj=raw)
@@ -88,20 +89,20 @@ def decompress(raw: Any, name: str, expansion: Expansion | None = None) -> Any:
         opened = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
     else:
         return raw
-    return io.BufferedReader(_Watched(opened, expansion or Expansion(raw.tell)), _CHUNK)
+    return io.BufferedReader(_CountedStream(opened, expansion or ExpansionLimit(raw.tell)), _CHUNK)
 
 
-class _Watched(io.RawIOBase):
-    """A decompressed stream of which each byte is counted."""
+class _CountedStream(io.RawIOBase):
+    """A decompressed stream whose bytes are counted."""
 
-    def __init__(self, opened: Any, expansion: Expansion) -> None:
+    def __init__(self, opened: Any, expansion: ExpansionLimit) -> None:
         self._opened, self._expansion = opened, expansion
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._opened.read1(len(buffer))  # all that is sound of a file that is cut off
+        data = self._opened.read1(len(buffer))  # read1 returns all valid data of a truncated file
         buffer[: len(data)] = data
         self._expansion.add(len(data))
         return len(data)
@@ -110,7 +111,7 @@ class _Watched(io.RawIOBase):
 def bounded_lines(stream: Any, limit: int) -> Iterator[tuple[bytes, bool]]:
     """Lines without their end as (bytes, whole).
 
-    Of a line longer than `limit` only the start is kept and the rest skipped in small reads.
+    Of a line longer than `limit` only the start is returned; the rest is skipped in small reads.
     """
     while line := stream.readline(limit + 2):  # room for its end
         content, ended = line.rstrip(b"\r\n"), line.endswith(b"\n")

@@ -1,4 +1,4 @@
-"""Parts of a source: what one process reads alone. Found by listing files, never by reading them."""
+"""Parts of a source: the unit that one process reads independently. Parts are found by listing files, without reading them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MOST_FILES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some files whole, or a `span` [first, last) of one: bytes of lines, row groups, members, rows or shards, as its kind has it.
+    """Whole files, or a `span` [first, last) of one file: bytes, row groups, members, rows or shards, depending on the kind.
 
-    `size` is in input bytes, 0 if unknown: what the items of the part have `consumed` adds up to no more.
+    `size` is in input bytes, 0 if unknown; the items of the part have `consumed` at most this in all.
     """
 
     files: tuple[File, ...]
@@ -23,7 +23,7 @@ class Part:
     span: tuple[int, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON value that says everything about the part; two parts with the same one have the same documents."""
+        """A JSON value that identifies the part; parts with equal values have the same documents."""
         files = [[_name(file.path), file.size, file.changed] for file in self.files]
         return {"files": files, "size": self.size, "span": list(self.span) if self.span else None}
 
@@ -35,7 +35,7 @@ class Part:
 
 
 def _name(path: str) -> str | dict[str, str]:
-    """A file name need not be Unicode; JSON must."""
+    """A file name as JSON, also if it is not valid Unicode."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -47,8 +47,8 @@ def _path(name: str | dict[str, str]) -> str:
     return name if isinstance(name, str) else bytes.fromhex(name["bytes"]).decode("utf-8", "surrogateescape")
 
 
-def packed(files: Iterable[File], part_bytes: int) -> Iterator[Part]:
-    """Neighboring files together until they reach `part_bytes`."""
+def pack_files(files: Iterable[File], part_bytes: int) -> Iterator[Part]:
+    """Group successive files into parts of up to `part_bytes`."""
     group: list[File] = []
     size = 0
     for file in files:
@@ -61,8 +61,8 @@ def packed(files: Iterable[File], part_bytes: int) -> Iterator[Part]:
         yield Part(tuple(group), size)
 
 
-def spans(sizes: Iterable[int], part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, size): neighboring pieces of these sizes together until they reach `part_bytes`."""
+def pack_spans(sizes: Iterable[int], part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, size): group successive pieces with these sizes into spans of up to `part_bytes`."""
     first = last = size = 0
     for last, piece in enumerate(sizes, start=1):
         if last - 1 > first and size + piece > part_bytes:

@@ -1,7 +1,8 @@
-"""Code repositories, each as one document for long contexts: every file under a line with its path, what is imported before who imports it.
+"""Code repositories, each as one document for long contexts: every file after a line with its path, imported files before the files that
+import them.
 
-Directories and archives (zip, tar) alike. Binary, generated, minified, vendored and very long files are left out and counted in the
-fact `left_out`.
+Directories and archives (zip, tar). Binary, generated, minified, vendored and very long files are left out and counted in the fact
+`left_out`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from lmworks.corpus.readers.archives import ARCHIVES, is_archive, members
-from lmworks.corpus.readers.guard import guarded
-from lmworks.corpus.readers.items import Item, Unavailable, broken, shown
-from lmworks.corpus.readers.listing import File, find, local_file, starting
-from lmworks.corpus.readers.part import Part, packed
+from lmworks.corpus.readers.items import Item, Unavailable, printable, quarantined
+from lmworks.corpus.readers.listing import File, find_files, local_file, working_directory_hint
+from lmworks.corpus.readers.part import Part, pack_files
+from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.recipe.schema.corpus import Source
 
 FACTS = ("repository", "files", "left_out")
@@ -39,20 +40,21 @@ _MOST_TEXT = 16  # times the limit of a document
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    """Each directory or archive that `path` matches is a repository, read in one piece."""
-    assert source.path is not None, "the recipe checks it"
+    """Each directory or archive that `path` matches is a repository, read as a whole."""
+    assert source.path is not None, "checked by the recipe"
     if "://" in source.path:
-        return list(packed(find(source, ARCHIVES), part_bytes))
+        return list(pack_files(find_files(source, ARCHIVES), part_bytes))
     matches = [source.path] if os.path.exists(source.path) else sorted(glob.glob(source.path))
     found = [_tree(path) if os.path.isdir(path) else local_file(path) for path in matches if os.path.isdir(path) or is_archive(path)]
     files = [file for file in found if file is not None]
     if not files:
-        raise Unavailable(f"no directories and no archives ({', '.join(ARCHIVES)}) at {source.path}; check the path{starting(source.path)}")
-    return list(packed(files, part_bytes))
+        hint = working_directory_hint(source.path)
+        raise Unavailable(f"no directories and no archives ({', '.join(ARCHIVES)}) at {source.path}; check the path{hint}")
+    return list(pack_files(files, part_bytes))
 
 
 def _tree(path: str) -> File:
-    """A directory as a file: the size of all in it, and a hash of names, sizes and times."""
+    """A directory as a file: the total size, and a hash of names, sizes and times."""
     state, size = hashlib.blake2b(digest_size=16), 0
     for file in _files(path):
         state.update(f"{file.path}\0{file.size}\0{file.changed}\0".encode("utf-8", "surrogateescape"))
@@ -61,7 +63,7 @@ def _tree(path: str) -> File:
 
 
 def _files(path: str) -> Iterator[File]:
-    """Regular files below a directory, sorted. Links are passed over: they may lead out of it."""
+    """Regular files below a directory, sorted. Links are skipped, because they may lead out of it."""
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if name != ".git")
         for name in sorted(names):
@@ -72,7 +74,7 @@ def _files(path: str) -> Iterator[File]:
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
     for file in part.files:
-        yield from guarded(_repository(file, limit), file.path)
+        yield from quarantine_errors(_repository(file, limit), file.path)
 
 
 def _repository(file: File, limit: int) -> Iterator[Item]:
@@ -91,16 +93,16 @@ def _repository(file: File, limit: int) -> Iterator[Item]:
             texts[path] = text
             size += len(data)
             if size > _MOST_TEXT * limit:
-                yield broken("enormous", shown(file.path), f"more than {_MOST_TEXT} times the longest document", file.size)
+                yield quarantined("enormous", printable(file.path), f"more than {_MOST_TEXT} times the longest document", file.size)
                 return
     texts = _without_root(texts)
     if not texts:
-        yield broken("no_text", shown(file.path), f"{left_out} files, none of them source text", file.size)
+        yield quarantined("no_text", printable(file.path), f"{left_out} files, none of them source text", file.size)
         return
-    documents = list(_documents([f"==> {shown(path)} <==\n{texts[path].rstrip()}\n" for path in ordered(texts)], limit))
+    documents = list(_documents([f"==> {printable(path)} <==\n{texts[path].rstrip()}\n" for path in ordered(texts)], limit))
     for number, (text, count) in enumerate(documents, start=1):
-        origin = shown(file.path) if len(documents) == 1 else f"{shown(file.path)}#{number}"
-        yield Item(text, origin, file.size // len(documents), None, {"repository": shown(name), "files": count, "left_out": left_out})
+        origin = printable(file.path) if len(documents) == 1 else f"{printable(file.path)}#{number}"
+        yield Item(text, origin, file.size // len(documents), None, {"repository": printable(name), "files": count, "left_out": left_out})
 
 
 def _stored(path: str) -> Generator[tuple[str, bytes | Item], None, None]:
@@ -110,7 +112,7 @@ def _stored(path: str) -> Generator[tuple[str, bytes | Item], None, None]:
             with open(file.path, "rb") as stream:
                 yield relative, stream.read(_LONGEST_FILE + 1)
         except OSError as error:
-            yield relative, broken("damaged_file", shown(file.path), str(error))
+            yield relative, quarantined("damaged_file", printable(file.path), str(error))
 
 
 def _archived(file: File) -> Generator[tuple[str, bytes | Item], None, None]:
@@ -122,7 +124,7 @@ def _archived(file: File) -> Generator[tuple[str, bytes | Item], None, None]:
 
 
 def _source_text(data: bytes) -> str | None:
-    """The text of a file that somebody wrote; None for any other."""
+    """The text of a source file; None for binary, generated and very long files."""
     if not data.strip() or len(data) > _LONGEST_FILE or b"\0" in data:
         return None
     try:
@@ -133,13 +135,13 @@ def _source_text(data: bytes) -> str | None:
 
 
 def _without_root(texts: dict[str, str]) -> dict[str, str]:
-    """Paths without the directory that all of an archive lies in."""
+    """Paths without the top directory that all files of an archive share."""
     roots = {path.partition("/")[0] if "/" in path else "" for path in texts}
     return {path.partition("/")[2]: text for path, text in texts.items()} if len(roots) == 1 and "" not in roots else texts
 
 
 def _documents(blocks: list[str], limit: int) -> Iterator[tuple[str, int]]:
-    """(text, files): the files together, cut between two of them where a document would be too long."""
+    """(text, number of files): the concatenated files, cut between two files where a document would be too long."""
     group: list[str] = []
     size = 0
     for block in blocks:
@@ -154,7 +156,9 @@ def _documents(blocks: list[str], limit: int) -> Iterator[tuple[str, int]]:
 
 
 def ordered(texts: dict[str, str]) -> list[str]:
-    """Paths in their order, except that a Python file stands behind those of the repository that it imports (of a circle, the first)."""
+    """Paths in alphabetical order, except that a Python file follows the files of the repository that it imports (import cycles are broken
+    at the first).
+    """
     modules = {_module(path): path for path in sorted(texts, reverse=True) if path.endswith(".py")}
     done: dict[str, None] = {}
     entered: set[str] = set()
@@ -173,7 +177,7 @@ def ordered(texts: dict[str, str]) -> list[str]:
 
 
 def _module(path: str) -> str:
-    """The dotted name under which a file is imported; a `src` directory is no package."""
+    """The dotted name under which a file is imported; `src` is not a package."""
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

@@ -1,4 +1,4 @@
-"""From a row of columns to an item: the text, out of its markup where it has some, what is known about it, its language."""
+"""Converts a row of columns to an item: its text, extracted from markup if needed, its facts, and its language."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from lmworks.corpus.document import Fact
 from lmworks.corpus.readers.extraction import Extractor
-from lmworks.corpus.readers.items import Item, broken, decoded
+from lmworks.corpus.readers.items import Item, decode_document, quarantined
 from lmworks.corpus.readers.markdown import without_front_matter
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
@@ -25,9 +25,9 @@ _WHOLE_PAGE = re.compile("<(?:html|body)[ >]", re.IGNORECASE)
 
 
 class Columns:
-    """What a source takes from each of its rows: `text_key` (a column, a dotted path, or a template of them), `keep`, `language_key`.
+    """The columns that a source uses: `text_key` (a column, a dotted path, or a template), `keep`, `language_key`.
 
-    A context manager, in which columns of HTML are read by a process with limits.
+    A context manager; columns of HTML are parsed by a process with limits.
     """
 
     def __init__(self, source: Source, limit: int) -> None:
@@ -47,8 +47,8 @@ class Columns:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def wanted(self, known: Iterable[str], where: str) -> list[str]:
-        """The columns to read of those `known`. Raises UserError if one is not there."""
+    def columns_to_read(self, known: Iterable[str], where: str) -> list[str]:
+        """The columns to read, of those that are `known`. Raises UserError if one is missing."""
         names, found = set(known), []
         for path in (*self._fields, *self._source.keep, *filter(None, [self._language])):
             column = path if path in names else path.partition(".")[0]
@@ -61,7 +61,7 @@ class Columns:
         return list(dict.fromkeys(found))
 
     def item(self, row: Mapping[str, Any], origin: str, consumed: int) -> Item:
-        """The row as a document, or as what is wrong with it."""
+        """The row as a document or a quarantined item."""
         text = self._text(row, origin, consumed)
         if text.reason is not None:
             return text
@@ -79,12 +79,12 @@ class Columns:
                 continue
             item = self._value(row, name, origin, consumed)
             if item.reason == "null_text":
-                return broken("missing_column", origin, f"{name} is missing in {_excerpt(row)}", consumed)
+                return quarantined("missing_column", origin, f"{name} is missing in {_excerpt(row)}", consumed)
             if item.reason is not None:
                 return item
             values[name] = item.text
         if not any(text.strip() for text in values.values()):
-            return broken("null_text", origin, "", consumed)
+            return quarantined("null_text", origin, "", consumed)
         pieces = Formatter().parse(self._source.text_key)
         text = "".join(before + ("" if name is None else values[name.removesuffix("?")]) for before, name, _, _ in pieces)
         return Item(text, origin, consumed)
@@ -100,12 +100,12 @@ class Columns:
             return item
         if markup == "markdown":
             return replace(item, text=without_front_matter(item.text))
-        assert self._html, "entered before rows are read"
+        assert self._html, "the context is entered before rows are read"
         return self._html.text(_page(item.text).encode("utf-8", "replace"), origin, consumed) if item.text.strip() else item
 
 
 def _page(html: str) -> str:
-    """A piece of a page as a page: the extractor takes a short one without a body for a frame around nothing."""
+    """A fragment of HTML as a page: the extractor ignores short pages without a body."""
     return html if _WHOLE_PAGE.search(html) else f"<html><body><article><p>{html}</p></article></body></html>"
 
 
@@ -125,7 +125,7 @@ def _lookup(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _fact(value: Any) -> Fact | None:
-    """A value as a fact: what is no number and no string as JSON, what is missing, endless or enormous as None."""
+    """A value as a fact: other types than numbers and strings become JSON; missing, non-finite and oversized values become None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, bool | float):
@@ -141,9 +141,9 @@ def _fact(value: Any) -> Fact | None:
 def text_of(value: Any, origin: str, limit: int, consumed: int) -> Item:
     """The value of a text column as an item."""
     if value is None:
-        return broken("null_text", origin, "", consumed)
+        return quarantined("null_text", origin, "", consumed)
     if isinstance(value, bytes):
-        return decoded(value, origin, limit, consumed)
+        return decode_document(value, origin, limit, consumed)
     if not isinstance(value, str):
-        return broken("wrong_type", origin, repr(value)[:1000], consumed)
+        return quarantined("wrong_type", origin, repr(value)[:1000], consumed)
     return Item(value, origin, consumed)

@@ -1,4 +1,4 @@
-"""Python's own standard library as text that every machine has: its code, its language reference and its docstrings (PSF license)."""
+"""Python's standard library as text that every machine has: its code, its language reference and its docstrings (PSF license)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lmworks.corpus.readers.items import Item, broken, decoded
+from lmworks.corpus.readers.items import Item, decode_document, quarantined
 from lmworks.corpus.readers.listing import File
-from lmworks.corpus.readers.part import Part, packed
+from lmworks.corpus.readers.part import Part, pack_files
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
-# tests (absent on some systems), other people's packages, and generated tables are no code to learn from
+# tests (absent on some systems), third-party packages and generated tables
 _SKIPPED = {
     "test",
     "tests",
@@ -38,16 +38,16 @@ _TOPICS = "pydoc_data/topics.py"
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:
-    """The library's *.py files, sorted; for its docs the topics of the language reference come first."""
+    """The library's *.py files, sorted; for docs, preceded by the topics of the language reference."""
     name = source.document_format or "code"
     if name not in FORMATS:
         raise UserError(f"unknown document_format {name!r} of the standard library; known are {', '.join(FORMATS)}")
     first = [_file(_TOPICS)] if name == "docs" else []
-    return list(packed([*first, *_files(source.include)], part_bytes))
+    return list(pack_files([*first, *_files(source.include)], part_bytes))
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
-    """Its items."""
+    """The items of the part."""
     return FORMATS[source.document_format or "code"](part.files, limit)
 
 
@@ -71,8 +71,8 @@ def _files(include: str | None) -> list[File]:
 def _read(relative: str, size: int, limit: int) -> Item:
     path = Path(sysconfig.get_path("stdlib"), relative)
     if size > limit:
-        return broken("enormous", relative, "", size)
-    return decoded(path.read_bytes(), relative, limit, size)
+        return quarantined("enormous", relative, "", size)
+    return decode_document(path.read_bytes(), relative, limit, size)
 
 
 def _code(files: tuple[File, ...], limit: int) -> Iterator[Item]:
@@ -82,7 +82,7 @@ def _code(files: tuple[File, ...], limit: int) -> Iterator[Item]:
 
 
 def _docs(files: tuple[File, ...], limit: int) -> Iterator[Item]:
-    """Each topic of the language reference is a document; so are the docstrings of each module, under the names they belong to."""
+    """One document per topic of the language reference, and one per module with its docstrings under their names."""
     for relative, size in ((file.path, file.size) for file in files):
         if relative == _TOPICS:
             from pydoc_data import topics
@@ -98,7 +98,7 @@ def _docs(files: tuple[File, ...], limit: int) -> Iterator[Item]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(item.text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            yield broken("does_not_parse", relative, item.text, size)
+            yield quarantined("does_not_parse", relative, item.text, size)
             continue
         module = relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         text = "\n\n".join(_docstrings(tree, module))
@@ -107,7 +107,7 @@ def _docs(files: tuple[File, ...], limit: int) -> Iterator[Item]:
 
 
 def _docstrings(node: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
-    """Docstrings in source order; that of a function stands below its name and arguments. Bodies of functions are not entered."""
+    """Docstrings in source order; that of a function follows its name and arguments. Function bodies are not searched."""
     if text := ast.get_docstring(node, clean=False):
         text = inspect.cleandoc(text)
         yield text if text.startswith(name) else f"{name}\n\n{text}"

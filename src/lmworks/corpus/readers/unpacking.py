@@ -1,4 +1,6 @@
-"""Reads archives (zip, tar) for `lmworks.corpus.readers.archives`, in a process with limits; it therefore imports little."""
+"""Reads archives (zip, tar) for `lmworks.corpus.readers.archives`, in a process with limits. It imports little, so that it starts
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-from lmworks.corpus.readers.opening import HARMLESS, MOST_EXPANSION, Bomb, Damaged, Expansion, decompress, open_binary
+from lmworks.corpus.readers.opening import (
+    ALWAYS_ALLOWED,
+    MAX_EXPANSION,
+    DamagedFile,
+    DecompressionBomb,
+    ExpansionLimit,
+    decompress,
+    open_binary,
+)
 from lmworks.errors import UserError
 from lmworks.storage import connection_errors
 
 OPEN, NEXT, READ = b"open", b"next", b"read"
 GIVEN, BOMB, DAMAGED, LOST, REFUSED = b"+", b"bomb ", b"damaged ", b"lost ", b"refused "
-_PIECE = 1 << 24  # of a member that nobody reads, skipped in one call
-_LARGEST_HEADER = 1 << 20  # of a tar member; the largest in use hold a file's extended attributes
-# what zipfile and tarfile make of numbers and names that cannot be
+_PIECE = 1 << 24  # bytes of an unread member that are skipped in one call
+_LARGEST_HEADER = 1 << 20  # of a tar member; the largest in practice hold extended attributes
+# raised by zipfile and tarfile for invalid numbers and names
 _CONFUSED = (ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, AttributeError, struct.error)
 
 
-class _Found(NamedTuple):
-    """A member and the stream of its content, or the `reason` why it has none."""
+class _MemberEntry(NamedTuple):
+    """A member with the stream of its content, or the `reason` why it has none."""
 
     name: str
     size: int
@@ -35,15 +45,16 @@ class _Found(NamedTuple):
 
 
 class Unpacker:
-    """Opens one archive after the other, and gives the content of its members, one after the other.
+    """Opens archives one after another, and returns the content of their members one after another.
 
-    Calls: `open SIZE PATH` (0 for an unknown size); `next`, which gives the next member as JSON, `null` if there is more of this one to
-    skip, nothing after the last; `read N`, at most so many bytes of it. An answer is GIVEN and the data, or what went wrong and its text.
+    Requests: `open SIZE PATH` (size 0 if unknown); `next` returns the next member as JSON, `null` if more of the current one must be
+    skipped, nothing after the last; `read N` returns at most N bytes of it. A response is GIVEN and the data, or a kind of error and its
+    text.
     """
 
     def __init__(self) -> None:
         self._opened = ExitStack()
-        self._members: Iterator[_Found | None] = iter(())
+        self._members: Iterator[_MemberEntry | None] = iter(())
         self._stream: Any = None
 
     def __call__(self, request: bytes) -> bytes:
@@ -55,8 +66,8 @@ class Unpacker:
             return GIVEN + (self._next() if verb == NEXT else self._stream.read1(int(what)))
         except UserError as error:
             return REFUSED + str(error).encode()
-        except (Bomb, MemoryError) as error:
-            return BOMB + (str(error) or "takes more memory than any archive needs").encode("utf-8", "replace")
+        except (DecompressionBomb, MemoryError) as error:
+            return BOMB + (str(error) or "needs too much memory").encode("utf-8", "replace")
         except _CONFUSED as error:
             return DAMAGED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         except Exception as error:
@@ -78,63 +89,63 @@ class Unpacker:
         return b""
 
 
-def _members(found: Iterator[_Found | None]) -> Iterator[_Found | None]:
-    """Names that lead out of the archive, and those that were there before, are no members."""
+def _members(found: Iterator[_MemberEntry | None]) -> Iterator[_MemberEntry | None]:
+    """Quarantine names that lead out of the archive and names that occurred before."""
     seen: set[str] = set()
     for member in found:
         if member is None or member.reason:
             yield member
         elif not member.name or member.name.startswith(("/", "\\")) or ".." in member.name.replace("\\", "/").split("/"):
-            yield _Found(member.name, 0, None, "unsafe_name", member.name)
+            yield _MemberEntry(member.name, 0, None, "unsafe_name", member.name)
         elif member.name in seen:
-            yield _Found(member.name, 0, None, "duplicate_member")
+            yield _MemberEntry(member.name, 0, None, "duplicate_member")
         else:
             seen.add(member.name)
             yield member
 
 
-def _zip(stream: Any, size: int) -> Iterator[_Found]:
+def _zip(stream: Any, size: int) -> Iterator[_MemberEntry]:
     with zipfile.ZipFile(stream) as archive:
         infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
         size = size or stream.seek(0, 2)
-        expansion = Expansion(lambda: size)
+        expansion = ExpansionLimit(lambda: size)
         expansion.add(sum(info.file_size for info in infos))
         for info in infos:
             if info.flag_bits & 1:
-                yield _Found(info.filename, info.compress_size, None, "encrypted")
+                yield _MemberEntry(info.filename, info.compress_size, None, "encrypted")
                 continue
             try:
                 with archive.open(info) as opened:
-                    yield _Found(info.filename, info.compress_size, decompress(opened, info.filename, expansion))
+                    yield _MemberEntry(info.filename, info.compress_size, decompress(opened, info.filename, expansion))
             except (zipfile.BadZipFile, zlib.error, EOFError, *_CONFUSED) as error:
-                yield _Found(info.filename, info.compress_size, None, "damaged_member", str(error))
+                yield _MemberEntry(info.filename, info.compress_size, None, "damaged_member", str(error))
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is looked at before tarfile reads what it announces."""
+    """A header that is checked before tarfile reads what it declares."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
         info = super().frombuf(buf, encoding, errors)
         if info.size < 0:
-            raise Damaged("a member of less than no bytes")
+            raise DamagedFile("a member of negative size")
         special = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
         if info.type in special and info.size > _LARGEST_HEADER:
-            raise Bomb(f"has a header of {info.size:,} bytes")
+            raise DecompressionBomb(f"has a header of {info.size:,} bytes")
         return info
 
 
-def _tar(stream: Any, raw: Any, size: int) -> Iterator[_Found | None]:
-    expansion = Expansion(lambda: size or raw.tell())
+def _tar(stream: Any, raw: Any, size: int) -> Iterator[_MemberEntry | None]:
+    expansion = ExpansionLimit(lambda: size or raw.tell())
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header) as archive:
         while info := archive.next():
-            archive.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-            if not 0 <= info.size <= max(HARMLESS, MOST_EXPANSION * size if size else info.size):
-                raise Bomb(f"has a member of {info.size:,} bytes")
+            archive.members.clear()  # type: ignore[attr-defined]  # otherwise it keeps them all
+            if not 0 <= info.size <= max(ALWAYS_ALLOWED, MAX_EXPANSION * size if size else info.size):
+                raise DecompressionBomb(f"has a member of {info.size:,} bytes")
             if info.isreg() or info.type not in tarfile.SUPPORTED_TYPES:
                 opened = archive.extractfile(info)
                 assert opened is not None, "it has content"
                 if info.isreg():
-                    yield _Found(info.name, info.size, decompress(opened, info.name, expansion))
+                    yield _MemberEntry(info.name, info.size, decompress(opened, info.name, expansion))
                 while opened.read(_PIECE):
                     yield None

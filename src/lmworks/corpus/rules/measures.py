@@ -1,4 +1,4 @@
-"""What the rules measure: small pure functions of one document."""
+"""The measures that rules limit: pure functions of one document."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lmworks.corpus.checks.parsing import parsed
+from lmworks.corpus.checks.parsing import parse_code
 from lmworks.corpus.rules.stop_words import STOP_WORDS
 from lmworks.corpus.rules.text import Text
-from lmworks.corpus.units import ngrams, repeated, units
+from lmworks.corpus.units import in_repeated_ngram, ngrams, units
 
 Measure = Callable[[Text], float]
 
@@ -29,18 +29,18 @@ def mean_word_length(doc: Text) -> float:
 
 
 def alphabetic_words(doc: Text) -> float:
-    """Share of units with a letter in them."""
+    """Fraction of units that contain a letter."""
     return float((doc.letters > 0).mean()) if len(doc.letters) else 0.0
 
 
 def alphanumeric_share(doc: Text) -> float:
-    """Share of the characters that are in units, blanks left out of the count."""
+    """Fraction of the characters, white space excluded, that are in units."""
     visible = len(doc.text) - doc.text.count(" ") - doc.text.count("\n") - doc.text.count("\t")
     return doc.characters / visible if visible else 0.0
 
 
 def stop_words(language: str) -> Measure:
-    """How many different stop words of the language occur."""
+    """Number of distinct stop words of the language that occur."""
     wanted = units([" ".join(STOP_WORDS[language])]).hashes
 
     def measure(doc: Text) -> float:
@@ -50,7 +50,7 @@ def stop_words(language: str) -> Measure:
 
 
 def symbols_per_word(doc: Text) -> float:
-    """Hash signs and ellipses per word."""
+    """Number signs and ellipses per word."""
     return (doc.text.count("#") + doc.text.count("...") + doc.text.count("…")) / max(len(doc.hashes), 1)
 
 
@@ -63,12 +63,12 @@ def ellipsis_lines(doc: Text) -> float:
 
 
 def ended_lines(doc: Text) -> float:
-    """Share of lines that end like a sentence."""
+    """Fraction of lines that end like a sentence."""
     return sum(line.endswith(_ENDS) for line in doc.lines) / max(len(doc.lines), 1)
 
 
 def short_lines(doc: Text) -> float:
-    """Share of lines under 30 characters."""
+    """Fraction of lines under 30 characters."""
     return sum(len(line) < 30 for line in doc.lines) / max(len(doc.lines), 1)
 
 
@@ -81,7 +81,7 @@ def curly_braces(doc: Text) -> float:
 
 
 def replacement_characters(doc: Text) -> float:
-    """Share of U+FFFD, the trace of text that was decoded wrongly before it came here."""
+    """Fraction of U+FFFD, which earlier decoding errors leave behind."""
     return doc.text.count("\ufffd") / max(len(doc.text), 1)
 
 
@@ -111,7 +111,7 @@ def duplicate_paragraph_characters(doc: Text) -> float:
 
 
 def top_ngram(n: int) -> Measure:
-    """Share of characters in the most frequent n-gram, if that occurs more than once."""
+    """Fraction of characters in the most frequent n-gram, if it occurs more than once."""
 
     def measure(doc: Text) -> float:
         if len(doc.hashes) < 2 * n:
@@ -124,15 +124,15 @@ def top_ngram(n: int) -> Measure:
 
 
 def _repeated(doc: Text, n: int) -> float:
-    """Share of characters that lie in n-grams seen earlier in the document, each character once."""
+    """Fraction of characters in n-grams that occurred earlier in the document; each character counts once."""
     if len(doc.hashes) <= n:
         return 0.0
-    covered = repeated(ngrams(doc.hashes, n), n)
+    covered = in_repeated_ngram(ngrams(doc.hashes, n), n)
     return float(doc.lengths[covered].sum() / doc.characters) if covered.any() else 0.0
 
 
 def repeated_ngrams(n: int) -> Measure:
-    """As `_repeated`; for n over 5 a low share of repeated 5-grams, which contain the longer ones, answers without counting."""
+    """Like `_repeated`. For n over 5, a low fraction of repeated 5-grams is an upper bound and is returned without counting."""
 
     def measure(doc: Text) -> float:
         if n > 5 and (bound := _repeated_five(doc)) <= _SMALLEST_REPETITION:
@@ -150,12 +150,12 @@ def _repeated_five(doc: Text) -> float:
 
 
 def dominant_word(doc: Text) -> float:
-    """Share of the most frequent unit among all."""
+    """Relative frequency of the most frequent unit."""
     return float(np.unique(doc.hashes, return_counts=True)[1].max() / len(doc.hashes)) if len(doc.hashes) else 0.0
 
 
 def tiny_words(doc: Text) -> float:
-    """Share of units of one character: keys leant on, or text spelt out."""
+    """Fraction of units of one character: held-down keys, or letters separated by spaces."""
     return float((doc.lengths == 1).mean()) if len(doc.lengths) else 0.0
 
 
@@ -168,10 +168,10 @@ def mean_line(doc: Text) -> float:
 
 
 def generated(doc: Text) -> float:
-    """Whether the first lines say that a program wrote it."""
+    """Whether the first lines say that the file was generated."""
     return float(any(_GENERATED.search(line) for line in doc.lines[:5]))
 
 
 def unparsable(doc: Text) -> float:
     """Whether Python code does not parse. The code is parsed, never run."""
-    return parsed(doc.text, "py").share if doc.python else 0.0
+    return parse_code(doc.text, "py").share if doc.python else 0.0

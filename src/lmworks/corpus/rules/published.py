@@ -1,7 +1,7 @@
-"""The published rule sets as they were published: Gopher, C4 and FineWeb, with their definitions of words and lines.
+"""The published rule sets Gopher, C4 and FineWeb, with their own definitions of words and lines.
 
-Gopher: Rae et al. 2021, A1.1 and table A1. C4: Raffel et al. 2020, 2.2, with the phrases of the code
-behind it. FineWeb: Penedo et al. 2024, 3.6. They are for text like the web's. The rules per domain in `table` are for everything.
+Gopher: Rae et al. 2021, A1.1 and table A1. C4: Raffel et al. 2020, 2.2, with the phrases of its code. FineWeb: Penedo et al. 2024, 3.6.
+They are made for web text; the rules per domain in `table` cover everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from lmworks.corpus.document import Drop
 from lmworks.corpus.rules.rule import Rule, first_broken
 from lmworks.corpus.rules.tokens import SENTENCE_ENDS, Vocabulary, Words
-from lmworks.corpus.units import lengthen, mix, repeated
+from lmworks.corpus.units import extend_ngrams, in_repeated_ngram, mix
 
 _ENDS = tuple(SENTENCE_ENDS)
 _PARAGRAPHS = re.compile(r"\n{2,}")
@@ -51,12 +51,12 @@ def _lettered(doc: Words) -> float:
 
 
 def _stop_words(doc: Words) -> float:
-    """How many different stop words occur, written in small letters; two in languages without a list."""
+    """Number of distinct stop words that occur in lower case; two for languages without a list."""
     return float(np.isin(doc.stops, doc.numbers).sum()) if len(doc.stops) else 2.0
 
 
 def _repeats(parts: Sequence[str]) -> tuple[float, int]:
-    """(share of parts seen before, their characters)"""
+    """(fraction of repeated parts, their characters)"""
     again = len(parts) - len(unique := set(parts))
     return again / len(parts), sum(map(len, parts)) - sum(map(len, unique)) if again else 0
 
@@ -70,7 +70,7 @@ def _paragraph_characters(doc: Words) -> float:
 
 
 def _split_lines(text: str) -> list[str]:
-    """As `re.split("\\n+", text)`, many times faster."""
+    """Equal to `re.split("\\n+", text)`, but many times faster."""
     lines = [line for line in text.split("\n") if line]
     return [*([""] if text[:1] == "\n" else []), *lines, *([""] if text[-1:] == "\n" else [])]
 
@@ -84,19 +84,19 @@ def _line_characters(doc: Words) -> float:
 
 
 def _grams(doc: Words, n: int) -> np.ndarray:
-    """Hashes of the runs of n words. Rules ask for rising n, and each is a step on from the one before."""
+    """Hashes of the runs of n words. They are extended from the previous n, because rules use increasing n."""
     known, grams = doc.__dict__.get("_grams", (1, doc.hashes))
     if known > n:
         known, grams = 1, doc.hashes
     grams = grams.copy()
     for length in range(known + 1, n + 1):
-        lengthen(grams := grams[: max(len(doc.hashes) - length + 1, 0)], doc.hashes, length)
+        extend_ngrams(grams := grams[: max(len(doc.hashes) - length + 1, 0)], doc.hashes, length)
     doc.__dict__["_grams"] = n, grams
     return mix(grams.copy())
 
 
 class _Top:
-    """Characters of the most frequent n-gram, blanks included, times its count, of all characters."""
+    """Characters of the most frequent n-gram, blanks included, times its count, as a fraction of all characters."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -111,9 +111,10 @@ class _Top:
 
 
 class _Repeated:
-    """Characters of n-grams that occurred before, of all characters. Read from left to right, going on behind each such n-gram.
+    """Characters of repeated n-grams as a fraction of all characters, scanning from left to right and continuing after each repeated
+    n-gram.
 
-    The characters that lie in any repeated n-gram are no fewer: where their share does not pass `high`, it is returned instead.
+    The characters in any repeated n-gram are an upper bound: if their fraction does not exceed `high`, it is returned instead.
     """
 
     def __init__(self, n: int, high: float) -> None:
@@ -123,13 +124,13 @@ class _Repeated:
         grams = _grams(doc, self._n)
         if not len(grams):
             return 0.0
-        share = float(doc.lengths[repeated(grams, self._n)].sum() / len(doc.text))
-        return share if share <= self._high else self._read(doc, grams)
+        share = float(doc.lengths[in_repeated_ngram(grams, self._n)].sum() / len(doc.text))
+        return share if share <= self._high else self._scan(doc, grams)
 
-    def _read(self, doc: Words, grams: np.ndarray) -> float:
-        """As defined. Only n-grams with an earlier equal one are looked at: one counts if an equal one was read.
+    def _scan(self, doc: Words, grams: np.ndarray) -> float:
+        """The exact definition. Only n-grams with an earlier equal one are visited; an n-gram counts if an equal one was scanned before.
 
-        The first of its kind was read unless it lies in a stretch that was gone over.
+        The first occurrence was scanned unless it lies inside a repeated n-gram.
         """
         n, total, behind = self._n, 0, 0
         ends = np.concatenate([[0], np.cumsum(doc.lengths)])
@@ -152,24 +153,24 @@ class _Repeated:
 
 
 def _punctuated_lines(doc: Words) -> float:
-    lines = _filled(doc)
+    lines = _nonblank_lines(doc)
     return sum(line.endswith(_ENDS) for line in lines) / len(lines)
 
 
 def _short_lines(doc: Words) -> float:
-    lines = _filled(doc)
+    lines = _nonblank_lines(doc)
     return sum(len(line) <= 30 for line in lines) / len(lines)
 
 
-def _again_characters(doc: Words) -> float:
-    return _repeats(_filled(doc))[1] / len(doc.text.replace("\n", ""))
+def _repeated_line_characters(doc: Words) -> float:
+    return _repeats(_nonblank_lines(doc))[1] / len(doc.text.replace("\n", ""))
 
 
 def _newlines(doc: Words) -> float:
     return doc.text.count("\n") / len(doc.numbers)
 
 
-def _filled(doc: Words) -> list[str]:
+def _nonblank_lines(doc: Words) -> list[str]:
     return [line for line in doc.text.split("\n") if line.strip()]
 
 
@@ -196,8 +197,8 @@ GOPHER = (
 FINEWEB = (
     Rule("fineweb_punctuated_lines", _punctuated_lines, "3.6", low=0.12),
     Rule("fineweb_short_lines", _short_lines, "3.6", high=0.67),
-    Rule("fineweb_repeated_line_characters", _again_characters, "3.6", high=0.01),
-    Rule("fineweb_newlines", _newlines, "3.6, as in the code behind it", high=0.3),
+    Rule("fineweb_repeated_line_characters", _repeated_line_characters, "3.6", high=0.01),
+    Rule("fineweb_newlines", _newlines, "3.6, as in its code", high=0.3),
 )
 
 _CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
@@ -209,10 +210,10 @@ _FEWEST_SENTENCES = 5
 
 
 def c4(texts: Sequence[str], vocabulary: Vocabulary) -> list[tuple[str, Drop | None]]:
-    """Per text what C4 leaves of it, and its drop, if it would drop the document.
+    """Per text, the lines that C4 keeps, and the drop if C4 drops the document.
 
-    Lines stay that end like a sentence, have three words and none of over 1,000 characters, and speak neither of JavaScript nor of cookies
-    and terms; marks of citation go.
+    C4 keeps lines that end like a sentence, have at least three words and no word over 1,000 characters, and mention neither JavaScript nor
+    cookies and terms; citation marks are removed.
     """
     halves = [_c4_lines(text) for text in texts]
     kept = [line for lines, _ in halves for line in lines]

@@ -1,4 +1,4 @@
-"""docs/rules.md, made from the rules: `python -m lmworks.corpus.rules.reference > docs/rules.md`."""
+"""Writes docs/rules.md from the rules: `python -m lmworks.corpus.rules.reference > docs/rules.md`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lmworks.corpus.rules.text import Text
 _SCRIPTS = ("prose", "facts", "math", "other")
 _HEAD = """# Quality rules
 
-The step `rules` drops a document that breaks a rule of its source. Which rules those are follows from the source's `domain` and
-language; `rules: NAME` on a source takes the rules called NAME below instead, whatever the language, and `rules: none` drops nothing.
+The step `rules` drops a document that breaks a rule of its source. The rules follow from the source's `domain` and
+language. `rules: NAME` on a source selects the rules NAME below instead, for any language; `rules: none` drops nothing.
 A rule's name is the reason in the table of `lmworks corpus prepare`, in `corpus sample --reason NAME`, and in `corpus trace`, which shows
-the value and the limit. Published rule sets (`sets: [gopher, c4, fineweb]` of the step) are applied to the letter instead.
+the value and the limit. Published rule sets (`sets: [gopher, c4, fineweb]` of the step) are applied exactly as published instead.
 
 This page is made from the code: `python -m lmworks.corpus.rules.reference`.
 """
 _SPACELESS = """
 ## Chinese, Japanese, Thai and other scripts without spaces
 
-Units are characters, so a domain asks for a least length of 1.6 characters for each word. From domains of running text (least 40
-words) the other rules are those of `spaceless`, from the others those that fit any script. The least lengths:
+Units are characters, and the minimum length of a domain is 1.6 characters per word. Domains of running text (at least 40 words) use
+the other rules of `spaceless`; other domains use those of their own rules that apply to any script. The minimum lengths:
 """
 
 

@@ -8,27 +8,29 @@ from typing import Generic, TypeVar
 
 from lmworks.corpus.document import Drop
 
-Seen = TypeVar("Seen")
+View = TypeVar("View")
 
 
 @dataclass(frozen=True)
-class Rule(Generic[Seen]):
-    """A document is rejected as `name` when its measure lies below `low` or above `high`. `source` says where the bounds come from."""
+class Rule(Generic[View]):
+    """A document is dropped with the reason `name` if its measure is below `low` or above `high`. `source` names the origin of the
+    bounds.
+    """
 
     name: str
-    measure: Callable[[Seen], float]
+    measure: Callable[[View], float]
     source: str
     low: float = float("-inf")
     high: float = float("inf")
 
-    def drop(self, doc: Seen) -> Drop | None:
-        """The drop by this rule, with the value and the limit as its detail, if the document breaks it."""
+    def drop(self, doc: View) -> Drop | None:
+        """The drop by this rule, with value and limit as its detail; None if the document complies."""
         value = self.measure(doc)
         if self.low <= value <= self.high:
             return None
         return Drop(self.name, f"{value:.4g}, {f'at least {self.low:g}' if value < self.low else f'at most {self.high:g}'}")
 
 
-def first_broken(doc: Seen, rules: Sequence[Rule[Seen]]) -> Drop | None:
-    """The drop by the first rule that the document breaks, None if it is good."""
+def first_broken(doc: View, rules: Sequence[Rule[View]]) -> Drop | None:
+    """The drop by the first rule that the document breaks; None if it complies with all."""
     return next((drop for rule in rules if (drop := rule.drop(doc))), None)

@@ -1,7 +1,7 @@
-"""The most common function words of a language: running text has them, lists and debris have not.
+"""The most common function words of each language: running text contains them; lists and fragments do not.
 
-English is Gopher's own list (Rae et al. 2021, A1.1); of the others each has about as many, chosen by the same measure: words so common that
-a page of prose has at least two different ones.
+The English list is Gopher's (Rae et al. 2021, A1.1). The others have about as many words, chosen so that a page of prose contains at least
+two different ones.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ STOP_WORDS: dict[str, tuple[str, ...]] = {
         "vi": "và của là các có được trong cho một không",
     }.items()
 }
-"""Languages that are not here are not asked."""
+"""The rule does not apply to other languages."""

@@ -1,8 +1,8 @@
-"""The quality rules of each domain as data: measure, bounds, and where they come from.
+"""The quality rules of each domain as data: measure, bounds, and the source of the bounds.
 
-The bounds are from Gopher (Rae et al. 2021, table A1), C4 (Raffel et al. 2020, 2.2), FineWeb (Penedo et al. 2024, 3.6) and StarCoder
-(Li et al. 2023, 3.1). Rules of English prose throw away all code and all Chinese, so each domain has its own, and scripts without spaces
-are counted in characters. Where the table says "ours" the bound was set by looking at what it drops in the default corpus.
+The bounds are from Gopher (Rae et al. 2021, table A1), C4 (Raffel et al. 2020, 2.2), FineWeb (Penedo et al. 2024, 3.6) and StarCoder (Li et
+al. 2023, 3.1). Rules for English prose would drop all code and all Chinese, so each domain has its own rules, and scripts without spaces
+are counted in characters. Bounds marked "ours" were set by inspecting what they drop in the default corpus.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ _WEB = (
 _FACTS = (
     *_BROKEN,
     Rule("word_count", m.word_count, "ours", low=20),
-    Rule("alphabetic_words", m.alphabetic_words, "ours: dates are words here", low=0.5),
+    Rule("alphabetic_words", m.alphabetic_words, "ours: dates count as words", low=0.5),
     *_LINES,
 )
 _CHAT = (
     *_BROKEN,
-    Rule("word_count", m.word_count, "ours: a greeting that nobody answered is no chat", low=40),
+    Rule("word_count", m.word_count, "ours: a greeting without a reply is not a chat", low=40),
     Rule("alphabetic_words", m.alphabetic_words, "Gopher", low=0.8),
     Rule(
         "tiny_words",
         m.tiny_words,
-        "ours: keys leant on; speakers' letters and I'm, I'd make up to four in ten units of terse chats",
+        "ours: held-down keys; speakers' letters and I'm, I'd are up to 40% of the units of terse chats",
         high=0.45,
     ),
     Rule("dominant_word", m.dominant_word, "ours", high=0.25),
@@ -77,7 +77,7 @@ _CHAT = (
 _DIALOGUE = (
     *_BROKEN,
     Rule("word_count", m.word_count, "Gopher", low=50),
-    Rule("alphabetic_words", m.alphabetic_words, "ours: tool traffic holds numbers", low=0.6),
+    Rule("alphabetic_words", m.alphabetic_words, "ours: tool calls contain numbers", low=0.6),
     Rule("dominant_word", m.dominant_word, "ours", high=0.25),
     *_LINES,
     Rule("repeated_10grams", m.repeated_ngrams(10), "ours: tool schemas repeat themselves", high=0.35),
@@ -104,23 +104,23 @@ _DOCS = (
 _MATH = (
     *_BROKEN,
     Rule("word_count", m.word_count, "ours", low=10),
-    Rule("alphabetic_words", m.alphabetic_words, "ours: numbers are the point", low=0.2),
+    Rule("alphabetic_words", m.alphabetic_words, "ours: mathematics consists of numbers", low=0.2),
     *_LINES,
 )
 _OTHER = (*_BROKEN, Rule("word_count", m.word_count, "ours", low=5), *_LINES)
 
-# units are characters: lengths in words do not apply, common character n-grams are grammar, and what would be 50 words is about 80
-# characters
+# units are characters: lengths in words do not apply, frequent character n-grams are ordinary grammar, and 50 words correspond to about
+# 80 characters
 _CHARACTERS_PER_WORD = 1.6
 _SPACELESS = (
     *_BROKEN,
-    Rule("character_count", m.word_count, f"ours: Gopher's 50 words at {_CHARACTERS_PER_WORD} characters a word", low=80),
+    Rule("character_count", m.word_count, f"ours: Gopher's 50 words at {_CHARACTERS_PER_WORD} characters per word", low=80),
     Rule("alphabetic_words", m.alphabetic_words, "Gopher", low=0.8),
     Rule("symbols_per_word", m.symbols_per_word, "Gopher", high=0.1),
     Rule("ellipsis_lines", m.ellipsis_lines, "Gopher", high=0.3),
     Rule("dominant_word", m.dominant_word, "ours", high=0.20),
     *_LINES,
-    Rule("repeated_20grams", m.repeated_ngrams(20), "Gopher's 10 words at two characters a word", high=0.15),
+    Rule("repeated_20grams", m.repeated_ngrams(20), "Gopher's 10 words at two characters per word", high=0.15),
 )
 
 Rules = tuple[Rule[Text], ...]
@@ -131,12 +131,14 @@ RULES: dict[str, Rules] = {
 }  # fmt: skip
 
 
-_RUNNING_TEXT = 40  # words from which a domain asks for running text
+_RUNNING_TEXT = 40  # minimum words from which a domain counts as running text
 _ANY_SCRIPT = frozenset(rule.name for rule in (*_BROKEN, *_LINES)) | {"alphabetic_words"}
 
 
 def _spaceless(domain: str) -> Rules:
-    """A domain's rules in a script without spaces: its least length in characters; and those of running text, or what fits any script."""
+    """The rules of a domain for scripts without spaces: its minimum length in characters, and the rules for running text or those that
+    apply to any script.
+    """
     own = RULES[domain]
     (least,) = (rule for rule in own if rule.name == "word_count")
     length = replace(least, name="character_count", low=_CHARACTERS_PER_WORD * least.low, high=float("inf"))
@@ -146,7 +148,7 @@ def _spaceless(domain: str) -> Rules:
 
 @lru_cache(maxsize=256)
 def rules_for(name: str | None, domain: str, language: str) -> Rules:
-    """The rules called `name`, or those that suit a domain and language. Stop words are asked in languages that have a list."""
+    """The rules named `name`, or those of a domain and language. The stop word rule applies to languages that have a list."""
     if name is not None:
         if name not in RULES:
             raise UserError(f"unknown rules {name!r}; known are {', '.join(RULES)}")

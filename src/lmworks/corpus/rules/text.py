@@ -1,4 +1,4 @@
-"""One document as the rules see it: its text, lines, paragraphs and units, each computed once when asked for."""
+"""One document as input of the rules: its text, lines, paragraphs and units, each computed on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARAGRAPH = re.compile(r"\n{2,}")
 class Text:
     """A document. `hashes`, `lengths`, `letters` are per unit (a word, or a character in scripts without spaces).
 
-    `python` says that it is Python code.
+    `python` is true for Python code.
     """
 
     text: str
@@ -41,5 +41,5 @@ class Text:
 
     @cached_property
     def characters(self) -> int:
-        """Characters in units: what shares of repeated n-grams are taken of."""
+        """Number of characters in units: the denominator of the fractions of repeated n-grams."""
         return int(self.lengths.sum())

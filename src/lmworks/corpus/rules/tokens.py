@@ -1,8 +1,8 @@
-"""Words as the published filters count them: punctuation apart, case kept.
+"""Words as the published filters count them: punctuation is separate, case is kept.
 
-The thresholds of Gopher, C4 and FineWeb were set on words of a linguistic tokenizer, in which a full stop is a word too. This one
-gives nearly the same words for English and other languages with spaces; in scripts without spaces each character is a word. What stands
-between blanks is taken apart once and remembered, so that a batch is a look-up and the rest numpy.
+The thresholds of Gopher, C4 and FineWeb were set with a linguistic tokenizer, in which a full stop is a word too. This one gives nearly the
+same words for English and other languages with spaces; in scripts without spaces each character is a word. Each distinct run of text
+between blanks is split once and cached, so that a batch takes one look-up per run and some numpy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 
 from lmworks.corpus.units import mix
 
-# Unicode's Sentence_Terminal, as far as scripts in wide use go
+# Unicode's Sentence_Terminal, for scripts in wide use
 SENTENCE_ENDS = frozenset(".!?։؝؞؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡")
 
 _ODD = 0x9E3779B97F4A7C15
-_MOST_CHARACTERS = 1 << 24  # remembered, then all is forgotten and learned again
+_MOST_CHARACTERS = 1 << 24  # in the cache; when it is full, it is emptied
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _OPEN = re.compile(r"\.\.+|…|[\"'“”‘’„«»`´(\[{<*#&§%=¿¡,:;!?\])}>_$£€¥₹—–。、，！？：；「」『』（）《》【】·]|\+(?!\d)")
 _CLOSERS = frozenset("\"'“”‘’„«»`´([{<)]}>*#&…,:;!?¿¡$£€_—–。、，！？：；「」『』（）《》【】·")
@@ -45,18 +45,18 @@ _CONTRACTED = {
     "id": ("i", "d"), "Id": ("I", "d"), "ive": ("i", "ve"), "dont": ("do", "nt"), "doesnt": ("does", "nt"), "cant": ("ca", "nt"),
 }  # fmt: skip
 _WHOLE = frozenset("'s 'm 'd 'll 're 've 'em n't ’s ’m ’d ’ll ’re ’ve".split())  # noqa: SIM905
-# marks that stand together are one word: emoticons, and an empty pair of quotes
-_TOGETHER = frozenset([(")", ":"), (":", ")"), (":", "]"), ("(", ":"), (":", "("), ("[", ":"), ("'", "'"), ("=", ")"), (";", ")")])
+# pairs of marks that form one word: emoticons, and empty quotes
+_JOINED_MARKS = frozenset([(")", ":"), (":", ")"), (":", "]"), ("(", ":"), (":", "("), ("[", ":"), ("'", "'"), ("=", ")"), (";", ")")])
 
 
 def split(chunk: str) -> Iterator[str]:
-    """The words of a run of text without blanks. Time grows with its length."""
+    """Split a run of text without blanks into words. Linear in its length."""
     if chunk.isalpha() and not _SINGLE.search(chunk):
         yield from _CONTRACTED.get(chunk, (chunk,))
         return
     before = ""
-    for word in _apart(chunk):
-        if (before, word) in _TOGETHER:
+    for word in _split_marks(chunk):
+        if (before, word) in _JOINED_MARKS:
             before += word
             continue
         if before:
@@ -66,7 +66,7 @@ def split(chunk: str) -> Iterator[str]:
         yield before
 
 
-def _apart(chunk: str) -> Iterator[str]:
+def _split_marks(chunk: str) -> Iterator[str]:
     start, end, tail = 0, len(chunk), []
     while start < end and (found := _OPEN.match(chunk, start, end)):
         if end - start < 4 and chunk[start:end] in _WHOLE:
@@ -77,12 +77,12 @@ def _apart(chunk: str) -> Iterator[str]:
         tail.append(chunk[end - cut : end])
         end -= cut
     if start < end:
-        yield from _inner(chunk[start:end])
+        yield from _split_infixes(chunk[start:end])
     yield from reversed(tail)
 
 
 def _suffix(chunk: str, start: int, end: int) -> int:
-    """How many characters at the end of `chunk[start:end]` are a word of their own; 0 if none are."""
+    """The number of characters at the end of `chunk[start:end]` that form a word of their own; 0 if there are none."""
     if end - start < 6 and (chunk[start:end] in _TITLES or chunk[start:end] in _WHOLE):
         return 0
     last = chunk[end - 1]
@@ -98,7 +98,7 @@ def _suffix(chunk: str, start: int, end: int) -> int:
     return len(ending.group()) if ending else 0
 
 
-def _inner(core: str) -> Iterator[str]:
+def _split_infixes(core: str) -> Iterator[str]:
     if _ADDRESS.fullmatch(core):
         yield core
         return
@@ -121,24 +121,24 @@ def _characters(word: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a text, by number: equal numbers are equal words."""
+    """The words of a text as numbers; equal words have equal numbers."""
 
     text: str
     numbers: np.ndarray  # (W,) int64
     lengths: np.ndarray  # (W,) characters
-    letters: np.ndarray  # (W,) bool, has a letter
-    symbols: np.ndarray  # (W,) bool, is nothing but punctuation
-    ends: np.ndarray  # (W,) bool, is a mark that may end a sentence
+    letters: np.ndarray  # (W,) bool, contains a letter
+    symbols: np.ndarray  # (W,) bool, consists of punctuation
+    ends: np.ndarray  # (W,) bool, can end a sentence
     stops: np.ndarray  # (S,) the numbers of the stop words
 
     @cached_property
     def hashes(self) -> np.ndarray:
-        """(W,) uint64: the numbers, scattered, to build n-grams from."""
+        """(W,) uint64: the numbers as hashes, from which n-grams are built."""
         return mix((self.numbers + 1).astype(np.uint64) * np.uint64(_ODD))
 
     @property
     def sentences(self) -> int:
-        """A sentence begins with the first word, and with a word after an end mark, quotes and brackets left out."""
+        """Number of sentences. One begins with the first word, and with each word after an end mark, ignoring quotes and brackets."""
         if not len(self.numbers):
             return 0
         places = np.flatnonzero(self.ends | ~self.symbols)
@@ -147,14 +147,14 @@ class Words:
 
 
 class Vocabulary(dict[str, int]):
-    """Runs of text to numbers; of each its words, and of each word what the rules ask of it."""
+    """Numbers runs of text without blanks, with the words of each, and the properties of each word that the rules use."""
 
     def __init__(self, stop_words: Sequence[str] = ()) -> None:
         super().__init__()
         self._stop_words = stop_words
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.clear()
         self._number: dict[str, int] = {}
         self._characters = 0
@@ -183,7 +183,7 @@ class Vocabulary(dict[str, int]):
     def words(self, texts: Sequence[str]) -> list[Words]:
         """The words of each text."""
         if self._characters > _MOST_CHARACTERS:
-            self._forget()
+            self._reset()
         chunks = [np.array(list(map(self.__getitem__, text.split())), dtype=np.int64) for text in texts]
         bounds, words, lengths = (np.array(values, dtype=np.int64) for values in (self._bounds, self._words, self._lengths))
         letters, symbols, ends = (np.array(values, dtype=bool) for values in (self._letters, self._symbols, self._ends))

@@ -1,4 +1,4 @@
-"""What a step consists of: its options, which a recipe sets, and `make`, which returns the function that processes documents."""
+"""The base of steps: options, which a recipe sets, and `make`, which returns the function that processes documents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Context:
 
 
 class StepOptions(Node):
-    """The options of one step. A subclass declares `step: Literal["NAME"]` with this default and its own options, and has `make`."""
+    """The options of one step. A subclass declares `step: Literal["NAME"]` with this default, its own options, and `make`."""
 
     gives_quality: ClassVar[bool] = False
     """Whether the step may set the fact `quality`, which buckets are chosen by."""
@@ -36,9 +36,9 @@ class StepOptions(Node):
     step: str = Field(description="which step this is")
 
     def make(self, context: Context) -> Step:
-        """The step for the documents of one source. Raises `UserError` for options that cannot work on this machine or source."""
+        """The step for the documents of one source. Raises `UserError` for options that are invalid on this machine or for this source."""
         raise NotImplementedError(f"{type(self).__name__}.make")
 
     def warnings(self, sources: Sequence[Source]) -> Iterator[str]:
-        """One line for each source on which the step will probably not do what was meant."""
+        """One line for each source for which the step is probably not intended."""
         yield from ()

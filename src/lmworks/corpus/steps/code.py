@@ -1,4 +1,4 @@
-"""The step `code`: code must parse, and Python may be run in the sandbox on request."""
+"""The step `code`: code must parse and, optionally, Python must run in the sandbox."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Code(StepOptions):
     memory: Bytes = Field(Bytes.parse("512MB"), description="memory limit of a run")
 
     def make(self, context: Context) -> Step:
-        """A step that judges documents of the domain code. With `run`, raises `UserError` where the sandbox does not work."""
-        from lmworks.corpus.checks.parsing import KNOWN, parsed, suffix
+        """A step that checks documents of the domain code. With `run`, raises `UserError` if the sandbox does not work."""
+        from lmworks.corpus.checks.parsing import KNOWN, parse_code, suffix
         from lmworks.untrusted.sandbox import Limits, run_python
 
         limits = Limits(seconds=float(self.timeout), memory=int(self.memory))
@@ -49,7 +49,7 @@ class Code(StepOptions):
                 return document
             if kind not in KNOWN:
                 return document if self.unknown == "keep" else Drop("unknown_code", f".{kind}" if kind else "no suffix")
-            share, error = parsed(document.text, kind)
+            share, error = parse_code(document.text, kind)
             facts: dict[str, Any] = {"code_errors": round(share, 6)}
             if share > (0.0 if kind in _PYTHON else self.max_error_fraction):
                 return Drop("unparsable", error or f"{share:.1%} of .{kind}", facts)
@@ -64,7 +64,7 @@ class Code(StepOptions):
 
 @lru_cache(maxsize=8)
 def _trial(limits: Limits) -> RunResult:
-    """The result of an empty program: does it run within the limits?"""
+    """The result of an empty program: whether the sandbox works within the limits."""
     from lmworks.untrusted.sandbox import run_python
 
     return run_python("pass", limits)

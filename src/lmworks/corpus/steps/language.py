@@ -16,7 +16,7 @@ from lmworks.errors import UserError
 _WINDOW = 400
 _WINDOWS = 3
 _FAMILY = {"wuu": "zh", "yue": "zh", "nn": "no", "nb": "no", "arz": "ar", "azb": "az", "pnb": "pa", "ckb": "ku", "bs": "hr", "sh": "hr"}
-"""The model's labels that are written like a language with a code of two letters, and often taken for it."""
+"""Labels of the model that share the script and most words of a language with a two-letter code, and are often confused with it."""
 
 _KANA = re.compile("[\u3040-\u30ff\uff66-\uff9f]")
 
@@ -38,7 +38,7 @@ class Language(StepOptions):
         identify = identifier()
         keep = self.languages or (() if self.assign else (context.source.language,))
 
-        def judge(document: Document) -> Outcome:
+        def decide(document: Document) -> Outcome:
             if document.domain == "code" or document.language == "code":
                 return document
             language, score = identify(document.text)
@@ -49,7 +49,7 @@ class Language(StepOptions):
                 return Drop("language", f"{language} {score:.2f}", facts)
             return document.with_facts(language=language if self.assign else None, **facts)
 
-        return PerDocument("language", judge, makes=("language_score",), statistics=("language_score",))
+        return PerDocument("language", decide, makes=("language_score",), statistics=("language_score",))
 
 
 def sample(text: str) -> str:
@@ -77,7 +77,7 @@ def identifier() -> Identify:
             return "", 0.0
         language = _FAMILY.get(found[0]["lang"], found[0]["lang"])
         if language == "ja" and not _KANA.search(text):
-            language = "zh"  # classical poems look like both; nobody writes Japanese without kana
+            language = "zh"  # classical poems resemble both; Japanese contains kana
         return language, round(found[0]["score"], 4)
 
     return identify

@@ -1,4 +1,4 @@
-"""The step `lines`: lines or paragraphs that occurred earlier, in the document or in earlier documents of the same part."""
+"""The step `lines`: removes lines or paragraphs that occurred earlier, in the document or in earlier documents of the same part."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Lines(StepOptions):
 
 
 class Counters:
-    """In how many documents a hash was seen, in 16 MB: a count-min sketch (Cormode and Muthukrishnan 2005) of two rows.
+    """The number of documents in which a hash occurred, in 16 MB: a count-min sketch (Cormode and Muthukrishnan 2005) with two rows.
 
-    It may count too much, never too little; at a million different lines about one in seventy shares both its cells.
+    Counts may be too high, never too low; with a million distinct lines about one in seventy shares both its cells.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Counters:
         self._cells = np.zeros((2, _CELLS), dtype=np.uint8)
 
     def add(self, hashes: Sequence[int]) -> np.ndarray:
-        """How often each of these different hashes was added before: (N,) at most 255."""
+        """Add distinct hashes; returns how often each was added before: (N,) at most 255."""
         import numpy as np
 
         values = np.array(hashes, dtype=np.uint64)
@@ -63,7 +63,7 @@ class Counters:
 
 
 class _Lines:
-    """Pure within a part: what becomes of a document depends on it and, with `across`, on those before it in its part."""
+    """Pure within a part: the outcome of a document depends on the document and, with `across`, on earlier documents of its part."""
 
     name = "lines"
     needs: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class _Lines:
         return frozenset(value for value, count in zip(own, seen, strict=True) if count >= self._node.across)
 
     def _enter(self, identity: str) -> None:
-        """Forget what was counted where another part begins, or the same one from its start."""
+        """Reset the counts where another part begins, or the same part from its start."""
         source, part, *place = split_id(identity)
         if (source, part) != self._part or place <= self._last or self._counters is None:
             self._part, self._counters = (source, part), Counters()

@@ -1,4 +1,4 @@
-"""The step `math`: arithmetic and answers that can be checked; see `lmworks.corpus.checks.arithmetic`."""
+"""The step `math`: verifies arithmetic and answers; see `lmworks.corpus.checks.arithmetic`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Math(StepOptions):
     tolerance: float = Field(0.01, ge=0, description="largest relative difference of a rounded result")
 
     def make(self, context: Context) -> Step:
-        """A step that checks results; documents without any pass."""
+        """A step that verifies results; documents without any pass."""
         from lmworks.corpus.checks.arithmetic import checks
 
-        def judge(document: Document) -> Outcome:
+        def decide(document: Document) -> Outcome:
             answer = document.facts.get("answer")
             found = list(checks(document.text, None if answer is None else str(answer), self.chains, self.tolerance))
-            wrong = [check.shown for check in found if not check.right]
+            wrong = [check.shown for check in found if not check.correct]
             facts: dict[str, Any] = dict(zip(_FACTS, (len(found), len(wrong)), strict=True))
             if wrong and self.wrong == "drop":
                 return Drop("wrong_math", "; ".join(wrong)[:300], facts)
             return document.with_facts(**facts)
 
-        return PerDocument("math", judge, makes=_FACTS, statistics=_FACTS)
+        return PerDocument("math", decide, makes=_FACTS, statistics=_FACTS)

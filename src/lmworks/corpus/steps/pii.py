@@ -22,7 +22,7 @@ class Pii(StepOptions):
     replace: Literal["tag", "made_up"] = Field("tag", description="tag: <EMAIL>; made_up: a value of the same form, equal for equal input")
 
     def make(self, context: Context) -> Step:
-        """A step that masks what it finds; the facts are `pii` and `pii_KIND`."""
+        """A step that masks personal data; the facts are `pii` and `pii_KIND`."""
         from lmworks.corpus.pii.masking import mask
 
         names = ("pii", *(f"pii_{kind}" for kind in self.kinds))

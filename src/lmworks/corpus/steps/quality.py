@@ -1,4 +1,6 @@
-"""The step `quality`: the score of a trained classifier as a fact, and a threshold per source. See `lmworks.corpus.quality`."""
+"""The step `quality`: adds the score of a trained classifier as a fact, and applies a threshold per source. See
+`lmworks.corpus.quality`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Quality(StepOptions):
     sources: tuple[str, ...] = Field((), description="sources to apply the step to; all when empty")
 
     def make(self, context: Context) -> Step:
-        """The classifier with the threshold of the source. Raises `UserError` for a file that is no classifier."""
+        """The classifier with the threshold of the source. Raises `UserError` if the file is not a classifier."""
         if self.sources and context.source.name not in self.sources:
             return PerDocument(self.fact, lambda document: document)
         return _Score(self, context)

@@ -1,4 +1,4 @@
-"""All steps, found by looking through this package: every subclass of `StepOptions` in a file of it is one."""
+"""All steps: every subclass of `StepOptions` in a file of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step `repeats`: passages that occurred earlier in the same document, which comparing documents with each other never finds."""
+"""The step `repeats`: cuts passages that occurred earlier in the same document. Comparisons between documents do not find these."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class _Repeats:
         self._node = node
 
     def __call__(self, batch: Batch) -> Sequence[Outcome]:
-        from lmworks.corpus.dedup.substring import cut, within
+        from lmworks.corpus.dedup.substring import cut_runs, repeats_within
 
         outcomes: list[Outcome] = []
         for number, document in enumerate(batch.documents):
-            places = within(batch.compared, number, self._node.min_length)
+            places = repeats_within(batch.compared, number, self._node.min_length)
             if not len(places):
                 outcomes.append(document.with_facts(repeated=0.0))
                 continue
             starts = batch.compared.starts[batch.compared.bounds[number] : batch.compared.bounds[number + 1]]
-            text, left = cut(document.text, starts, places, self._node.min_length)
+            text, left = cut_runs(document.text, starts, places, self._node.min_length)
             if 1 - left > self._node.max_fraction:
-                outcomes.append(Drop("repeated", f"{1 - left:.0%} of its words stood in it before", {"repeated": 1 - left}))
+                outcomes.append(Drop("repeated", f"{1 - left:.0%} of its words occurred earlier in it", {"repeated": 1 - left}))
             else:
                 outcomes.append(document.with_text(text).with_facts(repeated=float(1 - left)))
         return outcomes

@@ -165,14 +165,14 @@ class _Rewriter:
         import openai
 
         node = self._node
-        # its retries wait twice as long each time, and as long as the server says
+        # its retries use exponential backoff and respect Retry-After
         return openai.OpenAI(
             base_url=reveal(node.endpoint), api_key=self._key or "none", max_retries=node.retries, timeout=float(node.timeout)
         )
 
 
 def cache_directory() -> Path:
-    """Where answers are kept: $LMWORKS_CACHE/rewrites, else ~/.cache/lmworks/rewrites."""
+    """The folder of cached answers: $LMWORKS_CACHE/rewrites, otherwise ~/.cache/lmworks/rewrites."""
     base = os.environ.get("LMWORKS_CACHE")
     return (Path(base) if base else Path.home() / ".cache" / "lmworks") / "rewrites"
 

@@ -28,12 +28,12 @@ class Rules(StepOptions):
     sources: tuple[str, ...] = Field((), description="sources to apply `sets` to; all when empty. Others use the rules of their domain")
 
     def make(self, context: Context) -> Step:
-        """The published sets where the options name some for this source, the rules of its domain otherwise."""
+        """The published sets if the options name some for this source, otherwise the rules of its domain."""
         meant = not self.sources or context.source.name in self.sources
         return _Published(self) if self.sets and meant else _ByDomain(context)
 
     def warnings(self, sources: Sequence[Source]) -> Iterator[str]:
-        """Published rules count words between spaces, of which some languages have none."""
+        """Published rules count words between spaces, which some languages do not have."""
         from lmworks.corpus.units import SPACELESS_LANGUAGES
 
         counting = [name for name in self.sets if name in ("gopher", "c4")]
@@ -47,7 +47,7 @@ class Rules(StepOptions):
 
 @lru_cache(maxsize=64)
 def _vocabulary(language: str) -> Vocabulary:
-    """What is known of a language's words goes from part to part; no decision depends on it."""
+    """The cache of a language's words is kept from part to part; no decision depends on it."""
     from lmworks.corpus.rules.stop_words import STOP_WORDS
     from lmworks.corpus.rules.tokens import Vocabulary
 
@@ -91,11 +91,11 @@ class _Published:
         for language in dict.fromkeys(document.language for document in batch.documents):
             vocabulary = _vocabulary(language)
             places = [place for place, document in enumerate(batch.documents) if document.language == language]
-            for place, outcome in zip(places, self._judge([batch.documents[place] for place in places], vocabulary), strict=True):
+            for place, outcome in zip(places, self._decide([batch.documents[place] for place in places], vocabulary), strict=True):
                 outcomes[place] = outcome
         return outcomes
 
-    def _judge(self, documents: Sequence[Document], vocabulary: Vocabulary) -> list[Outcome]:
+    def _decide(self, documents: Sequence[Document], vocabulary: Vocabulary) -> list[Outcome]:
         from lmworks.corpus.rules.published import c4, fineweb, gopher
 
         outcomes: list[Outcome] = list(documents)
@@ -104,13 +104,13 @@ class _Published:
             alive = [outcome for outcome in outcomes if isinstance(outcome, Document)]
             texts = [document.text for document in alive]
             if name == "c4":
-                judged: list[Outcome] = [
+                decided: list[Outcome] = [
                     drop or document.with_text(text)
                     for document, (text, drop) in zip(alive, c4(texts, vocabulary), strict=True)
                 ]
             else:
                 rules = gopher if name == "gopher" else fineweb
-                judged = [rules(words) or document for document, words in zip(alive, vocabulary.words(texts), strict=True)]
-            for place, outcome in zip(places, judged, strict=True):
+                decided = [rules(words) or document for document, words in zip(alive, vocabulary.words(texts), strict=True)]
+            for place, outcome in zip(places, decided, strict=True):
                 outcomes[place] = outcome
         return outcomes

@@ -38,7 +38,8 @@ _HASH_SPEED = 64  # bytes that are hashed in the time that one byte is encoded
 
 
 def build_shards(
-    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, gate: Decontaminator | None = None, protected_sha256: str = ""
+    recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, decontaminator: Decontaminator | None = None,
+    protected_sha256: str = "",
 ) -> Manifest:
     """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
 
@@ -46,7 +47,7 @@ def build_shards(
     shard is a fair sample of the source. Works in `threads` processes, part by part and then shard by shard. Memory: some text in each
     process, and in this one 4 bytes per document of the largest source. Disk: the tokens twice while it works. Killed and started again
     it keeps what was finished from the same inputs; the result is the same, whatever the number of processes. Imported sources are
-    searched with `gate`, whose protected texts have the hash `protected_sha256`.
+    searched with `decontaminator`, whose protected texts have the hash `protected_sha256`.
 
     Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that loses bytes.
     """
@@ -55,11 +56,11 @@ def build_shards(
     corpus_dir, tokenizer_dir, out_dir = Path(corpus_dir), Path(tokenizer_dir), Path(out_dir)
     tokenizer, tokenizer_sha256 = load(tokenizer_dir), sha256_file(tokenizer_dir / "tokenizer.json")
     with explain_os_errors(out_dir):
-        return _build(recipe, corpus_dir, tokenizer, tokenizer_sha256, out_dir, gate, protected_sha256)
+        return _build(recipe, corpus_dir, tokenizer, tokenizer_sha256, out_dir, decontaminator, protected_sha256)
 
 
 def _build(
-    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, gate: Decontaminator | None,
+    recipe: Recipe, corpus_dir: Path, tokenizer: Tokenizer, tokenizer_sha256: str, out_dir: Path, decontaminator: Decontaminator | None,
     protected_sha256: str
 ) -> Manifest:
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def _build(
     for job, split in shuffled(waiting, out_dir, recipe.seed, int(recipe.shards.shard_tokens), recipe.threads or 1):
         finished[job.inputs] = split
     manifest = _with_sources(manifest, jobs, finished)
-    imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, gate, protected_sha256))
+    imported = tuple(_imported(recipe, manifest, tokenizer, out_dir, decontaminator, protected_sha256))
     manifest = manifest.model_copy(update={"sources": (*manifest.sources, *imported)})
     _remove_stale_files(out_dir, manifest)
     manifest.save(out_dir / MANIFEST)
@@ -226,9 +227,9 @@ def _with_sources(manifest: Manifest, jobs: Iterable[Job], splits: Mapping[str, 
 
 
 def _imported(
-    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, gate: Decontaminator | None, protected_sha256: str
+    recipe: Recipe, manifest: Manifest, tokenizer: Tokenizer, out_dir: Path, decontaminator: Decontaminator | None, protected_sha256: str
 ) -> Iterator[SourceShards]:
-    """The imported sources, in place, except for shards in which `gate` found protected text: these are written again."""
+    """The imported sources, in place, except for shards in which `decontaminator` found protected text: these are written again."""
     before = {source.name: source for source in Manifest.load(out_dir).sources} if (out_dir / MANIFEST).exists() else {}
     for name, folder in sorted(recipe.shards.imported.items()):
         place = Path(os.path.expanduser(folder)).resolve()
@@ -245,14 +246,14 @@ def _imported(
             raise UserError(f"shards.imported.{name}: {place} was not made by `lmworks data import`: its token files are elsewhere")
         shards = tuple(shard.model_copy(update={"prefix": str(place / shard.prefix)}) for shard in train.shards)
         train = train.model_copy(update={"shards": shards})
-        if gate is not None and recipe.corpus.decontaminate is not None:
+        if decontaminator is not None and recipe.corpus.decontaminate is not None:
             what = recipe.corpus.decontaminate.action
-            inputs = _digest([train.inputs, str(place), protected_sha256, gate.ngram, what])
+            inputs = _digest([train.inputs, str(place), protected_sha256, decontaminator.ngram, what])
             made = before[name].train if name in before else None
             if made is not None and made.inputs == inputs and all(_intact(out_dir, shard) for shard in made.shards):
                 train = made
             else:
-                train = decontaminate(name, train, tokenizer, gate, what, out_dir).model_copy(update={"inputs": inputs})
+                train = decontaminate(name, train, tokenizer, decontaminator, what, out_dir).model_copy(update={"inputs": inputs})
         yield other.source(name).model_copy(update={"train": train})
 
 

@@ -24,7 +24,7 @@ _AT_ONCE = 1 << 18  # tokens that are decoded at one time
 _SHOWN = 200
 
 
-def decontaminate(name: str, split: Split, tokenizer: Tokenizer, gate: Decontaminator, action: str, out_dir: Path) -> Split:
+def decontaminate(name: str, split: Split, tokenizer: Tokenizer, decontaminator: Decontaminator, action: str, out_dir: Path) -> Split:
     """The split without the documents that contain protected text; these are listed in `out_dir`/imported-NAME.json.
 
     `action` is `corpus.decontaminate.action`. Shards with such documents are written again below `out_dir`; the others stay in place.
@@ -35,15 +35,16 @@ def decontaminate(name: str, split: Split, tokenizer: Tokenizer, gate: Decontami
         for shard in split.shards:
             batches = []
             for first, texts, tokens in _texts(shard, tokenizer):
-                batches.append((first, gate.scan(texts)))
+                batches.append((first, decontaminator.scan(texts)))
                 progress.advance(tokens)
             found.append(Findings.joined(batches))
-        seen = gate.seen(found)
+        document_counts = decontaminator.count_documents(found)
         leaks: list[dict[int, list[Match]]] = []
         for shard, part in zip(split.shards, found, strict=True):
             file = IndexedFile(Path(shard.prefix))
-            judged = {one: gate.judge(_text(file, one, tokenizer), seen) for one in gate.suspects(part, seen)}
-            leaks.append({document: matches for document, matches in judged.items() if matches})
+            suspects = decontaminator.suspect_documents(part, document_counts)
+            matches_of = {one: decontaminator.find_matches(_text(file, one, tokenizer), document_counts) for one in suspects}
+            leaks.append({document: matches for document, matches in matches_of.items() if matches})
             progress.advance(shard.tokens)
     report = [
         {"document": document, "shard": shard.prefix, "against": matches[0].against}

@@ -20,7 +20,7 @@ import numpy as np
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator
-from lmworks.corpus.readers.listing import starting
+from lmworks.corpus.readers.listing import working_directory_hint
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
@@ -69,23 +69,23 @@ class _Losses:
 class _Protected:
     """What may not be learned: `questions`, word by word, and what the gate finds."""
 
-    def __init__(self, questions: Collection[str], gate: Decontaminator | None, recipe: Recipe) -> None:
-        self.questions, self._gate = questions, gate
+    def __init__(self, questions: Collection[str], decontaminator: Decontaminator | None, recipe: Recipe) -> None:
+        self.questions, self._decontaminator = questions, decontaminator
         self._what = recipe.corpus.decontaminate.action if recipe.corpus.decontaminate else "report"
 
     def looked_through(self, data: ChatData, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
-        """Each row with the evaluation item that it holds, if any, and if the gate drops such rows."""
-        gate = self._gate
-        if gate is None or self._what == "report" or data.kind == "tasks":
+        """Each row with the evaluation item that it holds, if any, if decontamination drops such rows."""
+        decontaminator = self._decontaminator
+        if decontaminator is None or self._what == "report" or data.kind == "tasks":
             yield from ((row, "") for row in rows)
             return
-        seen = gate.seen([])
+        document_counts = decontaminator.count_documents([])
         for first in range(0, len(rows), _LOOKED_AT):
             some = rows[first : first + _LOOKED_AT]
             texts = [clean("\n".join(_strings(row.messages))) for row in some]
-            suspects = set(gate.suspects(gate.scan(texts), seen))
+            suspect_documents = set(decontaminator.suspect_documents(decontaminator.scan(texts), document_counts))
             for number, row in enumerate(some):
-                matches = gate.judge(texts[number], seen) if number in suspects else []
+                matches = decontaminator.find_matches(texts[number], document_counts) if number in suspect_documents else []
                 if matches and self._what == "fail":
                     raise UserError(
                         f"tune.data.{data.name}: {row.origin} holds the evaluation item {matches[0].against}; take it out, or set "
@@ -108,14 +108,15 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_dir: Path | None = None,
-                    exclude_questions: Collection[str] = (), gate: Decontaminator | None = None) -> dict[str, Any]:
+                    exclude_questions: Collection[str] = (), decontaminator: Decontaminator | None = None) -> dict[str, Any]:
     """Write `out_dir`/{train,validation}/NAME.{bin,idx,mask} for each of `recipe.tune.data`, and manifest.json (returned).
 
-    A conversation has at most sequence_length + 1 tokens (inputs and labels of one row): a longer one is cut after an answer that
-    fits, or dropped. Left out are repeated conversations, those in which a user asks one of `exclude_questions` (the evaluation's),
-    those in which `gate` finds evaluation items (not of kind tasks, whose questions are like those of the evaluation by intent), and those
-    whose document the corpus holds out (`corpus_dir`/validation). About one in 50 goes to validation. A function of its arguments alone.
-    Raises UserError if a file or task does not exist, a body of data yields nothing, or the gate is to fail.
+    A conversation has at most sequence_length + 1 tokens (inputs and labels of one sequence); a longer one is cut after an answer that
+    fits, or dropped. Left out are repeated conversations, those in which a user asks one of `exclude_questions` (the evaluation's), those
+    in which `decontaminator` finds evaluation items (except for kind tasks, whose questions resemble those of the evaluation by design),
+    and those whose document the corpus holds out (`corpus_dir`/validation). About one in 50 goes to validation. The result depends on the
+    arguments only. Raises UserError if a file or task does not exist, a dataset yields nothing, or decontamination is set to fail and finds
+    an item.
     """
     assert recipe.tune is not None, "the recipe has a tune section"
     if not recipe.tune.data:
@@ -125,7 +126,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
         shutil.rmtree(out_dir / split, ignore_errors=True)
         (out_dir / split).mkdir(parents=True)
     held_out = _held_out_origins(corpus_dir)
-    protected = _Protected({question.strip() for question in exclude_questions}, gate, recipe)
+    protected = _Protected({question.strip() for question in exclude_questions}, decontaminator, recipe)
     bodies: dict[str, Any] = {}
     unavailable: dict[str, str] = {}
     with bar("tuning data", total=sum(data.count for data in recipe.tune.data)) as progress:
@@ -266,7 +267,7 @@ def _open(data: ChatData, recipe: Recipe) -> Iterator[Row] | str:
         return _json_lines(data)
     if data.kind == "tasks":
         return _tasks(data, recipe)
-    from lmworks.corpus import conversations
+    from lmworks.corpus.readers import conversations
     from lmworks.corpus.readers.items import Unavailable
     from lmworks.corpus.readers.wheel_download import wheel
 
@@ -290,7 +291,8 @@ def _json_lines(data: ChatData) -> Iterator[Row]:
     path = Path(data.path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
-        raise UserError(f"tune.data.{data.name}.path: {path} is no file and no directory with *.jsonl files{starting(data.path)}")
+        hint = working_directory_hint(data.path)
+        raise UserError(f"tune.data.{data.name}.path: {path} is no file and no directory with *.jsonl files{hint}")
     for file in files:
         with open(file, "rb") as handle:
             for number, line in enumerate(handle, 1):
@@ -311,7 +313,7 @@ def _json_row(line: bytes, origin: str) -> Row:
 
 
 def _tasks(data: ChatData, recipe: Recipe) -> Iterator[Row]:
-    from lmworks.corpus.generated import create
+    from lmworks.corpus.generated_questions import create
 
     generators, key = data.tasks or recipe.evaluate.tasks, f"tune.data.{data.name}.tasks"
     if not generators:

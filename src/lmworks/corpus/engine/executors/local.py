@@ -1,4 +1,4 @@
-"""The executor of one machine: the tasks of a pass in this process where they are small, else in worker processes."""
+"""The executor for one machine: runs the tasks of a pass in this process if they are small, otherwise in worker processes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 from lmworks import machine
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Advance, Pass, weight
+from lmworks.corpus.engine.task import Advance, Pass, task_bytes
 from lmworks.errors import UserError
 from lmworks.progress import Bar, bar
 
-_MIN_BYTES_PER_PROCESS = 8_000_000  # bytes; below this starting a process takes longer than the work
+_MIN_BYTES_PER_PROCESS = 8_000_000  # below this, starting a process takes longer than the work
 
 
 def execute(job: Job, passes: Sequence[Pass]) -> None:
-    """Do all passes one after the other, and of each what is not done yet."""
+    """Run all passes in order; finished tasks are skipped."""
     pool = _Pool(job)
     try:
         for pass_ in passes:
             tasks = pass_.tasks(job)
             todo = [number for number, task in enumerate(tasks) if not pass_.is_done(job, task)]
-            total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
+            total, left = sum(map(task_bytes, tasks)), sum(task_bytes(tasks[number]) for number in todo)
             workers = min(job.recipe.corpus.processes or machine.cores(), len(todo), left // _MIN_BYTES_PER_PROCESS + 1)
             with bar(pass_.label, total or None, total - left) as progress:
                 rate = Rate(progress)
@@ -43,7 +43,7 @@ def execute(job: Job, passes: Sequence[Pass]) -> None:
 
 
 class Rate:
-    """Moves a bar on, with documents and megabytes per second behind it."""
+    """Advances a bar and shows documents and megabytes per second beside it."""
 
     def __init__(self, progress: Bar) -> None:
         self._bar, self._began, self._bytes, self._documents = progress, time.monotonic(), 0, 0
@@ -57,7 +57,7 @@ class Rate:
 
 
 class _Worker:
-    """A process of `engine.worker`, and the task it is working on."""
+    """A process of `engine.worker`, and its current task."""
 
     def __init__(self, job: Job) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -93,17 +93,17 @@ class _Worker:
 
 
 class _Pool:
-    """Workers, started when there is first something for them to do."""
+    """Worker processes, started when there is first work for them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._workers: list[_Worker] = []
 
     def run_tasks(self, pass_: Pass, tasks: Sequence[Any], todo: Sequence[int], workers: int, advance: Advance) -> None:
-        """Hand out the tasks, the heaviest first, and wait for them."""
+        """Run the tasks, the heaviest first, and wait for them."""
         while len(self._workers) < workers:
             self._workers.append(_Worker(self._job))
-        waiting = deque(sorted(todo, key=lambda number: -weight(tasks[number])))
+        waiting = deque(sorted(todo, key=lambda number: -task_bytes(tasks[number])))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers[:workers]:
                 selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ class _Pool:
             if "bytes" in answer:
                 advance(answer["bytes"], answer["documents"])
                 continue
-            raise_for(answer)
+            raise_task_error(answer)
             self._assign_next(worker, pass_, tasks, waiting)
 
     def close(self) -> None:
@@ -134,8 +134,8 @@ class _Pool:
             worker.end()
 
 
-def raise_for(answer: dict[str, Any]) -> None:
-    """Raise what went wrong with a task in another process."""
+def raise_task_error(answer: dict[str, Any]) -> None:
+    """Raise the error that a task reported from another process."""
     if "error" in answer:
         raise UserError(answer["error"])
     if "fault" in answer:

@@ -1,4 +1,4 @@
-"""The executor of a Ray cluster: each task is a remote function, handed the directory of the job and its own number."""
+"""The executor for a Ray cluster: each task is a remote function with the directory of the job and the number of the task."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from lmworks.corpus.engine.executors.local import Rate, raise_for
-from lmworks.corpus.engine.executors.worker import attempt, single_threaded
+from lmworks.corpus.engine.executors.local import Rate, raise_task_error
+from lmworks.corpus.engine.executors.worker import run_task, single_threaded
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Pass, weight
+from lmworks.corpus.engine.task import Pass, task_bytes
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.progress import bar
 
-_WAITING_PER_CPU = 4  # tasks handed to Ray beyond those that run, so that it is never idle and never flooded
+_WAITING_PER_CPU = 4  # submitted tasks per CPU, so that Ray is neither idle nor flooded
 
 
 def execute(job: Job, passes: Sequence[Pass]) -> None:
-    """Do all passes one after the other, and of each what is not done yet. Raises UserError without Ray or its cluster."""
+    """Run all passes in order; finished tasks are skipped. Raises UserError if Ray is not installed or its cluster cannot be reached."""
     ray: Any = None
     try:
         for pass_ in passes:
@@ -50,12 +50,12 @@ def _connect(job: Job) -> Any:
 
 def _run_pass(ray: Any, job: Job, pass_: Pass, tasks: Sequence[Any], todo: list[int]) -> None:
     node = job.recipe.corpus.executor
-    todo.sort(key=lambda number: -weight(tasks[number]))
-    reduces = not any(map(weight, tasks))
-    memory = gigabytes(node.reduce_memory or node.memory if reduces else node.memory)
+    todo.sort(key=lambda number: -task_bytes(tasks[number]))
+    reduces = not any(map(task_bytes, tasks))
+    memory = memory_bytes(node.reduce_memory or node.memory if reduces else node.memory)
     remote = ray.remote(num_cpus=node.cpus, memory=memory, max_retries=3)(_run_task)
     window = _WAITING_PER_CPU * max(int(ray.cluster_resources().get("CPU", 1)), 1)
-    total, left = sum(map(weight, tasks)), sum(weight(tasks[number]) for number in todo)
+    total, left = sum(map(task_bytes, tasks)), sum(task_bytes(tasks[number]) for number in todo)
     running: dict[Any, int] = {}
     with bar(pass_.label, total or None, total - left) as progress:
         rate = Rate(progress)
@@ -70,21 +70,21 @@ def _run_pass(ray: Any, job: Job, pass_: Pass, tasks: Sequence[Any], todo: list[
             except ray.exceptions.RayError as error:
                 why = str(error).strip().splitlines()[0]
                 raise UserError(f"Ray lost a process three times while working on: {pass_.describe(tasks[number])} ({why})") from None
-            raise_for(answer)
+            raise_task_error(answer)
             rate(answer["bytes"], answer["documents"])
 
 
-def gigabytes(text: str | None) -> int | None:
-    """Bytes of `8G` or `500M`, as sbatch counts them."""
+def memory_bytes(text: str | None) -> int | None:
+    """Bytes of `8G` or `500M`, in the units of sbatch."""
     return None if text is None else int(text[:-1]) * {"M": 1 << 20, "G": 1 << 30}[text[-1]]
 
 
 def _run_task(out: str, name: str, number: int) -> dict[str, Any]:
-    """Do one task; the remote function."""
+    """The remote function: run one task."""
     path = Path(out) / "staging" / "job.json"
     single_threaded()
     counted = _ProgressCounter()
-    answer = attempt(_job(out, path.stat().st_mtime_ns), name, number, counted)
+    answer = run_task(_job(out, path.stat().st_mtime_ns), name, number, counted)
     return {**answer, "bytes": counted.bytes, "documents": counted.documents}
 
 

@@ -1,4 +1,4 @@
-"""The executor of a Slurm cluster: a job array per pass, each after the one before; the tasks are dealt out among the jobs of an array."""
+"""The executor for a Slurm cluster: one job array per pass, each depending on the previous one; the jobs of an array share its tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmworks.corpus.engine.job import Job
-from lmworks.corpus.engine.task import Pass, weight
+from lmworks.corpus.engine.task import Pass, task_bytes
 from lmworks.credentials import reveal
 from lmworks.errors import UserError
 from lmworks.files import write_text
@@ -21,12 +21,12 @@ _POLL_SECONDS = 5.0
 
 
 def execute(job: Job, passes: Sequence[Pass]) -> None:
-    """Submit what is not done and wait for it. Raises UserError without Slurm, and for a job that failed."""
+    """Submit job arrays for unfinished passes and wait for them. Raises UserError if Slurm is not available or a job fails."""
     if shutil.which("sbatch") is None:
         raise UserError("corpus.executor kind slurm needs sbatch, which is not on this machine; run this on a login node")
     passes = [pass_ for pass_ in passes if pass_.tasks(job)]
     first = next((place for place, pass_ in enumerate(passes) if not _all_done(job, pass_)), len(passes))
-    shutil.rmtree(failures(job), ignore_errors=True)
+    shutil.rmtree(failures_folder(job), ignore_errors=True)
     submitted: list[str] = []
     try:
         for pass_ in passes[first:]:
@@ -43,16 +43,16 @@ def _all_done(job: Job, pass_: Pass) -> bool:
     return all(pass_.is_done(job, task) for task in pass_.tasks(job))
 
 
-def failures(job: Job) -> Path:
-    """Where a job writes why it failed."""
+def failures_folder(job: Job) -> Path:
+    """The folder where jobs write their errors."""
     return job.staging / "failures"
 
 
-def script(job: Job, pass_: Pass) -> str:
+def batch_script(job: Job, pass_: Pass) -> str:
     """The batch script of a pass."""
     node = job.recipe.corpus.executor
     jobs = min(len(pass_.tasks(job)), node.max_jobs)
-    reduces = not any(map(weight, pass_.tasks(job)))
+    reduces = not any(map(task_bytes, pass_.tasks(job)))
     options = {
         "job-name": f"lmworks-{pass_.name}",
         "array": f"0-{jobs - 1}" + (f"%{node.max_running}" if node.max_running else ""),
@@ -72,23 +72,23 @@ def script(job: Job, pass_: Pass) -> str:
 
 def _submit(job: Job, pass_: Pass, after: str | None) -> str:
     path = job.staging / "slurm" / f"{pass_.name}.sh"
-    write_text(path, script(job, pass_), private=True)  # the setup may have credentials in it
+    write_text(path, batch_script(job, pass_), private=True)  # the setup may contain credentials
     waiting = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     command = ["sbatch", "--parsable", *waiting, str(path)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
-        raise UserError(f"sbatch refused {path}: {' '.join(done.stderr.split())}; mend corpus.executor")
+        raise UserError(f"sbatch rejected {path}: {' '.join(done.stderr.split())}; correct corpus.executor")
     return done.stdout.strip().partition(";")[0]
 
 
 def _wait(job: Job, pass_: Pass, submitted: Sequence[str]) -> None:
-    """Until all tasks of a pass are done; raises if its jobs end before that."""
+    """Wait until all tasks of a pass are done; raise UserError if its jobs end before that."""
     tasks = list(pass_.tasks(job))
-    with bar(pass_.label, sum(map(weight, tasks)) or None) as progress:
+    with bar(pass_.label, sum(map(task_bytes, tasks)) or None) as progress:
         while tasks:
-            jobs_left = _any_alive(submitted)  # asked before looking, so that what ends in between is seen as done
+            jobs_left = _any_alive(submitted)  # queried before the markers, so that a job that ends in between counts as done
             tasks = _unfinished(job, pass_, tasks, progress)
-            if tasks and (not jobs_left or failures(job).exists()):
+            if tasks and (not jobs_left or failures_folder(job).exists()):
                 raise UserError(_failure_message(job, pass_, len(tasks)))
             if tasks:
                 time.sleep(_POLL_SECONDS)
@@ -96,7 +96,7 @@ def _wait(job: Job, pass_: Pass, submitted: Sequence[str]) -> None:
 
 def _unfinished(job: Job, pass_: Pass, tasks: list[object], progress: Bar) -> list[object]:
     left = [task for task in tasks if not pass_.is_done(job, task)]
-    progress.advance(sum(map(weight, tasks)) - sum(map(weight, left)))
+    progress.advance(sum(map(task_bytes, tasks)) - sum(map(task_bytes, left)))
     progress.note(f"{len(left)} of {len(pass_.tasks(job))} tasks left")
     return left
 
@@ -108,10 +108,10 @@ def _any_alive(submitted: Sequence[str]) -> bool:
 
 
 def _failure_message(job: Job, pass_: Pass, left: int) -> str:
-    messages = sorted(failures(job).glob("*.txt"))
+    messages = sorted(failures_folder(job).glob("*.txt"))
     if messages:
         return messages[0].read_text(encoding="utf-8").strip()
     return (
-        f"the Slurm jobs of the pass {pass_.name!r} ended with {left} tasks not done; see the logs in {job.staging / 'slurm'}, mend the "
+        f"the Slurm jobs of the pass {pass_.name!r} ended with {left} unfinished tasks; see the logs in {job.staging / 'slurm'}, fix the "
         "cause (often memory or time: corpus.executor.memory, .time), and run the same command again"
     )

@@ -1,6 +1,6 @@
-"""A worker process: reads the names of tasks line by line, does them, and answers in lines of JSON.
+"""A worker process: reads the names of tasks line by line, runs them, and answers in lines of JSON.
 
-It exits at the end of its input, so no worker outlives its parent, however the parent ended.
+It exits at the end of its input, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def main(out: Path) -> None:
     """Work on the job saved in the corpus directory `out`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a step prints is for people
+    os.dup2(2, 1)  # output of steps must not be read as an answer
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     single_threaded()
     job = Job.load(out)
     while True:
         name, number = json.loads(requests.get())
-        _send(answers, attempt(job, name, number, _ProgressReporter(answers)))
+        _send(answers, run_task(job, name, number, _ProgressReporter(answers)))
 
 
 def _read_requests(requests: queue.Queue[str]) -> None:
@@ -45,15 +45,15 @@ def _read_requests(requests: queue.Queue[str]) -> None:
 
 
 def single_threaded() -> None:
-    """One process has one core: libraries that would start a thread for each keep to it."""
+    """Limit libraries to one thread, since each process has one core."""
     import pyarrow as pa
 
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
 
 
-def attempt(job: Job, name: str, number: int, advance: Any) -> dict[str, Any]:
-    """Do one task; returns {} or what went wrong."""
+def run_task(job: Job, name: str, number: int, advance: Any) -> dict[str, Any]:
+    """Run one task; returns {} or a description of the error."""
     pass_ = pass_named(PASSES, name)
     try:
         pass_.run(job, pass_.tasks(job)[number], advance)

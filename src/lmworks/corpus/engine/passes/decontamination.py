@@ -1,7 +1,7 @@
-"""Decontamination in parts: collect protected text, scan each part for it, set boilerplate aside, and judge the suspects.
+"""Decontamination in parts: collect protected text, scan each part for it, exempt boilerplate, and decide about each suspect document.
 
-The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone; the findings are added up,
-because an n-gram that many documents share is no leak; then the suspects of each part are judged as it is written.
+The protected texts are the held-out documents and the evaluation texts. Each part is scanned alone. The findings are added up, because an
+n-gram in many documents is boilerplate. The suspects of each part are decided when it is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from lmworks.corpus.cleaning import clean
 from lmworks.corpus.contamination import Decontaminator, Findings, Match
-from lmworks.corpus.engine.dedup_decisions import DedupDecisions, texts_of
+from lmworks.corpus.engine.dedup_decisions import DedupDecisions, read_texts
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
@@ -32,7 +32,7 @@ _MOST_WIDESPREAD = 50
 
 
 def enabled(job: Job) -> bool:
-    """Whether the recipe asks for decontamination."""
+    """Whether the recipe enables decontamination."""
     return job.recipe.corpus.decontaminate is not None
 
 
@@ -46,7 +46,7 @@ def collect_protected(job: Job, task: str, advance: Advance) -> None:
         for piece in job.pieces:
             decisions = DedupDecisions.load(job, piece)
             if decisions.held.any():
-                for batch in texts_of(job, piece, decisions.held):
+                for batch in read_texts(job, piece, decisions.held):
                     count = len(batch.ids)
                     out.write_table(pa.table([batch.ids, batch.texts, [""] * count, [False] * count], schema=PROTECTED))
         with pq.ParquetFile(job.staging / EVALUATION) as file:
@@ -59,7 +59,7 @@ def _protected_path(job: Job) -> Path:
 
 
 def _decontaminator(job: Job) -> Decontaminator:
-    assert job.recipe.corpus.decontaminate, "called only where the recipe asks for decontamination"
+    assert job.recipe.corpus.decontaminate, "called only if the recipe enables decontamination"
     path = _protected_path(job)
     status = path.stat()
     return _built(path, status.st_size, status.st_mtime_ns, job.recipe.corpus.decontaminate.ngram)
@@ -91,7 +91,7 @@ def scan_contamination(job: Job, piece: Piece, advance: Advance) -> None:
     total = max(int(decisions.in_training.sum()), 1)
     scanned: list[tuple[int, Findings]] = []
     count = 0
-    for batch in texts_of(job, piece, decisions.in_training, decisions.cuts):
+    for batch in read_texts(job, piece, decisions.in_training, decisions.cuts):
         scanned.append((count, decontaminator.scan(batch.texts)))
         count += len(batch.texts)
         advance(piece.bytes * len(batch.texts) // total, len(batch.texts))
@@ -107,14 +107,14 @@ def common_ngrams_inputs(job: Job, task: str) -> Any:
 
 
 def count_common_ngrams(job: Job, task: str, advance: Advance) -> None:
-    """Add up the findings of all parts: which n-grams occur in many documents, with the most frequent of them for the report."""
+    """Add up the findings of all parts: count the documents of each n-gram, and collect the most frequent ones for the report."""
     decontaminator = _decontaminator(job)
-    seen = decontaminator.seen(Findings.load(_findings_path(job, piece)) for piece in job.pieces)
-    save_array(_common_ngrams_path(job), seen)
+    document_counts = decontaminator.count_documents(Findings.load(_findings_path(job, piece)) for piece in job.pieces)
+    save_array(_common_ngrams_path(job), document_counts)
     summary = {
         "protected": decontaminator.protected,
         "trivial": decontaminator.trivial,
-        "widespread": [asdict(one) for one in decontaminator.widespread(seen, _MOST_WIDESPREAD)],
+        "widespread": [asdict(one) for one in decontaminator.widespread_runs(document_counts, _MOST_WIDESPREAD)],
         "shared": [asdict(one) for one in decontaminator.shared()],
     }
     write_json(job.path("common_ngrams", "all", ".found.json"), summary)
@@ -124,21 +124,22 @@ def _common_ngrams_path(job: Job) -> Path:
     return job.path("common_ngrams", "all", ".npy")
 
 
-def verdict_inputs(job: Job, piece: Piece) -> Any:
-    """The inputs of `verdicts`."""
+def contaminated_documents_inputs(job: Job, piece: Piece) -> Any:
+    """The inputs of `contaminated_documents`."""
     if not enabled(job):
         return None
     return [file_digest(path) for path in (_findings_path(job, piece), _common_ngrams_path(job), _protected_path(job))]
 
 
-def verdicts(job: Job, piece: Piece) -> dict[int, list[Match]]:
+def contaminated_documents(job: Job, piece: Piece) -> dict[int, list[Match]]:
     """The contaminated training documents of a part: row to the matching passages, longest first."""
     if not enabled(job):
         return {}
-    decontaminator, decisions, seen = _decontaminator(job), DedupDecisions.load(job, piece), np.load(_common_ngrams_path(job))
-    rows = np.flatnonzero(decisions.in_training)[decontaminator.suspects(Findings.load(_findings_path(job, piece)), seen)]
+    decontaminator, decisions, document_counts = _decontaminator(job), DedupDecisions.load(job, piece), np.load(_common_ngrams_path(job))
+    suspects = decontaminator.suspect_documents(Findings.load(_findings_path(job, piece)), document_counts)
+    rows = np.flatnonzero(decisions.in_training)[suspects]
     chosen = np.zeros(len(decisions.held), dtype=bool)
     chosen[rows] = True
-    texts = (text for batch in texts_of(job, piece, chosen, decisions.cuts) for text in batch.texts)
-    judged = {row: decontaminator.judge(text, seen) for row, text in zip(rows.tolist(), texts, strict=True)}
-    return {row: matches for row, matches in judged.items() if matches}
+    texts = (text for batch in read_texts(job, piece, chosen, decisions.cuts) for text in batch.texts)
+    found = {row: decontaminator.find_matches(text, document_counts) for row, text in zip(rows.tolist(), texts, strict=True)}
+    return {row: matches for row, matches in found.items() if matches}

@@ -1,4 +1,4 @@
-"""Duplicates over all sources: exact ones by key, near-duplicates band by band, and the clusters that both form."""
+"""Duplicates over all sources: exact duplicates by key, near-duplicates per band, and the clusters of both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from lmworks.corpus.dedup.clusters import Clusters
-from lmworks.corpus.dedup.keys import copies
-from lmworks.corpus.dedup.near import Stacked, candidates, classify_pairs, distinct, jaccard, unique_pairs
-from lmworks.corpus.dedup.semantic import duplicates
+from lmworks.corpus.dedup.keys import find_copies
+from lmworks.corpus.dedup.near import StackedArrays, candidates, classify_pairs, distinct_shingles, jaccard, unique_pairs
+from lmworks.corpus.dedup.semantic import semantic_duplicates
 from lmworks.corpus.dedup.sketch import shingles
-from lmworks.corpus.engine.dedup_decisions import StagedRows, resolve_duplicates_inputs, texts_of
+from lmworks.corpus.engine.dedup_decisions import StagedRows, read_texts, resolve_duplicates_inputs
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.units import units
@@ -27,16 +27,16 @@ _NONE, _SAME_TEXT, _SAME_URL, _NEAR, _SEMANTIC, HELD = range(6)
 
 
 def find_exact_duplicates(job: Job, task: str, advance: Advance) -> None:
-    """Write pairs of (copy, first): rows whose text or URL an earlier row has, where the recipe drops such copies."""
+    """Write pairs of (copy, first): rows whose text or URL equals that of an earlier row, if the recipe drops such copies."""
     rows, dedup = StagedRows(job), job.recipe.corpus.dedup
     found = {}
     for name, wanted in (("exact", dedup.exact), ("url", dedup.url)):
         pairs = np.zeros((0, 2), np.int64)
-        if wanted:  # variants have the address of their original
-            keys = [one.urls if name == "url" else one.texts for one in rows.traces]
-            pairs = copies(np.concatenate([np.zeros((0, 2), np.uint64), *keys]))
+        if wanted:  # variants have the URL of their original
+            keys = [one.urls if name == "url" else one.texts for one in rows.signatures]
+            pairs = find_copies(np.concatenate([np.zeros((0, 2), np.uint64), *keys]))
             pairs = _without_variant_pairs(job, rows, pairs) if name == "url" else pairs
-        found[name] = pairs[_droppable(rows, name)[pairs[:, 0]]]
+        found[name] = pairs[_drops_duplicates(rows, name)[pairs[:, 0]]]
     with atomic_path(_exact_duplicates_path(job)) as aside, open(aside, "wb") as handle:
         np.savez(handle, **found)  # type: ignore[arg-type]
 
@@ -46,7 +46,7 @@ def _exact_duplicates_path(job: Job) -> Path:
 
 
 def band_tasks(job: Job) -> Sequence[int]:
-    """The tasks of `near_duplicates`: one for each band, fewer for small corpora, where reading the traces is most of the work."""
+    """The tasks of `near_duplicates`: one per band; fewer for small corpora, where reading the traces takes most of the time."""
     if not job.sketching:
         return ()
     return range(min(job.sketching.bands, 1 + sum(piece.bytes for piece in job.pieces) // _BYTES_PER_BAND))
@@ -56,13 +56,13 @@ def find_near_duplicates(job: Job, task: int, advance: Advance) -> None:
     """Compare documents that agree in a band; write the pairs that are certainly near-duplicates and those in doubt."""
     assert job.sketching
     rows = StagedRows(job)
-    sketches, limits_N = Stacked([one.sketches for one in rows.traces]), thresholds(job, rows)
+    sketches, limits_N = StackedArrays([one.sketches for one in rows.signatures]), thresholds(job, rows)
     with np.load(_exact_duplicates_path(job)) as pairs:
         gone = pairs["exact"][:, 0]
     found = []
     for band in range(task, job.sketching.bands, len(band_tasks(job))):
-        keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.traces)])
-        keys[gone] = 0  # a copy has the pairs of its original, and would fill every band
+        keys = np.concatenate([np.zeros(0, np.uint64), *(one.band(band) for one in rows.signatures)])
+        keys[gone] = 0  # a copy has the same pairs as its original, and would fill every band
         found.append(classify_pairs(_without_variant_pairs(job, rows, candidates(keys)), sketches, limits_N, job.sketching))
     sure, doubtful = (unique_pairs(np.concatenate(pairs)) for pairs in zip(*found, strict=True))
     with atomic_path(job.path("near_duplicates", task, ".npz")) as aside, open(aside, "wb") as handle:
@@ -70,14 +70,14 @@ def find_near_duplicates(job: Job, task: int, advance: Advance) -> None:
 
 
 def _without_variant_pairs(job: Job, rows: StagedRows, pairs: np.ndarray) -> np.ndarray:
-    """The pairs without those between variants of one document, unless the recipe compares variants."""
+    """The pairs, without those between variants of one document unless the recipe compares variants."""
     if job.recipe.corpus.dedup.variants:
         return pairs
     return pairs[rows.originals[pairs[:, 0]] != rows.originals[pairs[:, 1]]]
 
 
 def thresholds(job: Job, rows: StagedRows) -> np.ndarray:
-    """(N,) the similarity from which a row is a near-duplicate of an earlier one; infinity for sources that keep theirs."""
+    """(N,) the similarity at which a row is a near-duplicate of an earlier one; infinity for sources that keep near-duplicates."""
     node = job.recipe.corpus.dedup.minhash
     found = np.full(len(rows), np.inf, dtype=np.float32)
     for number, piece in enumerate(rows.pieces):
@@ -89,7 +89,9 @@ def thresholds(job: Job, rows: StagedRows) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DuplicateRows:
-    """By row: why it is a copy (a place in `REASONS`), and the first row of its cluster; and the bytes held for each document."""
+    """Per row: why it is a duplicate (an index into `REASONS`), and the first row of its cluster; and the memory used, in bytes per
+    document.
+    """
 
     reasons: np.ndarray
     originals: np.ndarray
@@ -97,14 +99,15 @@ class DuplicateRows:
 
 
 def join_duplicates(job: Job, rows: StagedRows) -> DuplicateRows:
-    """Join the pairs of all bands with those of equal texts and addresses.
+    """Join the pairs of all bands with those of equal texts and URLs.
 
-    A row is a near-duplicate if an earlier row is alike; of the pairs in doubt only those are compared whose later row is none yet.
+    A row is a near-duplicate if it is similar enough to an earlier row. Pairs in doubt are compared only if their later row is not a
+    near-duplicate yet.
     """
     dedup, count = job.recipe.corpus.dedup, len(rows)
     reasons = np.zeros(count, dtype=np.uint8)
     clusters = Clusters(count)
-    held = 40 * count  # both halves of the keys of all texts, as read and in order, and that order
+    held = 40 * count  # both halves of all text keys, unsorted and sorted, and the sort order
     if job.sketching:
         doubtful = np.zeros((0, 2), dtype=np.int64)
         for task in band_tasks(job):
@@ -113,14 +116,14 @@ def join_duplicates(job: Job, rows: StagedRows) -> DuplicateRows:
                 reasons[found["sure"][:, 1]] = _NEAR
                 doubtful = unique_pairs(np.concatenate((doubtful, found["doubtful"])))
         doubtful = doubtful[reasons[doubtful[:, 1]] == _NONE]
-        held = max(held, 28 * count + doubtful.nbytes)  # a band's keys, as read and in order, that order, and the limits
-        near = _confirmed(job, rows, doubtful, thresholds(job, rows))
+        held = max(held, 28 * count + doubtful.nbytes)  # keys of a band, unsorted and sorted, the sort order, and the limits
+        near = _confirm_near_duplicates(job, rows, doubtful, thresholds(job, rows))
         clusters.join(near)
         reasons[near[:, 1]] = _NEAR
     if dedup.semantic and count:
-        vectors = Stacked([one.vectors for one in rows.traces if len(one)])
-        firsts = duplicates(vectors, dedup.semantic, job.recipe.seed, None if dedup.variants else rows.originals)
-        alike = np.flatnonzero((firsts != np.arange(count)) & _droppable(rows, "semantic"))
+        vectors = StackedArrays([one.vectors for one in rows.signatures if len(one)])
+        firsts = semantic_duplicates(vectors, dedup.semantic, job.recipe.seed, None if dedup.variants else rows.originals)
+        alike = np.flatnonzero((firsts != np.arange(count)) & _drops_duplicates(rows, "semantic"))
         clusters.join(np.stack((firsts[alike], alike), axis=1))
         reasons[alike[reasons[alike] == _NONE]] = _SEMANTIC
     with np.load(_exact_duplicates_path(job)) as found:
@@ -129,21 +132,21 @@ def join_duplicates(job: Job, rows: StagedRows) -> DuplicateRows:
             reasons[found[name][:, 0]] = reason
     reasons[clusters.firsts == np.arange(count)] = _NONE
     firsts = clusters.firsts.copy()
-    lost = np.flatnonzero((reasons == _NONE) & (reasons[rows.originals] != _NONE))  # a variant goes with its original
+    lost = np.flatnonzero((reasons == _NONE) & (reasons[rows.originals] != _NONE))  # a variant is dropped with its original
     reasons[lost], firsts[lost] = reasons[rows.originals[lost]], firsts[rows.originals[lost]]
     return DuplicateRows(reasons, firsts, (held + reasons.nbytes + clusters.firsts.nbytes) / max(count, 1))
 
 
-def _droppable(rows: StagedRows, name: str) -> np.ndarray:
-    """(N,) whether copies of this kind may be dropped of the row's source."""
+def _drops_duplicates(rows: StagedRows, name: str) -> np.ndarray:
+    """(N,) whether the source of each row drops copies of this kind."""
     found = np.zeros(len(rows), dtype=bool)
     for number, piece in enumerate(rows.pieces):
         found[rows.span(number)] = getattr(piece.source.dedup, name)
     return found
 
 
-def _confirmed(job: Job, rows: StagedRows, pairs: np.ndarray, limits_N: np.ndarray) -> np.ndarray:
-    """The pairs of those in doubt that are near-duplicates by the exact Jaccard similarity of their texts.
+def _confirm_near_duplicates(job: Job, rows: StagedRows, pairs: np.ndarray, limits_N: np.ndarray) -> np.ndarray:
+    """The pairs in doubt that are near-duplicates by the exact Jaccard similarity of their texts.
 
     Their shingles are kept in a file during the comparison, so that memory does not grow with the text.
     """
@@ -157,9 +160,9 @@ def _confirmed(job: Job, rows: StagedRows, pairs: np.ndarray, limits_N: np.ndarr
             span = rows.span(number)
             chosen = np.zeros(span.stop - span.start, dtype=bool)
             chosen[wanted[(wanted >= span.start) & (wanted < span.stop)] - span.start] = True
-            for batch in texts_of(job, piece, chosen) if chosen.any() else ():
+            for batch in read_texts(job, piece, chosen) if chosen.any() else ():
                 hashes, bounds = shingles(units(batch.texts, "lines"), job.sketching.ngram, range(len(batch.texts)))
-                values, ends = distinct(hashes, bounds)
+                values, ends = distinct_shingles(hashes, bounds)
                 values.tofile(file)
                 counts.append(np.diff(ends))
         bounds = np.concatenate(([0], np.cumsum(np.concatenate(counts))))

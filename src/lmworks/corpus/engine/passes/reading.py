@@ -1,7 +1,7 @@
-"""The first passes: draw documents up to `max_bytes`, read each part, apply the steps, and write the result aside for later passes.
+"""The first passes: draw documents up to `max_bytes`, read each part, apply the steps, and stage the results for later passes.
 
-Of each part, staging/read has the documents that the steps kept (parquet), a row per document that was read (`decisions`), keys and
-sketches of those kept (`traces`), their sizes and the key that decides who is held out (`keys`), and the counts (`counts`).
+Per part, staging/read has the documents that the steps kept (parquet), a row per document that was read (`decisions`), keys and sketches of
+the kept documents (`traces`), their sizes and the keys by which documents are held out (`keys`), and counts (`counts`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from lmworks.corpus.dedup.semantic import embedding
-from lmworks.corpus.dedup.traces import TracesWriter
+from lmworks.corpus.dedup.signatures import SignatureWriter
 from lmworks.corpus.document import Batch, Document, split_id
-from lmworks.corpus.drawing import keys, threshold
 from lmworks.corpus.engine.counts import Count, Counts, Samples, count
 from lmworks.corpus.engine.decisions import DecisionRows
 from lmworks.corpus.engine.job import Job, Piece
@@ -24,20 +23,21 @@ from lmworks.corpus.engine.tables import parquet_writer, rows_of, save_array
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.readers import read
 from lmworks.corpus.readers.items import Item
+from lmworks.corpus.sampling import keys, threshold
 from lmworks.corpus.steps.base import Context
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 
-BATCH_CHARACTERS = 1 << 19  # numpy's temporaries then stay in the cache
+BATCH_CHARACTERS = 1 << 19  # so that temporary arrays stay in the CPU cache
 _REPORT_EVERY = 256
 _DECIDED = 8192  # documents whose decisions are written together
-DRAWN = np.dtype([("bytes", "<i8"), ("key", "<u8")])
-KEPT = np.dtype([("number", "<i8"), ("variant", "<i4"), ("bytes", "<i8"), ("key", "<u8")])
-"""Of a document that is left: its number in the part and of its variant, its size, and the key that decides who is held out."""
+DRAW_ROW = np.dtype([("bytes", "<i8"), ("key", "<u8")])
+KEPT_ROW = np.dtype([("number", "<i8"), ("variant", "<i4"), ("bytes", "<i8"), ("key", "<u8")])
+"""A kept document: its number in the part and that of its variant, its size, and the key by which documents are held out."""
 
 
 def limited_pieces(job: Job) -> list[Piece]:
-    """The parts of sources of which `max_bytes` are drawn."""
+    """The parts of sources with `max_bytes`."""
     return [piece for piece in job.pieces if piece.source.max_bytes is not None]
 
 
@@ -46,7 +46,7 @@ def size_inputs(job: Job, piece: Piece) -> Any:
 
 
 def measure_sizes(job: Job, piece: Piece, advance: Advance) -> None:
-    """Size and key of each sound document of a part, so that a budget can be drawn exactly."""
+    """Write size and key of each readable document of a part, so that the documents within `max_bytes` can be drawn exactly."""
     ids: list[str] = []
     sizes: list[int] = []
     found = []
@@ -55,16 +55,16 @@ def measure_sizes(job: Job, piece: Piece, advance: Advance) -> None:
             ids.append(identity)
             sizes.append(len(item.text.encode()))
         if len(ids) == _DECIDED:
-            found.append(_rows(ids, sizes, DRAWN, job.recipe.seed, "draw"))
+            found.append(_rows(ids, sizes, DRAW_ROW, job.recipe.seed, "draw"))
             ids, sizes = [], []
-    save_array(job.path("size", piece, ".npy"), np.concatenate([*found, _rows(ids, sizes, DRAWN, job.recipe.seed, "draw")]))
+    save_array(job.path("size", piece, ".npy"), np.concatenate([*found, _rows(ids, sizes, DRAW_ROW, job.recipe.seed, "draw")]))
 
 
 def _rows(ids: list[str], sizes: list[int], dtype: np.dtype[Any], seed: int, purpose: str) -> np.ndarray:
-    """Rows of `DRAWN` or `KEPT`."""
+    """Rows of `DRAW_ROW` or `KEPT_ROW`."""
     rows = np.zeros(len(ids), dtype=dtype)
     rows["bytes"], rows["key"] = sizes, keys(ids, seed, purpose)
-    if dtype == KEPT:
+    if dtype == KEPT_ROW:
         split = [split_id(identity) for identity in ids]
         rows["number"], rows["variant"] = [one[2] for one in split], [one[3] for one in split]
     return rows
@@ -75,11 +75,11 @@ def draw_inputs(job: Job, task: str) -> Any:
 
 
 def draw_documents(job: Job, task: str, advance: Advance) -> None:
-    """Per source the key below which a document is drawn."""
+    """Write, per source, the key below which documents are drawn."""
     found = {}
     for source in job.sources:
         if source.max_bytes is not None:
-            rows = np.concatenate([np.zeros(0, DRAWN), *(np.load(job.path("size", piece, ".npy")) for piece in job.of(source))])
+            rows = np.concatenate([np.zeros(0, DRAW_ROW), *(np.load(job.path("size", piece, ".npy")) for piece in job.of(source))])
             found[source.name] = threshold(rows["key"], rows["bytes"], int(source.max_bytes))
     write_json(job.path("draw", task, ".drawn.json"), found)
 
@@ -130,9 +130,9 @@ class _PartReader:
         steps = steps_of(job, piece)
         self._decisions = DecisionRows(tuple(dict.fromkeys(name for step in steps for name in step.statistics)))
         semantic = job.recipe.corpus.dedup.semantic
-        self._traces = TracesWriter(job.staging, job.sketching, embedding(semantic, job.folder) if semantic else None)
+        self._signatures = SignatureWriter(job.staging, job.sketching, embedding(semantic, job.folder) if semantic else None)
         self._runner = StepRunner(steps, self._decisions, self._rejected)
-        self._left: list[np.ndarray] = [np.zeros(0, dtype=KEPT)]
+        self._left: list[np.ndarray] = [np.zeros(0, dtype=KEPT_ROW)]
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
@@ -150,7 +150,7 @@ class _PartReader:
                         self._decisions.write(decided)
             self._process(batch, out)
             self._decisions.write(decided)
-        self._traces.close(job.path("read", piece, ".traces"))
+        self._signatures.close(job.path("read", piece, ".traces"))
         save_array(job.path("read", piece, ".keys.npy"), np.concatenate(self._left))
         write_json(
             job.path("read", piece, ".counts.json"),
@@ -188,13 +188,13 @@ class _PartReader:
         batch, sizes = self._runner.run(Batch(documents))
         if not len(batch):
             return
-        self._traces.add(batch)
-        self._left.append(_rows([document.id for document in batch.documents], sizes, KEPT, self._job.recipe.seed, "validation"))
+        self._signatures.add(batch)
+        self._left.append(_rows([document.id for document in batch.documents], sizes, KEPT_ROW, self._job.recipe.seed, "validation"))
         out.write_batch(rows_of(batch.documents))
 
 
 def check_facts(job: Job) -> None:
-    """Raise UserError for a step that needs a fact which neither the source nor a step before it gives."""
+    """Raise UserError if a step needs a fact that neither the source nor an earlier step provides."""
     from lmworks.corpus.readers import provides
 
     for source in job.sources:
@@ -203,12 +203,12 @@ def check_facts(job: Job) -> None:
             for fact in step.needs:
                 if fact not in known:
                     raise UserError(
-                        f"step {step.name} needs the fact {fact!r}, which source {source.name} does not have: name it in its keep, or put "
-                        "a step that makes it before this one"
+                        f"step {step.name} needs the fact {fact!r}, which source {source.name} does not have: add it to "
+                        "keep of the source, or put a step that makes it before this one"
                     )
             known.update(step.makes)
         if source.buckets and source.bucket_by not in known:
             raise UserError(
-                f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither it nor a step for it gives: add a step "
-                "that makes it, or name another bucket_by"
+                f"source {source.name} has buckets by the fact {source.bucket_by!r}, which neither the source nor a step provides: add a "
+                "step that makes it, or name another bucket_by"
             )

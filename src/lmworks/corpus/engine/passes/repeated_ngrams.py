@@ -1,8 +1,8 @@
-"""Passages that occurred earlier are cut out of the training documents: exact runs are compared only near anchors that occur twice.
+"""Cuts passages that occurred earlier out of the training documents. Runs are compared only near anchors that occur twice.
 
 The passes write staging/ngram_anchors (hashes), staging/candidate_ngrams (document, unit and hash of every run near an anchor that occurs
-twice), staging/repeated_ngrams (where a run begins that occurred earlier) and staging/cut_passages (the documents after cutting). The two
-tasks that read all parts go through the hashes a slice at a time, so that their memory does not grow with the text.
+twice), staging/repeated_ngrams (first units of runs that occurred earlier) and staging/cut_passages (the documents after cutting). The two
+tasks that read all parts process the hashes in slices, so that their memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from lmworks.corpus.dedup.keys import in_slice
-from lmworks.corpus.dedup.substring import anchors, cut, later, repeated, runs
-from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, in_order, texts_of
+from lmworks.corpus.dedup.substring import anchors, candidate_runs, cut_runs, occurred_earlier, repeated_values
+from lmworks.corpus.engine.dedup_decisions import CUTS, DedupDecisions, cuts_path, parts_by_priority, read_texts
 from lmworks.corpus.engine.job import Job, Piece
 from lmworks.corpus.engine.marker import file_digest
 from lmworks.corpus.engine.passes.reading import read_inputs
@@ -45,7 +45,7 @@ def candidates_inputs(job: Job, piece: Piece) -> Any:
 
 
 def repeated_ngrams_inputs(job: Job, task: str) -> Any:
-    return [[str(piece), candidates_inputs(job, piece), piece.source.dedup.substring] for piece in in_order(job)]
+    return [[str(piece), candidates_inputs(job, piece), piece.source.dedup.substring] for piece in parts_by_priority(job)]
 
 
 def cut_passages_inputs(job: Job, piece: Piece) -> Any:
@@ -53,13 +53,13 @@ def cut_passages_inputs(job: Job, piece: Piece) -> Any:
 
 
 def _training_batches(job: Job, piece: Piece, advance: Advance) -> Iterator[tuple[np.ndarray, list[str], Units]]:
-    """(rows, texts, units) of the training documents of a part, some at a time."""
+    """(rows, texts, units) of the training documents of a part, in batches."""
     decisions = DedupDecisions.load(job, piece, cut=False)
     chosen = decisions.in_training
-    if not job.recipe.corpus.dedup.variants:  # which repeat their originals
+    if not job.recipe.corpus.dedup.variants:  # variants repeat their originals
         chosen = chosen & (np.load(job.path("read", piece, ".keys.npy"))["variant"] == 0)
     rows, first = np.flatnonzero(chosen), 0
-    for batch in texts_of(job, piece, chosen):
+    for batch in read_texts(job, piece, chosen):
         count = len(batch.texts)
         yield rows[first : first + count], batch.texts, units(batch.texts, "lines")
         advance(piece.bytes * count // max(len(rows), 1), count)
@@ -76,7 +76,7 @@ def find_shared_anchors(job: Job, task: str, advance: Advance) -> None:
     """Write the anchors that occur at least twice in all documents."""
     parts = [np.load(job.path("ngram_anchors", piece, ".npy"), mmap_mode="r") for piece in job.pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
-    found = [repeated(np.concatenate([part[_in(part, number, slices)] for part in parts])) for number in range(slices)]
+    found = [repeated_values(np.concatenate([part[_in(part, number, slices)] for part in parts])) for number in range(slices)]
     save_array(_shared_anchors_path(job), np.sort(np.concatenate(found)))
 
 
@@ -89,11 +89,11 @@ def _in(hashes: np.ndarray, number: int, slices: int) -> np.ndarray:
 
 
 def find_candidates(job: Job, piece: Piece, advance: Advance) -> None:
-    """Write all runs of a part's documents near a shared anchor."""
+    """Write all runs near a shared anchor, of a part's documents."""
     shared = np.load(_shared_anchors_path(job))
     found = [np.zeros((0, 3), np.int64)]
     for rows, _, batch in _training_batches(job, piece, advance):
-        near = runs(batch, _length(job), shared)
+        near = candidate_runs(batch, _length(job), shared)
         near[:, 0] = rows[near[:, 0]]
         found.append(near)
     save_array(job.path("candidate_ngrams", piece, ".npy"), np.concatenate(found))
@@ -101,13 +101,13 @@ def find_candidates(job: Job, piece: Piece, advance: Advance) -> None:
 
 def find_repeated_ngrams(job: Job, task: str, advance: Advance) -> None:
     """Write which candidates occurred earlier, in the order of priority."""
-    pieces = in_order(job)
+    pieces = parts_by_priority(job)
     parts = [np.load(job.path("candidate_ngrams", piece, ".npy"), mmap_mode="r") for piece in pieces]
     slices = sum(map(len, parts)) // _SLICE + 1
     gone = [np.zeros(len(part), dtype=bool) for part in parts]
     for number in range(slices):
         chosen = [np.flatnonzero(_in(np.ascontiguousarray(part[:, 2]), number, slices)) for part in parts]
-        found = later(np.concatenate([part[places, 2] for part, places in zip(parts, chosen, strict=True)]))
+        found = occurred_earlier(np.concatenate([part[places, 2] for part, places in zip(parts, chosen, strict=True)]))
         for flags, places, own in zip(gone, chosen, np.split(found, np.cumsum([len(places) for places in chosen])[:-1]), strict=True):
             flags[places] = own
     for piece, part, flags in zip(pieces, parts, gone, strict=True):
@@ -116,14 +116,14 @@ def find_repeated_ngrams(job: Job, task: str, advance: Advance) -> None:
 
 
 def cut_passages(job: Job, piece: Piece, advance: Advance) -> None:
-    """Write the documents of a part that lose a passage, without it."""
+    """Write the documents of a part from which passages were cut."""
     found = np.load(job.path("repeated_ngrams", piece, ".npy"))
     rows_cut = np.unique(found[:, 0])
     columns: list[list[Any]] = [[], [], []]
     for rows, texts, batch in _training_batches(job, piece, advance):
         for number in np.flatnonzero(np.isin(rows, rows_cut)).tolist():
             starts = batch.starts[batch.bounds[number] : batch.bounds[number + 1]]
-            text, left = cut(texts[number], starts, found[found[:, 0] == rows[number], 1], _length(job))
+            text, left = cut_runs(texts[number], starts, found[found[:, 0] == rows[number], 1], _length(job))
             for column, value in zip(columns, (int(rows[number]), text, left), strict=True):
                 column.append(value)
     with parquet_writer(cuts_path(job, piece), CUTS) as out:

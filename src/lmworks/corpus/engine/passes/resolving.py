@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from lmworks.corpus.drawing import held_out
 from lmworks.corpus.engine.assembling import require_documents
 from lmworks.corpus.engine.dedup_decisions import DEDUP_DECISIONS, StagedRows, dedup_decisions_path
 from lmworks.corpus.engine.job import Job
 from lmworks.corpus.engine.passes.duplicates import HELD, REASONS, join_duplicates
 from lmworks.corpus.engine.tables import parquet_writer
 from lmworks.corpus.engine.task import Advance
+from lmworks.corpus.sampling import held_out
 from lmworks.files import write_json
 
 
 def resolve_duplicates(job: Job, task: str, advance: Advance) -> None:
-    """Write the decision about each of the documents of each part. Raises UserError for a source of which nothing is usable."""
+    """Write the decision about each document of each part. Raises UserError for a source without a usable document."""
     require_documents(job)
     rows = StagedRows(job)
     duplicates = join_duplicates(job, rows)
     held = _held(job, rows, duplicates.reasons > 0)
-    of_held_out = (duplicates.reasons == 0) & held[rows.originals] & ~held  # variants of what is held out
+    of_held_out = (duplicates.reasons == 0) & held[rows.originals] & ~held  # variants of held-out documents
     duplicates.reasons[of_held_out], duplicates.originals[of_held_out] = HELD, rows.originals[of_held_out]
     for number, piece in enumerate(rows.pieces):
         span = rows.span(number)
@@ -38,7 +38,7 @@ def resolve_duplicates(job: Job, task: str, advance: Advance) -> None:
 
 
 def _held(job: Job, rows: StagedRows, copy: np.ndarray) -> np.ndarray:
-    """(N,) the rows held out, some of each source, none of them a copy or a variant."""
+    """(N,) the held-out rows: some of each source; never a copy or a variant."""
     corpus = job.recipe.corpus
     held = np.zeros(len(rows), dtype=bool)
     for source in job.sources:

@@ -1,13 +1,13 @@
-"""The passes of a corpus job, in order. Everything else that needs their names takes them from here."""
+"""The passes of a corpus job, in order. All other code takes their names from here."""
 
 from __future__ import annotations
 
-from lmworks.corpus.engine.dedup_decisions import cutting, resolve_duplicates_inputs
+from lmworks.corpus.engine.dedup_decisions import cuts_passages, resolve_duplicates_inputs
 from lmworks.corpus.engine.passes import decontamination, duplicates, reading, repeated_ngrams, resolving, writing
 from lmworks.corpus.engine.task import Pass, only_if, pieces, reduction
 
 _LIMITED = only_if(reading.limited_pieces, reduction)
-_CUTTING, _CUTTING_ONCE = only_if(cutting, pieces), only_if(cutting, reduction)
+_CUTTING, _CUTTING_ONCE = only_if(cuts_passages, pieces), only_if(cuts_passages, reduction)
 _DECONTAMINATING, _DECONTAMINATING_ONCE = only_if(decontamination.enabled, pieces), only_if(decontamination.enabled, reduction)
 
 # fmt: off

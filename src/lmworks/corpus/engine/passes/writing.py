@@ -14,17 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lmworks.corpus.buckets import bucket_of
 from lmworks.corpus.contamination import Match
 from lmworks.corpus.document import Document
 from lmworks.corpus.engine.counts import ContaminatedItems, Counts, Samples, StepCounts, count
-from lmworks.corpus.engine.dedup_decisions import DedupDecisions, staged
+from lmworks.corpus.engine.dedup_decisions import DedupDecisions, staged_path
 from lmworks.corpus.engine.job import Job, Piece
-from lmworks.corpus.engine.passes.decontamination import verdict_inputs, verdicts
+from lmworks.corpus.engine.passes.decontamination import contaminated_documents, contaminated_documents_inputs
 from lmworks.corpus.engine.passes.reading import read_inputs
 from lmworks.corpus.engine.tables import DECISIONS, DOCUMENTS, parquet_writer, row_groups
 from lmworks.corpus.engine.task import Advance
 from lmworks.corpus.histogram import Histogram
+from lmworks.corpus.quality.buckets import bucket_of
 from lmworks.corpus.readers.items import EXCERPT
 from lmworks.documents import COLUMNS, part_path
 from lmworks.files import sha256_file, write_json
@@ -37,11 +37,11 @@ def write_inputs(job: Job, piece: Piece) -> Any:
     buckets = [as_tree(bucket) for bucket in piece.source.buckets]
     decontaminate = job.recipe.corpus.decontaminate
     kept = [buckets, piece.source.bucket_by, decontaminate.action if decontaminate else None]
-    return [read_inputs(job, piece), DedupDecisions.digest(job, piece), verdict_inputs(job, piece), kept]
+    return [read_inputs(job, piece), DedupDecisions.digest(job, piece), contaminated_documents_inputs(job, piece), kept]
 
 
 def outputs(job: Job, piece: Piece) -> list[Path]:
-    """Every file that the part may leave in train/ and validation/."""
+    """All files that the part may write in train/ and validation/."""
     return [part_path(job.out, split, output, piece.number) for split in ("train", "validation") for output in piece.source.outputs]
 
 
@@ -58,18 +58,18 @@ def write_part(job: Job, piece: Piece, advance: Advance) -> None:
 class _PartWriter:
     def __init__(self, job: Job, piece: Piece) -> None:
         self._job, self._piece = job, piece
-        self._fates = DedupDecisions.load(job, piece)
-        self._verdicts = verdicts(job, piece)
+        self._decisions = DedupDecisions.load(job, piece)
+        self._contaminated = contaminated_documents(job, piece)
         decontaminate = job.recipe.corpus.decontaminate
-        self._drops = decontaminate is not None and decontaminate.action != "report"
+        self._drops_contaminated = decontaminate is not None and decontaminate.action != "report"
         self._dedup, self._decontaminate = StepCounts("dedup"), StepCounts("decontaminate")
         self._kept: dict[str, Counts] = {"train": {}, "validation": {}}
         self._rejected = Samples()
-        self._leaky: dict[str, str] = {}  # dropped document to the item that it contains; its variants are dropped with it
+        self._contaminated_originals: dict[str, str] = {}  # id of a dropped document to the item in it; its variants are dropped too
         self._passages: list[dict[str, str]] = []
-        self._touched: dict[str, ContaminatedItems] = {}
+        self._contaminated_items: dict[str, ContaminatedItems] = {}
         self._outcomes: list[tuple[str, ...]] = []  # fate, reason, detail, copy of
-        self._distinct_outcomes: dict[tuple[str, ...], tuple[str, ...]] = {}  # most are alike, and need no room of their own
+        self._distinct_outcomes: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal tuples are stored once
 
     def run(self, advance: Advance) -> None:
         job, piece = self._job, self._piece
@@ -77,8 +77,8 @@ class _PartWriter:
             path.unlink(missing_ok=True)
         with ExitStack() as stack:
             open_: dict[Path, pq.ParquetWriter] = {}
-            total = max(len(self._fates.held), 1)
-            for first, rows in row_groups(staged(job, piece)):
+            total = max(len(self._decisions.held), 1)
+            for first, rows in row_groups(staged_path(job, piece)):
                 places: dict[tuple[str, str], list[int]] = {}
                 for place, document in enumerate(_documents(rows)):
                     if where := self._decide(first + place, document):
@@ -98,7 +98,7 @@ class _PartWriter:
                 **{split: {output: asdict(one) for output, one in found.items()} for split, found in self._kept.items()},
                 "rejected": self._rejected.rows,
                 "contamination": self._passages,
-                "touched": {name: one.as_json() for name, one in self._touched.items()},
+                "touched": {name: one.as_json() for name, one in self._contaminated_items.items()},
                 "statistics": statistics,
                 "files": {str(path.relative_to(job.out)): sha256_file(path) for path in outputs(job, piece) if path.exists()},
             },
@@ -107,31 +107,31 @@ class _PartWriter:
     def _decide(self, row: int, document: Document) -> tuple[str, str] | None:
         """(split, output) of a document; None if it is dropped."""
         source, size = self._piece.source, len(document.text.encode())
-        if row in self._fates.cuts:
-            document = document.with_text(self._fates.cuts[row])
-        reason, copy_of = self._fates.reasons[row], self._fates.copies[row]
+        if row in self._decisions.cuts:
+            document = document.with_text(self._decisions.cuts[row])
+        reason, copy_of = self._decisions.reasons[row], self._decisions.copies[row]
         self._dedup.came.add(size)
         if reason:
             count(self._dedup.dropped, reason, size)
             self._reject(document, "dedup", reason, copy_of=copy_of)
             return None
-        if row in self._fates.cuts:
+        if row in self._decisions.cuts:
             before, size = size, len(document.text.encode())
             self._dedup.edited += size - before
         self._decontaminate.came.add(size)
-        if leaked := self._leaky.get(str(document.facts.get("variant_of", ""))):
+        if leaked := self._contaminated_originals.get(str(document.facts.get("variant_of", ""))):
             count(self._decontaminate.dropped, "contaminated", size)
             self._reject(document, "decontaminate", "contaminated", detail=f"as its original: {leaked}")
             return None
-        if matches := self._verdicts.get(row):
+        if matches := self._contaminated.get(row):
             self._record_contamination(document, matches)
-            if self._drops:
+            if self._drops_contaminated:
                 longest = matches[0]
-                self._leaky[document.id] = longest.against
+                self._contaminated_originals[document.id] = longest.against
                 count(self._decontaminate.dropped, "contaminated", size)
                 self._reject(document, "decontaminate", "contaminated", detail=longest.against, passage=_passage(document, longest))
                 return None
-        split = "validation" if self._fates.held[row] else "train"
+        split = "validation" if self._decisions.held[row] else "train"
         bucket = bucket_of(document, source)
         output = f"{source.name}.{bucket}" if bucket else source.name
         count(self._kept[split], output, size)
@@ -139,9 +139,9 @@ class _PartWriter:
         return split, output
 
     def _without_passages(self, first: int, rows: pa.Table) -> pa.Table:
-        if not any(first <= row < first + rows.num_rows for row in self._fates.cuts):
+        if not any(first <= row < first + rows.num_rows for row in self._decisions.cuts):
             return rows
-        texts = [self._fates.cuts.get(first + place, text) for place, text in enumerate(rows["text"].to_pylist())]
+        texts = [self._decisions.cuts.get(first + place, text) for place, text in enumerate(rows["text"].to_pylist())]
         return rows.set_column(rows.schema.get_field_index("text"), "text", pa.array(texts, pa.string()))
 
     def _reject(self, document: Document, step: str, reason: str, detail: str = "", copy_of: str | None = None, passage: str = "") -> None:
@@ -155,13 +155,13 @@ class _PartWriter:
     def _record_contamination(self, document: Document, matches: Sequence[Match]) -> None:
         for name in {match.set for match in matches}:
             items = {match.against for match in matches if match.set == name}
-            self._touched.setdefault(name, ContaminatedItems()).add(1, items)
+            self._contaminated_items.setdefault(name, ContaminatedItems()).add(1, items)
         if len(self._passages) < MOST_PASSAGES:
             longest = matches[0]
             self._passages.append({"id": document.id, "against": longest.against, "passage": _passage(document, longest)})
 
     def _write_decisions(self) -> dict[str, Any]:
-        """Complete the rows of documents that no step has dropped; returns the distributions of the statistics."""
+        """Fill in the rows of documents that no step dropped; returns the distributions of the statistics."""
         path, outcomes = self._job.path("read", self._piece, ".decisions.parquet"), iter(self._outcomes)
         schema = pq.read_schema(path)
         measured = {name: {"read": Histogram(), "train": Histogram()} for name in schema.names[len(DECISIONS) :]}

@@ -229,13 +229,13 @@ def chitchat(wheel_path: str | Path) -> Iterator[Conversation]:
         data = archive.read(CHATS)
     for chat in parse_chats(data):
         turns = chat.turns if not chat.turns or chat.turns[-1][0] == 1 else chat.turns[:-1]
-        if len(turns) < 2 or any(speaker > 1 for speaker, _ in turns) or any(_mashed(text) for _, texts in turns for text in texts):
+        if len(turns) < 2 or any(speaker > 1 for speaker, _ in turns) or any(_is_key_mashing(text) for _, texts in turns for text in texts):
             continue
         messages = [{"role": ("user", "assistant")[speaker], "content": "\n".join(texts)} for speaker, texts in turns]
         yield Conversation(messages, [], "en", f"{CHATS}:{chat.identity}")
 
 
-def _mashed(text: str) -> bool:
+def _is_key_mashing(text: str) -> bool:
     """Whether a message is key mashing: three or more one-letter words and nothing else ("a a a a")."""
     words = text.split()
     return len(words) >= 3 and all(len(word) == 1 for word in words)

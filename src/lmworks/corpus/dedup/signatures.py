@@ -58,7 +58,7 @@ class _Column:
         return data.reshape(-1 if self._width else 0, self._width)
 
 
-class TracesWriter:
+class SignatureWriter:
     """Collects the traces of one part, batch by batch, in unnamed files in `folder`; `close` writes the result."""
 
     def __init__(self, folder: Path, sketching: Sketching | None, embed: Embed | None = None) -> None:
@@ -100,7 +100,7 @@ class TracesWriter:
 
 
 @dataclass(frozen=True)
-class Traces:
+class Signatures:
     """The traces of one part of a source. Cheap to send to another process: columns are mapped on first use."""
 
     path: Path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmworks.corpus.units import STEP, mix, ngrams, whole
+from lmworks.corpus.units import STEP, mix, ngrams, run_hash
 
 SHORTEST, ALONE, ANSWER_ALONE = 5, 8, 10
 MOST_ITEMS = 10  # a run that more items of one set share, or half of its items, is wording of the set
@@ -15,7 +15,7 @@ _LEAST_ITEMS = 3
 NEAR, NEAR_SHARE, NEAR_LEAST = 5, 0.4, 6
 
 
-class Table:
+class NgramTable:
     """Protected runs of `length` units: sorted hashes, and for each the protected text and the unit in it where it first occurs."""
 
     def __init__(self, length: int, hashes: np.ndarray, owners: np.ndarray, places: np.ndarray) -> None:
@@ -41,7 +41,7 @@ class Table:
         return places[hit], entries[hit]
 
 
-def longer(hashes: np.ndarray, places: np.ndarray, shortest: int, lengths: list[int]) -> list[tuple[int, np.ndarray, np.ndarray]]:
+def extend_ngrams(hashes: np.ndarray, places: np.ndarray, shortest: int, lengths: list[int]) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """For each of `lengths`, ascending: (length, places at which so many units follow, hashes of these runs, equal to those of `ngrams`).
 
     Only the given places are extended, at which a run of `shortest` units has matched; they are few, so many lengths cost little.
@@ -59,30 +59,30 @@ def longer(hashes: np.ndarray, places: np.ndarray, shortest: int, lengths: list[
 
 
 @dataclass(frozen=True)
-class Short:
-    """A text that must match whole. If `beside` is not empty, it must follow (or precede, if `before`) the text within a limited
+class ShortText:
+    """A text that must match whole. If `context` is not empty, it must follow (or precede, if `before`) the text within a limited
     distance.
     """
 
     owner: int
     text: np.ndarray
-    beside: np.ndarray
+    context: np.ndarray
     before: bool = False
 
 
-def shorts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> list[Short]:
+def short_texts_of(owner: int, question: np.ndarray, answer: np.ndarray, scale: int, length: int) -> list[ShortText]:
     """The texts by which an item with a short question or a short answer is searched for; empty if it is too short for any search."""
     least, alone = SHORTEST * scale, ALONE * scale
     found = []
     if least <= len(question) < length:
-        found.append(Short(owner, question, answer if len(question) < alone else answer[:0]))
+        found.append(ShortText(owner, question, answer if len(question) < alone else answer[:0]))
     elif len(question) < least and least <= len(answer) < min(alone, length):
-        found.append(Short(owner, answer, question, before=True))
+        found.append(ShortText(owner, answer, question, before=True))
     elif len(question) < least and len(answer) < least:
         both = np.concatenate((question, answer))
-        found += [Short(owner, both, both[:0])] if least <= len(both) < length else []
+        found += [ShortText(owner, both, both[:0])] if least <= len(both) < length else []
     if ANSWER_ALONE * scale <= len(answer) < length:
-        found.append(Short(owner, answer, answer[:0]))
+        found.append(ShortText(owner, answer, answer[:0]))
     return found
 
 
@@ -102,7 +102,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Long:
+class LongQuestion:
     """A question that must match whole. It is found by the run that begins at its unit `at`."""
 
     owner: int
@@ -110,29 +110,30 @@ class Long:
     text: np.ndarray
 
 
-class Tables:
+class ProtectedNgrams:
     """All protected runs; entries are numbered over all tables. `sizes` are the numbers of items of the evaluation sets.
 
     Runs that more than ten items of a set share, or half of them and at least three, are wording of the set. They are left out and counted
     in `shared`, by set, with the text and place of one of them.
     """
 
-    def __init__(self, items: Sequence[Item], ngram: int, sizes: Sequence[int], calls: np.ndarray) -> None:
-        self.runs: dict[int, tuple[Table, int]] = {}
-        self.shorts: dict[tuple[int, int], tuple[Table, int]] = {}
+    def __init__(self, items: Sequence[Item], ngram: int, sizes: Sequence[int], triggers: np.ndarray) -> None:
+        self.runs: dict[int, tuple[NgramTable, int]] = {}
+        self.shorts: dict[tuple[int, int], tuple[NgramTable, int]] = {}
         self.short_lengths: dict[int, list[int]] = {}
-        self.short_items: dict[tuple[int, int], dict[int, list[Short]]] = {}
-        self.long: dict[int, list[Long]] = {}
-        self.near: dict[int, Near] = {}
+        self.short_items: dict[tuple[int, int], dict[int, list[ShortText]]] = {}
+        self.long: dict[int, list[LongQuestion]] = {}
+        self.near: dict[int, NearlyWhole] = {}
         self.shared: dict[int, tuple[int, int, int, int]] = {}
         self.owners: set[int] = set()
         self.entries = 0
-        self._all: list[tuple[int, Table]] = []
+        self._all: list[tuple[int, NgramTable]] = []
         for scale in sorted({item.scale for item in items}):
             self._add_runs([item for item in items if item.scale == scale], scale, ngram * scale, sizes)
         self._add_shorts(items, ngram)
-        scales = {*self.short_begun, *self.near, *([1] if len(calls) else [])}
-        self.fives = [Fives(scale, self.short_begun.get(scale, calls[:0]), self.near.get(scale), calls if scale == 1 else calls[:0])
+        scales = {*self.short_prefixes, *self.near, *([1] if len(triggers) else [])}
+        none = triggers[:0]
+        self.fives = [FiveGrams(scale, self.short_prefixes.get(scale, none), self.near.get(scale), triggers if scale == 1 else none)
                       for scale in sorted(scales)]  # fmt: skip
         self.lengths = sorted({*self.runs, *(five.table.length for five in self.fives)})
 
@@ -143,14 +144,14 @@ class Tables:
         texts = [item.whole for item in items]
         grams, of_item, places = _grams(texts, length)
         sets = np.array([item.set for item in items])
-        common = _shared(grams, of_item, sets, sizes)
+        common = _is_shared(grams, of_item, sets, sizes)
         owners = np.array([item.owner for item in items])
         for number in np.unique(sets[of_item[common]]).tolist():
             of_set = np.flatnonzero(common & (sets[of_item] == number))
             first = int(of_set[0])
             self.shared[number] = len(np.unique(grams[of_set])), int(owners[of_item[first]]), int(places[first]), length
         own = ~common
-        self.runs[length] = self._numbered(Table(length, grams[own], owners[of_item[own]], places[own]))
+        self.runs[length] = self._numbered(NgramTable(length, grams[own], owners[of_item[own]], places[own]))
         self.owners.update(np.unique(owners[of_item[own]]).tolist())
         firsts: dict[int, int] = {}
         for place in np.flatnonzero(own)[::-1].tolist():
@@ -159,28 +160,28 @@ class Tables:
             item, at = items[number], int(places[place])
             text = item.question if len(item.question) >= at + length else item.whole
             if item.set >= 0:
-                self.long.setdefault(int(grams[place]), []).append(Long(item.owner, at, text))
+                self.long.setdefault(int(grams[place]), []).append(LongQuestion(item.owner, at, text))
         asked = [item for item in items if item.set >= 0]
         if asked:
-            self.near[scale] = near = Near(asked, scale, sizes)
+            self.near[scale] = near = NearlyWhole(asked, scale, sizes)
             self.owners |= near.owners
 
     def _add_shorts(self, items: Sequence[Item], ngram: int) -> None:
-        begun: dict[int, list[np.ndarray]] = {}
+        prefixes: dict[int, list[np.ndarray]] = {}
         for item in items:
-            for short in shorts_of(item.owner, item.question, item.answer, item.scale, ngram * item.scale) if item.set >= 0 else ():
+            for short in short_texts_of(item.owner, item.question, item.answer, item.scale, ngram * item.scale) if item.set >= 0 else ():
                 by_hash = self.short_items.setdefault((item.scale, len(short.text)), {})
-                by_hash.setdefault(int(whole(short.text)[0]), []).append(short)
+                by_hash.setdefault(int(run_hash(short.text)[0]), []).append(short)
         for (scale, length), by_hash in sorted(self.short_items.items()):
             hashes = np.array(list(by_hash), dtype=np.uint64)
             owners = np.array([shorts[0].owner for shorts in by_hash.values()])
-            self.shorts[scale, length] = self._numbered(Table(length, hashes, owners, np.zeros_like(owners)))
+            self.shorts[scale, length] = self._numbered(NgramTable(length, hashes, owners, np.zeros_like(owners)))
             self.short_lengths.setdefault(scale, []).append(length)
-            begun.setdefault(scale, []).extend(ngrams(shorts[0].text, SHORTEST * scale)[:1] for shorts in by_hash.values())
+            prefixes.setdefault(scale, []).extend(ngrams(shorts[0].text, SHORTEST * scale)[:1] for shorts in by_hash.values())
             self.owners.update(short.owner for shorts in by_hash.values() for short in shorts)
-        self.short_begun = {scale: np.concatenate(parts) for scale, parts in begun.items()}
+        self.short_prefixes = {scale: np.concatenate(parts) for scale, parts in prefixes.items()}
 
-    def _numbered(self, table: Table) -> tuple[Table, int]:
+    def _numbered(self, table: NgramTable) -> tuple[NgramTable, int]:
         first = self.entries
         self._all.append((first, table))
         self.entries += len(table)
@@ -197,7 +198,7 @@ class Tables:
         return np.concatenate([np.zeros(0, dtype=np.int64), *(table.owners for _, table in self._all)])
 
 
-class Near:
+class NearlyWhole:
     """Search for items that a document contains nearly whole, with some words changed: enough of their runs of five in a stretch of limited
     length.
     """
@@ -205,7 +206,7 @@ class Near:
     def __init__(self, items: Sequence[Item], scale: int, sizes: Sequence[int]) -> None:
         texts = [item.question if len(item.question) >= 2 * NEAR * scale else item.whole for item in items]
         grams, of_item, _ = _grams(texts, NEAR * scale)
-        own = ~_shared(grams, of_item, np.array([item.set for item in items]), sizes)
+        own = ~_is_shared(grams, of_item, np.array([item.set for item in items]), sizes)
         grams, of_item = grams[own], of_item[own]
         order = np.lexsort((of_item, grams))
         once = np.ones(len(order), dtype=bool)
@@ -249,19 +250,19 @@ class Near:
         return None
 
 
-class Fives:
+class FiveGrams:
     """All runs of five units that can lead to a match, in one table, which is cheaper than three.
 
-    Such a run begins a short text, is part of an item that may occur nearly whole, or triggers a comparison with symbols (`calls`).
+    Such a run begins a short text, is part of an item that may occur nearly whole, or triggers a comparison with symbols (`triggers`).
     """
 
-    def __init__(self, scale: int, begun: np.ndarray, near: Near | None, calls: np.ndarray) -> None:
-        alike = near.hashes if near else calls[:0]
-        both = np.concatenate((begun, alike, calls))
+    def __init__(self, scale: int, prefixes: np.ndarray, near: NearlyWhole | None, triggers: np.ndarray) -> None:
+        alike = near.hashes if near else triggers[:0]
+        both = np.concatenate((prefixes, alike, triggers))
         zeros = np.zeros(len(both), dtype=np.int64)
         self.scale, self.near = scale, near
-        self.table = Table(NEAR * scale, both, zeros, zeros)
-        self.begins, self.calls = np.isin(self.table.hashes, begun), np.isin(self.table.hashes, calls)
+        self.table = NgramTable(NEAR * scale, both, zeros, zeros)
+        self.begins, self.triggers = np.isin(self.table.hashes, prefixes), np.isin(self.table.hashes, triggers)
         self.alike = np.where(np.isin(self.table.hashes, alike), np.searchsorted(alike, self.table.hashes), -1)
 
 
@@ -275,7 +276,7 @@ def _grams(texts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.nda
     return grams[inside], text[inside], places[inside]
 
 
-def _shared(grams: np.ndarray, of_item: np.ndarray, sets: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+def _is_shared(grams: np.ndarray, of_item: np.ndarray, sets: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """(G,) bool: the runs that many items of one evaluation set share."""
     found = np.zeros(len(grams), dtype=bool)
     asked = np.flatnonzero(sets[of_item] >= 0)
