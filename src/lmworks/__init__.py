@@ -4,9 +4,9 @@ import os
 
 __version__ = "0.1.0"
 
-# Must stand before torch is imported. OpenMP threads that spin while they wait for each other take the core away from the thread
-# they wait for as soon as another program wants one: training then runs at a tenth of its speed, not at half (LOG.md).
+# Must be set before torch is imported. OpenMP threads that spin at barriers take the core away from the thread that they wait for as
+# soon as another program runs: training then runs at a tenth of its speed, not at half (LOG.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Likewise: tensors on CPUs lie in pages of 2 MB where Linux has them, which need clearing and looking up less often.
+# Likewise: allocate CPU tensors in huge pages of 2 MB if Linux supports them, which causes fewer page faults and TLB misses.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,8 +1,8 @@
-"""The credentials of a recipe's URLs, kept apart from the URLs.
+"""The credentials of URLs in a recipe, stored separately from the URLs.
 
-A recipe holds every URL masked (`hide`, when any node of it is made), so that whatever is written or printed from it (stamps, reports,
-origins of documents, ledgers) is masked without its writer doing anything. What opens a URL asks for the real one (`reveal`). Where other
-processes and later commands need the credentials they lie in a file that only its owner can read (`save`, `load`).
+A recipe contains masked URLs only (`hide`, called when a node is created), so everything that is written or printed from it (stamps,
+reports, origins of documents, ledgers) is masked. Code that opens a URL gets the real one with `reveal`. If other processes or later
+commands need the credentials, they are stored in a file that only its owner can read (`save`, `load`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MASKED_USER = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://{re.escape(MASK)}@[^\s/?#
 _MASKED_VALUE = re.compile(rf"[?&;][^=&;?#\s\"]+={re.escape(MASK)}")
 _USER_AND_HOST = re.compile(USER.pattern + r"[^\s/?#\"]*")
 
-# By masked text the real one: of scheme, user and host, which serves all URLs of a host, and of a whole URL with a secret query.
+# Masked text to real text: scheme, user and host, which covers all URLs of a host, and whole URLs with a secret query.
 _known: dict[str, str] = {}
 
 
 def found(text: str) -> dict[str, str]:
-    """What `mask` takes out of a text, by what is left."""
+    """The secrets that `mask` removes from a text: masked text to real text."""
     masked = mask(text)
     if masked == text:
         return {}
@@ -36,7 +36,7 @@ def found(text: str) -> dict[str, str]:
 
 
 def hide(value: Any) -> Any:
-    """A text, or all texts in lists and maps, masked; what was masked is remembered for `reveal`."""
+    """Mask a string, or all strings in lists and maps; the secrets are remembered for `reveal`."""
 
     def change(text: str) -> str:
         _known.update(found(text))
@@ -46,7 +46,7 @@ def hide(value: Any) -> Any:
 
 
 def refuse_conflicting(value: Any) -> None:
-    """Raise `UserError` if two texts in `value` differ in their credentials only, which could not be told apart."""
+    """Raise `UserError` if two strings in `value` differ only in their credentials, because masked they would be equal."""
     seen: dict[str, str] = {}
 
     def look(text: str) -> str:
@@ -59,7 +59,7 @@ def refuse_conflicting(value: Any) -> None:
 
 
 def reveal(value: Any) -> Any:
-    """What `hide` was given. Raises `UserError` for a URL whose credentials are not known here."""
+    """The inverse of `hide`. Raises `UserError` for a URL whose credentials are not known here."""
     return map_strings(value, _reveal)
 
 
@@ -73,7 +73,9 @@ def _reveal(text: str) -> str:
 
 
 def save(folder: Path, value: Any) -> None:
-    """Write the credentials that the texts of `value` need to a file in `folder` for its owner alone; no file if they need none."""
+    """Write the credentials that the strings of `value` need to a file in `folder` that only its owner can read; no file if they need
+    none.
+    """
     text = json.dumps(value, ensure_ascii=False)
     needed = {masked: real for masked, real in _known.items() if masked in text}
     if needed:
@@ -83,9 +85,9 @@ def save(folder: Path, value: Any) -> None:
 
 
 def load(folder: Path) -> None:
-    """Know what `save` wrote in `folder`, if it did. What a recipe has said since goes before it."""
+    """Load credentials that `save` wrote in `folder`, if any. Credentials of the current recipe take precedence."""
     path = folder / NAME
-    if os.path.exists(path):  # which says no of a path that can be none
+    if os.path.exists(path):  # os.path.exists returns False for invalid paths
         kept = read_json(path)
         if not isinstance(kept, dict) or not all(isinstance(real, str) for real in kept.values()):
             raise UserError(f"{path} is not what lmworks wrote; delete it and run the recipe again")

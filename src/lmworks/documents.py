@@ -1,12 +1,12 @@
-"""Where the documents of a corpus lie: SPLIT/OUTPUT/PART.parquet, with the columns of `COLUMNS`."""
+"""Paths of the documents of a corpus: SPLIT/OUTPUT/PART.parquet, with the columns `COLUMNS`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 COLUMNS = ("id", "text", "source", "domain", "language", "origin", "facts")
-"""All strings. `id` is SOURCE/PART/NUMBER, with .VARIANT behind it if a step made it of that document, `origin` the file and row that was
-read, `facts` a JSON object of what else is known."""
+"""All strings. `id` is SOURCE/PART/NUMBER, followed by .VARIANT for a variant; `origin` is the file and row that was read; `facts` is a
+JSON object."""
 
 
 def corpus_files(corpus_dir: Path, split: str) -> dict[str, list[Path]]:
@@ -18,5 +18,5 @@ def corpus_files(corpus_dir: Path, split: str) -> dict[str, list[Path]]:
 
 
 def part_path(corpus_dir: Path, split: str, output: str, part: int) -> Path:
-    """The file of one part of an output. Parts without a document have none."""
+    """The file of one part of an output. A part without documents has no file."""
     return Path(corpus_dir) / split / output / f"{part:05d}.parquet"

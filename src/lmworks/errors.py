@@ -1,14 +1,14 @@
-"""The one exception that a user can cause and mend."""
+"""The exception for errors that the user can correct."""
 
 from lmworks.masking import mask
 
-_MOST = 4000  # characters of a message, which may quote what somebody wrote
+_MOST = 4000  # characters of a message, which may quote user input
 
 
 class UserError(ValueError):
-    """Something the user can put right. The message is one line: what is wrong, where, and what to do.
+    """An error that the user can correct. The message is one line: what is wrong, where, and what to do.
 
-    The command line prints it without a traceback and exits with code 2. Credentials in URLs are masked, whoever wrote the message.
+    The command line prints it without a traceback and exits with code 2. Credentials in URLs are masked in every message.
     """
 
     def __init__(self, *what: object) -> None:
@@ -16,6 +16,6 @@ class UserError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` in one line of a bounded length, without its middle where it is longer."""
+    """`text` in one line of limited length; the middle of a longer text is left out."""
     text = " ".join(text.splitlines())
     return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"

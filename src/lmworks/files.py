@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, synced, renamed (promise 4)."""
+"""Atomic files: written to a temporary name, synced, and renamed (promise 4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 
-# What the parsers of files raise where something has another form than they expect.
+# Raised by file parsers for unexpected contents.
 _CONFUSED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _DAMAGE = (*_CONFUSED, EOFError, struct.error, zlib.error, csv.Error, gzip.BadGzipFile)
 
@@ -33,7 +33,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn a full disk into a `UserError` of one line."""
+    """Convert an error about a full disk to a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ def explain_full_disk(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or a forbidden path into a `UserError` of one line."""
+    """Convert errors about a full disk or missing permissions to a `UserError`."""
     try:
         with explain_full_disk(path):
             yield
@@ -58,9 +58,9 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` to write a file at; on success it is synced and renamed to `path`.
+    """Yield a temporary path beside `path` to write to; on success the file is synced and renamed to `path`.
 
-    On any failure the temporary file is removed and `path` is as it was.
+    On failure the temporary file is removed and `path` is unchanged.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -77,9 +77,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes, private: bool = False) -> None:
-    """Replace `path` with `data`, atomically. A `private` file is its owner's alone from its first byte on."""
+    """Replace `path` with `data`, atomically. A `private` file is readable by its owner only, from the start."""
     with atomic_path(path) as aside:
-        aside.unlink(missing_ok=True)  # what a killed process of the same number has left
+        aside.unlink(missing_ok=True)  # left by a killed process with the same id
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as handle:
             handle.write(data)
 
@@ -95,8 +95,8 @@ def write_json(path: Path, value: Any, private: bool = False) -> None:
 
 
 @contextmanager
-def explain_damage(path: Path, cure: str = "take it from where it came from again") -> Iterator[None]:
-    """Turn whatever reading a file raises, because it is not of the form that its name says, into a `UserError` of one line."""
+def explain_damage(path: Path, cure: str = "get the file again from its origin") -> Iterator[None]:
+    """Convert any error of reading a malformed file to a `UserError`."""
     try:
         yield
     except UserError:
@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of too many digits, lists in lists without end
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number with too many digits, too deep nesting
         raise UserError(f"{path} is not readable JSON ({error}); delete it to have it made again") from None
 
 

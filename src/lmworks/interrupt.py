@@ -1,11 +1,11 @@
-"""How a run that was asked to stop says so."""
+"""Exceptions of a run that stops on request."""
 
 
 class Interrupted(Exception):
-    """The work was asked to stop, and everything is saved; the message says how to go on."""
+    """The work stopped on request, and everything is saved; the message says how to resume."""
 
 
 class Preempted(Interrupted):
-    """A scheduler asked, with SIGTERM or SIGUSR1; the command ends with `EXIT_CODE`, so that the job is queued again."""
+    """A scheduler requested the stop, with SIGTERM or SIGUSR1; the command exits with `EXIT_CODE`, so that the job is queued again."""
 
     EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again

@@ -1,4 +1,4 @@
-"""Append-only files of one JSON object per line: what a kill can tear is only the last line, and that is mended."""
+"""Append-only files with one JSON object per line. A kill can damage only the last line, which is then removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1 << 12
 
 
 def line(record: dict[str, Any]) -> bytes:
-    """One record as a whole line. Numbers that are not finite become null, because JSON has no word for them."""
+    """One record as a line. Numbers that are not finite become null, because JSON cannot represent them."""
     return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
@@ -32,22 +32,22 @@ def _finite(value: Any) -> Any:
 
 
 def append(fd: int, record: dict[str, Any]) -> None:
-    """Append one record to a descriptor opened with O_APPEND. Once this returns, a kill of the process cannot lose it.
+    """Append one record to a descriptor opened with O_APPEND. After this returns, the record survives a kill of the process.
 
-    Where it fails, as on a full disk, no half of the line stays for the next one to be written behind.
+    If it fails, as on a full disk, an incomplete line is removed.
     """
     data, begin, written = memoryview(line(record)), os.fstat(fd).st_size, 0
     try:
         while data[written:]:
             written += os.write(fd, data[written:])
     except OSError:
-        if written and os.fstat(fd).st_size == begin + written:  # nobody else has written meanwhile
+        if written and os.fstat(fd).st_size == begin + written:  # no other process has written meanwhile
             os.ftruncate(fd, begin)
         raise
 
 
 def open_append(path: Path) -> int:
-    """A descriptor at the end of `path`, after a last line torn by a kill has been cut off."""
+    """A descriptor at the end of `path`; an incomplete last line is removed first."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(fd).st_size
     if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -67,7 +67,7 @@ def _last_newline(fd: int, end: int) -> int:
 
 
 def cut_tail(fd: int, drop: Callable[[dict[str, Any]], bool]) -> int:
-    """Cut the longest run of last records for which `drop` holds; returns how many. Reads only what it cuts, and one more."""
+    """Remove the longest run of last records for which `drop` is true; returns how many. Reads only these records and one more."""
     end, dropped = os.fstat(fd).st_size, 0
     while end:
         start = _last_newline(fd, end - 1) + 1
@@ -81,7 +81,7 @@ def cut_tail(fd: int, drop: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records; none if the file does not exist. A torn last line is left out; a broken line before it is a `UserError`."""
+    """All records; empty if the file does not exist. An incomplete last line is ignored; an invalid line before it is a `UserError`."""
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What this machine is: the questions that are asked of it, in one place, and the answers that may be given in its stead.
+"""Properties of this machine, in one place, and overrides of them.
 
-`LMWORKS_MACHINE="bf16=no,cores=1"` answers for a process and for those that it starts: to plan for another machine, to stay within a share
-of this one, and to test here what happens elsewhere.
+`LMWORKS_MACHINE="bf16=no,cores=1"` overrides properties for a process and its children: to plan for another machine, to use a part of this
+one, or to test the behavior on other machines.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _OVERRIDES: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def overrides() -> dict[str, Any]:
-    """The answers that `LMWORKS_MACHINE` gives. Raises `UserError`."""
+    """The values set by `LMWORKS_MACHINE`. Raises `UserError`."""
     found: dict[str, Any] = {}
     for pair in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         name, _, value = pair.partition("=")
@@ -80,13 +80,13 @@ def overrides() -> dict[str, Any]:
 
 
 def answer(name: str, ask: Callable[[], T]) -> T:
-    """What `LMWORKS_MACHINE` says to a question, else what asking the machine gives."""
+    """The value that `LMWORKS_MACHINE` sets, otherwise the result of `ask`."""
     given = overrides()
     return given[name] if name in given else ask()
 
 
 def cores() -> int:
-    """CPU cores that this process may use: those that it may run on, or the CPU quota of its container where that is less."""
+    """CPU cores that this process may use: its CPU affinity, or the CPU quota of its container if that is less."""
 
     def ask() -> int:
         own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -96,13 +96,13 @@ def cores() -> int:
 
 
 def threads() -> int:
-    """CPU threads to compute with: OMP_NUM_THREADS where it is set to fewer than the cores, and `LMWORKS_MACHINE` says nothing of them."""
+    """CPU threads to compute with: OMP_NUM_THREADS if it is less than the cores, unless `LMWORKS_MACHINE` sets cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(cores(), int(asked)) if asked.isdecimal() and int(asked) and "cores" not in overrides() else cores()
 
 
 def memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or the limit of its container where that is less."""
+    """Bytes of memory that this process may use: those of the machine, or the limit of its container if that is less."""
 
     def ask() -> int:
         import psutil
@@ -113,7 +113,7 @@ def memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of it that can be had now without swapping."""
+    """Bytes of memory that are available now without swapping."""
 
     def ask() -> int:
         import psutil
@@ -142,17 +142,17 @@ def file_system(path: Path) -> str:
 
 
 def sandbox() -> bool:
-    """Whether to try to confine untrusted programs. What the kernel has for that is seen when one is started."""
+    """Whether to try to sandbox untrusted programs. The required kernel features are checked when one is started."""
     return answer("sandbox", lambda: sys.platform == "linux")
 
 
 def speed() -> float | None:
-    """FLOP/s of training, where somebody has said it; else they are measured on the recipe's own step."""
+    """FLOP/s of training if overridden; otherwise None, and the speed is measured on the recipe's own step."""
     return answer("speed", lambda: None)
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies bf16 matrices in hardware. `LMWORKS_MACHINE` answers for CPUs only."""
+    """Whether a device multiplies bf16 matrices in hardware. `LMWORKS_MACHINE` applies to CPUs only."""
     import torch
 
     if device.type == "cuda":
@@ -168,9 +168,9 @@ _CGROUPS, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # see
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Folders that may limit this process: of its control group and of those above it, under version 1 or 2.
+    """Folders that may limit this process: its control group and the groups above it, under version 1 or 2.
 
-    A container may see the path of its group on the host, which is not there, and its own group as the root.
+    A container may see the host path of its group, which does not exist inside, and its own group as the root.
     """
     for line in _lines(_MEMBERSHIP):
         _, controllers, path = line.split(":", 2)
@@ -182,7 +182,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _cpu_quotas() -> Iterator[int]:
-    """Cores' worth of CPU time, rounded up, that each group grants."""
+    """CPU quota of each group, in cores, rounded up."""
     for folder in _control_groups("cpu"):
         figures = " ".join(_lines(folder / "cpu.max") or _lines(folder / "cpu.cfs_quota_us") + _lines(folder / "cpu.cfs_period_us"))
         quota, _, period = figures.partition(" ")
@@ -191,7 +191,7 @@ def _cpu_quotas() -> Iterator[int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one, and what is left of it. Files that the kernel may forget do not count as used."""
+    """The limit of each group that has one, and the memory left. Page cache that the kernel can reclaim does not count as used."""
     for folder in _control_groups("memory"):
         limit = " ".join(_lines(folder / "memory.max") or _lines(folder / "memory.limit_in_bytes"))
         used = " ".join(_lines(folder / "memory.current") or _lines(folder / "memory.usage_in_bytes"))

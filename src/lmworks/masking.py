@@ -1,4 +1,4 @@
-"""Text that may be shown and written: URLs without the credentials in them."""
+"""Masking of credentials in URLs, for text that is shown or written."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MASK = "***"
-# The user info of a URL: all between :// and the last @ before the path.
+# The user info of a URL: everything between :// and the last @ before the path.
 USER = re.compile(r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s/?#\"]*)@")
 _QUERY = re.compile(r"([?&;]([^=&;?#\s\"]{1,100})=)([^&;#\s\"]*)")
-_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # Azure's: what stands before the @ is no user
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # Azure: the part before the @ is not a user
 _SECRET_NAME = re.compile(r"key|token|secret|sig|pass|pwd|auth|cred|session|jwt", re.IGNORECASE)
 _SECRET_LOOK = re.compile(r"(?=[^\d]*\d)(?=[^A-Za-z]*[A-Za-z])[\w%+/=.~-]{24,}")
 
 
 def mask(text: str) -> str:
-    """`text` with *** for the user info of each URL in it, and for query values that are secret by their name or look like it."""
+    """`text` with *** for the user info of each URL, and for query values that are secret by name or form."""
     return mask_values(USER.sub(_without_user, text)) if "://" in text else text
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with each text changed, its own or those in its maps and lists."""
+    """`value` with `change` applied to every string in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -32,7 +32,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def mask_values(text: str) -> str:
-    """`text` with *** for query values that are secret by their name or look like it."""
+    """`text` with *** for query values that are secret by name or form."""
     return _QUERY.sub(_without_value, text)
 
 

@@ -1,4 +1,4 @@
-"""Work in several processes that stop with the one that started them."""
+"""Worker processes that end with the process that started them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lmworks.errors import UserError
 
 
 def map_unordered(processes: int, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (task, work(*task)) as they are done; in this process where `processes` is 1, else in so many others.
+    """Yield (task, work(*task)) in order of completion; in this process if `processes` is 1, otherwise in that many processes.
 
-    `work` is a function of a module, `tasks` hold what pickle can carry. The first error ends the rest and is raised here; a process that
-    the system killed is a UserError. Whatever ends the loop, Ctrl-C and the death of this process included, ends the others.
+    `work` is a function of a module, and `tasks` must be picklable. The first error cancels the other tasks and is raised here; a process
+    killed by the system is a UserError. Workers end whenever the loop ends, also on Ctrl-C and if this process dies.
     """
     tasks = list(tasks)
     if processes <= 1 or len(tasks) <= 1:
@@ -34,7 +34,7 @@ def map_unordered(processes: int, work: Callable[..., Any], tasks: Iterable[tupl
             yield waiting.pop(done), done.result()
         executor.shutdown()
     except BrokenProcessPool:
-        raise UserError("the system killed a worker process, most likely for want of memory; lower `threads` and run again") from None
+        raise UserError("the system killed a worker process, most likely because memory ran out; lower `threads` and run again") from None
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - before:

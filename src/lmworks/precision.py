@@ -1,4 +1,4 @@
-"""In which type a device computes fastest: a matter of the processor, so it is decided where the recipe runs."""
+"""The data type in which a device computes fastest. It depends on the processor, so it is chosen where the recipe runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _all_ranks_have_bf16 = True
 
 
 def set_bf16_on_all_ranks(all_have_bf16: bool) -> None:
-    """Once the ranks of a run have met: whether the devices of all multiply bf16, so that none decides by its own."""
+    """Set, once the ranks of a run are connected, whether the devices of all ranks multiply bf16, so that all ranks choose alike."""
     global _all_ranks_have_bf16
     _all_ranks_have_bf16 = all_have_bf16
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device, and those of all ranks of this run, multiply bf16 matrices in hardware.
+    """Whether this device, and those of all ranks of the run, multiply bf16 matrices in hardware.
 
-    A CPU that must widen them first takes several times as long as in fp32.
+    A CPU without bf16 instructions takes several times as long as in fp32.
     """
     return _all_ranks_have_bf16 and machine.multiplies_bf16(device)
 

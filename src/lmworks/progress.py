@@ -16,7 +16,7 @@ _LOG_EVERY_SECONDS = 15.0
 
 
 class Bar:
-    """One piece of long work. `advance` it; `note` replaces the text behind the bar."""
+    """The progress of one task. `advance` moves it; `note` replaces the text after the bar."""
 
     def advance(self, amount: float = 1) -> None:
         raise NotImplementedError
@@ -72,9 +72,9 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def bar(label: str, total: float | None = None, done: float = 0) -> Iterator[Bar]:
-    """Show progress for work of `total` units of which `done` are done already.
+    """Show progress of work with `total` units, of which `done` are already done.
 
-    On a terminal this is a live bar; in a log it prints a line every 15 seconds, so short work stays silent.
+    On a terminal this is a live bar; in a log it is a line every 15 seconds, so that short work prints nothing.
     """
     if not console.is_terminal:
         yield _LogBar(label, total, done)

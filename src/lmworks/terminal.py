@@ -1,4 +1,4 @@
-"""What people read: text is shown as it is, whoever wrote it. No markup in it is obeyed, and no control character reaches the terminal."""
+"""Terminal output: text is shown literally. Markup in it is not interpreted, and no control characters reach the terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and newl
 
 
 def plain(text: str) -> str:
-    """Text without the control characters that a terminal would obey: names of files and texts from anywhere may have some."""
+    """Text without control characters that a terminal would interpret: file names and documents may contain some."""
     return _CONTROL.sub("", text)
 
 
 class Terminal(Console):
-    """rich's console for text of any origin. What is to be styled is a `Text`, or the whole line has a `style`."""
+    """rich's console for text of any origin. For styles, pass a `Text`, or a `style` for the whole line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # a carriage return at the end is the caller's: rich takes it out of every text
+            # rich removes carriage returns from text, so a segment of one comes from the caller
             if segment.control or segment.text == "\r" or not _CONTROL.search(segment.text):
                 yield segment
             else:

@@ -11,7 +11,7 @@ import pytest
 
 from lmworks.corpus.analysis import trace as tracing
 from lmworks.corpus.analysis.prepared import PreparedCorpus
-from lmworks.corpus.analysis.text_diff import MOST_LINES, differences
+from lmworks.corpus.analysis.text_diff import MAX_LINES, changed_lines
 from lmworks.corpus.analysis.trace import Trace, trace
 from lmworks.errors import UserError
 
@@ -157,16 +157,16 @@ def test_what_is_no_document_is_one_line(corpus: PreparedCorpus, identity: str, 
         ("a\n", "a", ["- (empty line)"]),
         ("x" * 500 + "old tail", "x" * 500 + "new tail", ["- ..." + "x" * 30 + "old tail", "+ ..." + "x" * 30 + "new tail"]),
         ("same", "same", []),
-        ("\n".join(map(str, range(MOST_LINES))), "\n".join(map(str, range(MOST_LINES, 0, -1))), None),
+        ("\n".join(map(str, range(MAX_LINES))), "\n".join(map(str, range(MAX_LINES, 0, -1))), None),
     ],
 )
 def test_differences(before: str, after: str, shown: list[str] | None) -> None:
-    found: list[Any] = differences(before, after)
+    found: list[Any] = changed_lines(before, after)
     assert found == shown if shown is not None else "lines have become" in found[0]
 
 
 def test_many_differences_are_cut_short() -> None:
-    found = differences("\n".join(f"old {number}" for number in range(99)), "\n".join(f"new {number}" for number in range(99)), most=10)
+    found = changed_lines("\n".join(f"old {number}" for number in range(99)), "\n".join(f"new {number}" for number in range(99)), most=10)
     assert len(found) == 11 and found[-1] == "... and 188 more lines"
 
 

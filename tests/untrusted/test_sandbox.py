@@ -223,7 +223,7 @@ def test_a_launcher_that_gets_no_time_says_timeout() -> None:
     ],
 )
 def test_who_ended_a_program_decides(ended: dict[str, object], late: bool, outcome: str) -> None:
-    assert sandbox_launcher.verdict(ended, "", late, 1.0)[0] == outcome
+    assert sandbox_launcher.outcome_of(ended, "", late, 1.0)[0] == outcome
 
 
 def test_many_at_once() -> None:

@@ -12,7 +12,7 @@ __all__ = ["StreamDecoder", "Tokenizer", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: the process of a chat template needs no numpy, which alone may take all the memory that it has."""
+    """Import on first use: the process of a chat template needs no numpy, which alone may take all of its memory limit."""
     from importlib import import_module
 
     if name not in __all__:

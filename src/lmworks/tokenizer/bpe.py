@@ -1,10 +1,10 @@
-"""tokenizer.json as plain byte-pair encoding: the ranks that tiktoken needs, and the proof that it gives the same ids.
+"""tokenizer.json as plain byte-pair encoding: the ranks that tiktoken needs, and a check that it gives the same ids.
 
-SentencePiece's kind cannot be given to tiktoken, which begins with bytes and not with characters; `tokenizers` encodes it.
+SentencePiece models cannot be run by tiktoken, which starts from bytes and not from characters; `tokenizers` encodes those.
 
-`tokenizers` merges the listed pairs in the order of the list. tiktoken has no list: it merges any two neighbours whose bytes
-together are a token, the lowest id first. For merges that came out of BPE training these are the same; for an arbitrary
-tokenizer.json they need not be, so an imported one is checked (`check_same_ids`).
+`tokenizers` merges the listed pairs in the order of the list. tiktoken has no list: it merges any two neighbors whose bytes together are a
+token, the lowest id first. For merges that result from BPE training both are the same; for an arbitrary tokenizer.json they may differ, so
+an imported one is checked (`check_same_ids`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from lmworks.errors import UserError
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: printable Latin-1 for itself, the others from U+0100 on."""
+    """GPT-2's printable character for each byte: printable Latin-1 characters stand for themselves, the other bytes are numbered from
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -42,7 +44,7 @@ class Bpe:
     pattern: str
     added: dict[str, int]  # text of each added token -> id
     hidden: frozenset[str]  # the added tokens that decoding may skip
-    byte_level: bool  # else SentencePiece's kind: characters, with single bytes for those that have no entry
+    byte_level: bool  # otherwise SentencePiece's kind: characters, and single bytes for characters without an entry
 
     @property
     def vocab_size(self) -> int:
@@ -57,7 +59,7 @@ class Bpe:
 def read(spec: dict[str, Any], where: str) -> Bpe:
     """Interpret the parsed tokenizer.json `spec`. Raises a `UserError` that names `where` if it is not lossless BPE.
 
-    That is byte-level BPE as in GLM-4.x, or BPE over characters with byte fallback and no other spaces than the text's own.
+    Accepted are byte-level BPE as in GLM-4.x, and BPE over characters with byte fallback that adds no spaces.
     """
 
     def refuse(why: str) -> UserError:
@@ -79,7 +81,7 @@ def read(spec: dict[str, Any], where: str) -> Bpe:
 
     added = {token["content"]: token for token in spec.get("added_tokens", [])}
     if any(token.get("lstrip") or token.get("rstrip") or token.get("single_word") for token in added.values()):
-        raise refuse("an added token swallows the space around it")
+        raise refuse("an added token strips the space around it")
     understood = to_bytes if byte_level else _piece
     try:
         pieces = {number: understood(text) for text, number in model["vocab"].items() if text not in added}
@@ -97,7 +99,7 @@ def read(spec: dict[str, Any], where: str) -> Bpe:
 
 
 def _piece(text: str) -> bytes:
-    """<0x41> is a byte, everything else itself."""
+    """The bytes of a piece: <0x41> is one byte, other pieces are their text."""
     byte = _BYTE_PIECE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.encode()
 
@@ -127,10 +129,10 @@ def _split_pattern(pre: dict[str, Any]) -> str | None:
 def check_same_ids(bpe: Bpe, where: str) -> None:
     """`UserError` unless tiktoken with the `ranks` of a byte-level `bpe` gives the ids of the merge list for every text.
 
-    Say tiktoken, at any moment, merges neighbours x and y to T. No earlier merge crossed the ends of T, so what lies between them
-    evolved as T does alone, and x, y is where T alone stands when only merges below T's rank are used. Hence it is enough that for
-    each T this state is a listed pair, and that the list is in the order of the ids. Listed pairs that are never reached (the long
-    lists of GLM-4 and Llama 3) do no harm.
+    Proof: suppose tiktoken merges neighbors x and y to T. No earlier merge crossed the ends of T, so the bytes between them were merged as
+    in T alone, and x, y is the state of T alone after all merges below T's rank. Hence it suffices that for each T this state is a listed
+    pair, and that the list is in the order of the ids. Listed pairs that are never reached (the long lists of GLM-4 and Llama 3) are
+    harmless.
     """
     if not bpe.byte_level:
         return
@@ -142,11 +144,11 @@ def check_same_ids(bpe: Bpe, where: str) -> None:
         last = rank
     listed = set(bpe.merges)
     for token, rank in bpe.ranks.items():
-        if len(token) > 1 and alone(token, bpe.ranks, rank) not in listed:
+        if len(token) > 1 and merge_below(token, bpe.ranks, rank) not in listed:
             raise UserError(f"{where}: the token {token!r} is not reached by the merges, so fast encoding would differ from it")
 
 
-def alone(token: bytes, ranks: dict[bytes, int], below: int) -> tuple[bytes, ...]:
+def merge_below(token: bytes, ranks: dict[bytes, int], below: int) -> tuple[bytes, ...]:
     """The pieces of `token` after all merges of rank less than `below`, lowest rank and leftmost first."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:

@@ -1,14 +1,15 @@
 """Conversations to one string and to token ids, with a mask of the tokens that the assistant wrote.
 
-The template is `chat_template.jinja`, rendered as `transformers` renders it. Its form is GLM-4.x's, here in full and `brief`:
+The template is `chat_template.jinja`, rendered as `transformers` renders it. Its format is that of GLM-4.x, in full and in the `brief`
+form:
 
     [gMASK]<sop><|user|>\\nHi<|assistant|>\\n<think></think>\\nHello!<|user|>\\nBye<|assistant|>\\n<think></think>\\nSee you.
     [gMASK]<sop><|user|>\\nHi<|assistant|>\\nHello!<|user|>\\nBye<|assistant|>\\nSee you.<|endoftext|>
 
-A turn has no closing token of its own. It ends where the next role token stands, so the assistant learns to end with <|user|>, with
-<|observation|> after a tool call, and with <|endoftext|> where the conversation ends; these three are the `stop_ids`, and
-generation_config.json must list the same. What the prompt for an answer has behind <|assistant|> (brief: the newline) is not learned.
-Whether the assistant wrote a token follows from the ids alone; the template needs no markers, which some engines do not know.
+A turn has no end token of its own. It ends at the next role token, so the assistant learns to generate <|user|> at its end, <|observation|>
+after a tool call, and <|endoftext|> at the end of the conversation. These three are the `stop_ids`, and generation_config.json must list
+the same. Tokens after <|assistant|> that belong to the generation prompt (brief: the newline) have no loss. Whether the assistant wrote a
+token follows from the ids alone; the template needs no markers, which some engines do not support.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ if TYPE_CHECKING:
     from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
-# Unicode's noncharacters for internal use: one that the conversation does not contain marks what must stay text.
+# Unicode's noncharacters for internal use: one that the conversation does not contain marks text that must not become special.
 _MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 def shipped_template(name: str = "brief") -> str:
-    """The chat template of tokenizers that lmworks trains; "glm-4.6" renders the same strings as the published one."""
+    """The chat template of tokenizers trained by lmworks; "glm-4.6" renders the same strings as the published one."""
     source = files("lmworks.tokenizer").joinpath("chat_template.jinja").read_text(encoding="utf-8")
     return source if name == "brief" else source.replace("set brief = true", "set brief = false", 1)
 
 
 class Template:
-    """A compiled chat template. Templates are untrusted code: one that lmworks does not ship runs in jinja2's sandbox, in a process with
-    limits."""
+    """A compiled chat template. Templates are untrusted code: a template that lmworks does not ship runs in jinja2's sandbox, in a process
+    with limits.
+    """
 
     def __init__(self, source: str, where: str) -> None:
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
@@ -51,7 +53,9 @@ class Template:
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
-        """The conversation as one string. `thinking` False empties the thinking block of the reply to come; True leaves it to the model."""
+        """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
+        decide.
+        """
         options = {} if thinking is None else {"enable_thinking": thinking}
         try:
             return self._render(messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
@@ -60,10 +64,10 @@ class Template:
 
 
 def checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` in the form that the template wants: tool arguments that are JSON text (OpenAI's form) become objects, and thoughts
-    that an answer still has in it become its `reasoning_content`.
+    """`messages` in the form that the template expects: tool arguments that are JSON text (OpenAI's format) become objects, and thoughts
+    inside an answer become its `reasoning_content`.
 
-    Raises `UserError` naming the message that is not one.
+    Raises `UserError` that names an invalid message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise UserError("a conversation is a list of at least one message {role, content}")
@@ -90,7 +94,7 @@ def _message(number: int, message: Any) -> dict[str, Any]:
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """The published template's own rule: what stands before the last </think> is thought."""
+    """As in the published template, text before the last </think> is thought."""
     content = message["content"] if isinstance(message["content"], str) else "".join(part["text"] for part in message["content"])
     if "</think>" not in content or isinstance(message.get("reasoning_content"), str):
         return message
@@ -106,7 +110,7 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # also a number of too many digits
+        except (ValueError, RecursionError):  # also for a number with too many digits
             raise UserError(f"message {number} has a tool call whose arguments are not JSON") from None
     if not isinstance(arguments, dict):
         raise UserError(f"message {number} has a tool call whose arguments are not an object")
@@ -117,8 +121,9 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
            add_generation_prompt: bool = False, thinking: bool | None = None) -> list[int]:
     """Ids of the rendered conversation, in which only the template's own special tokens are special (and /nothink in a user's message).
 
-    Text of a message that looks like one is broken up with a marker before rendering; the marker is removed after splitting. So is the
-    beginning of one at the end of a text (apart from white space, which templates strip): the next part of the message could complete it.
+    Text of a message that looks like a special token is broken up with a marker before rendering; the marker is removed after splitting.
+    The same is done for the beginning of one at the end of a text (ignoring trailing white space, which templates strip), because the next
+    part of the message could complete it.
     """
     messages = checked(messages)
     marker = _unused_marker(messages, tools)
@@ -128,7 +133,7 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
         parts[1::2] = [part if part in allowed else part[0] + marker + part[1:] for part in parts[1::2]]
         text = "".join(parts)
         end = len(text.rstrip())
-        begun = end - tokenizer.begun_special(text[:end])
+        begun = end - tokenizer.special_prefix_length(text[:end])
         return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
 
     protected = [_map_text(message, partial(protect, allowed=OPEN if message["role"] == "user" else ())) for message in messages]
@@ -160,8 +165,8 @@ def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Seque
                    prompt_ids: Sequence[Sequence[int]]) -> list[bool]:
     """For each id, whether the assistant wrote it: the ids after <|assistant|>, up to and including the token that ends the turn.
 
-    `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is masked.
-    A turn that is followed by <|system|> or another <|assistant|> is learned without an end, since generation does not stop at those.
+    `prompt_ids` has, for each turn, the ids after <|assistant|> that belong to the prompt: the matching prefix of the turn is not counted.
+    A turn followed by <|system|> or another <|assistant|> has no end token with loss, since generation does not stop there.
     """
     mask, speaking, turns = [False] * len(ids), False, iter(prompt_ids)
     prompt: list[int] = []
@@ -180,10 +185,10 @@ def assistant_mask(ids: Sequence[int], assistant: int, system: int, stops: Seque
 
 
 def prompts(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], thinking: bool | None) -> list[list[int]]:
-    """For each answer, and for one to come, the ids behind <|assistant|> that belong to the prompt.
+    """For each answer, and for the next one, the ids after <|assistant|> that belong to the prompt.
 
-    An answer whose thoughts the template leaves out, because users have spoken since, did not begin with the empty thoughts that
-    stand in their place: they are not learned from it.
+    If the template omits the thoughts of an earlier answer and puts an empty block in their place, the block belongs to the prompt and has
+    no loss.
     """
     asked, empty = _prompt(tokenizer, template, thinking), _prompt(tokenizer, template, False)
     messages = checked(messages)

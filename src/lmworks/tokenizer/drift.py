@@ -1,4 +1,4 @@
-"""Drift: how new sources change the fertility of the tokenizer on the others, measured by two trainings, without and with them."""
+"""Drift: the effect of new sources on the tokenizer's fertility on the others, measured by training without and with them."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from rich.table import Table
 
-# A word is a run of letters, digits and underscores, with the space before it, for that is how it is met. Scripts written without
-# spaces count one word per character: Han, kana; their tokens per word may then be under one.
+# A word is a run of letters, digits and underscores with the space before it, as in running text. In scripts without spaces (Han, kana)
+# each character is a word, so tokens per word may be under one.
 _UNSPACED = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf" ?(?:[{_UNSPACED}]|[^\W{_UNSPACED}]+)")
 
@@ -30,7 +30,7 @@ class _Codec(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
-class _Foreign:
+class _ImportedTokenizer:
     """Any tokenizer.json, through `tokenizers`, for comparison only."""
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class _Foreign:
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception for every fault
+        except Exception as error:  # tokenizers raises plain Exception for every error
             raise UserError(f"{path} cannot be read as a tokenizer.json: {error}") from None
 
     def encode_batch(self, texts: list[str], threads: int | None = None) -> list[np.ndarray]:
@@ -56,7 +56,7 @@ def evaluate(tokenizers: Mapping[str, Tokenizer | Path], documents: Path, max_by
     One row per tokenizer, source and language: `bytes`, `tokens`, `bytes_per_token`, `fertility` (tokens of the whole text per
     word), `continued_words` (share of words cut into two or more tokens), `documents`, `round_trip_failures`.
     """
-    codecs: dict[str, _Codec] = {name: one if isinstance(one, Tokenizer) else _Foreign(Path(one)) for name, one in tokenizers.items()}
+    codecs: dict[str, _Codec] = {name: one if isinstance(one, Tokenizer) else _ImportedTokenizer(Path(one)) for name, one in tokenizers.items()}
     rows = []
     for paths in corpus_files(documents.parent, documents.name).values():
         for (source, domain, language), texts in sorted(_texts(paths, max_bytes).items()):

@@ -1,8 +1,8 @@
 """Byte-pair merges from word counts (Sennrich et al. 2016, arXiv:1508.07909), in numpy.
 
-All words lie in one array, a gap between any two. A merge finds the places of its pair, joins them all at once, and tells the pairs
-beside them. It gives the merges of `tokenizers`' trainer (a test compares them) from counts instead of text: the memory is that of
-the distinct words, about 30 bytes per symbol, and no count overflows 32 bits, as pair counts there do on large samples.
+All words are in one array, separated by gaps. A merge joins all occurrences of its pair at once and updates the counts of the pairs beside
+them. The merges equal those of `tokenizers`' trainer (a test compares them), but are computed from counts instead of text: memory grows
+with the distinct words, about 30 bytes per symbol, and no count overflows 32 bits, as pair counts there do on large samples.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SHIFT = 32  # a pair (a, b) is the key a << 32 | b, which sorts as the pair doe
 
 def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: Sequence[int], most: int, longest: int,
           advance: Callable[[int], object] = lambda done: None) -> list[tuple[int, int]]:
-    """Up to `most` merges, the most frequent pair first, of two equal ones the one with the lower ids; none seen only once.
+    """Up to `most` merges: the most frequent pair first, among equals the one with the lower ids. Pairs that occur once are not merged.
 
-    `symbols` (P,) int32: the words' symbol ids with one GAP before, between and behind; changed in place. `words` (P,) int32: the word
-    that each symbol is part of. `counts` (W,) int64: how often each word occurs. `lengths`: bytes of each symbol; no merge is longer
-    than `longest` bytes. The merge of number n makes the symbol len(lengths) + n.
+    `symbols` (P,) int32: the symbol ids of the words, with one GAP before, between and after them; changed in place. `words` (P,) int32:
+    the word of each symbol. `counts` (W,) int64: how often each word occurs. `lengths`: bytes of each symbol; no merge is longer than
+    `longest` bytes. Merge number n makes the symbol len(lengths) + n.
     """
     places = len(symbols)
     left, right = np.arange(-1, places - 1, dtype=np.int32), np.arange(1, places + 1, dtype=np.int32)
@@ -32,8 +32,8 @@ def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: S
     where: dict[int, np.ndarray] = {}
     heap: list[tuple[int, int]] = []
 
-    def meet(at: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-        """Take in the new pairs (first, second), each at its place."""
+    def add_pairs(at: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
+        """Add pairs (first, second) at their places."""
         keys = first.astype(np.int64) << _SHIFT | second
         order = np.argsort(keys, kind="stable")
         keys, at = keys[order], at[order]
@@ -44,8 +44,8 @@ def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: S
                 totals[key], where[key] = total, group
                 heapq.heappush(heap, (-total, key))
 
-    def part(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> None:
-        """Take out pairs that a merge has broken."""
+    def subtract_pairs(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> None:
+        """Subtract pairs that a merge has removed."""
         keys = first.astype(np.int64) << _SHIFT | second
         if len(keys) > 64:  # below, summing in numpy costs more than it saves
             keys, parts = np.unique(keys, return_inverse=True)
@@ -56,11 +56,11 @@ def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: S
 
     at = np.flatnonzero((symbols[:-1] >= 0) & (symbols[1:] >= 0)).astype(np.int32)
     if len(at):
-        meet(at, symbols[at], symbols[at + 1])
+        add_pairs(at, symbols[at], symbols[at + 1])
     merges: list[tuple[int, int]] = []
     while heap and len(merges) < most:
         negative, key = heapq.heappop(heap)
-        if totals[key] != -negative:  # other merges have broken some of them since
+        if totals[key] != -negative:  # other merges have removed some of its occurrences since
             if totals[key] > 1:
                 heapq.heappush(heap, (-totals[key], key))
             continue
@@ -69,17 +69,17 @@ def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: S
         del totals[key]
         at = at[(symbols[at] == a) & (symbols[right[at]] == b)]
         if a == b:
-            at = _every_second(at, right)
+            at = _without_overlaps(at, right)
         new = len(sizes)
         merges.append((a, b))
         sizes.append(sizes[a] + sizes[b])
         halves, weights = right[at], counts[words[at]]
         before, behind = left[at], right[halves]
         symbols[halves] = _DEAD
-        beside = symbols[before]  # dead where the symbol before is merged too: that pair is taken out once, from its left
-        part(beside[beside >= 0], np.full(int((beside >= 0).sum()), a), weights[beside >= 0])
+        beside = symbols[before]  # dead if the symbol before is merged too: that pair is subtracted once, from its left
+        subtract_pairs(beside[beside >= 0], np.full(int((beside >= 0).sum()), a), weights[beside >= 0])
         beside = symbols[behind]
-        part(np.full(int((beside >= 0).sum()), b), beside[beside >= 0], weights[beside >= 0])
+        subtract_pairs(np.full(int((beside >= 0).sum()), b), beside[beside >= 0], weights[beside >= 0])
         symbols[at], right[at], left[behind] = new, behind, at
         fresh[at] = True
         before, behind = left[at], right[at]
@@ -87,13 +87,13 @@ def learn(symbols: np.ndarray, words: np.ndarray, counts: np.ndarray, lengths: S
         fresh[at] = False
         new_at = np.concatenate([before[ahead], at[follows]])
         if len(new_at):
-            meet(new_at, symbols[new_at], symbols[right[new_at]])
+            add_pairs(new_at, symbols[new_at], symbols[right[new_at]])
         advance(1)
     return merges
 
 
-def _every_second(at: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Of places that follow on one another (a pair of equal symbols in a run) the first, third and so on."""
+def _without_overlaps(at: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Of overlapping places (a pair of equal symbols in a run) the first, third and so on."""
     if len(at) < 2:
         return at
     at = np.sort(at)

@@ -70,7 +70,7 @@ def _request(limited: LimitedProcess, source: str, variables: dict[str, Any] | N
 
 def renderer() -> Callable[[bytes], bytes]:
     """The function of the separate process: renders a template with variables; without variables it only compiles the template."""
-    import jinja2.ext  # noqa: F401  imported here, so that the first call is not charged for it
+    import jinja2.ext  # noqa: F401  imported here, so that it does not count towards the first call
     import jinja2.sandbox  # noqa: F401
 
     latest = lru_cache(1)(compiled)

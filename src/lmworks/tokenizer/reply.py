@@ -35,17 +35,17 @@ class Reply:
 class ReplyReader:
     """Parses a reply incrementally, while it is generated.
 
-    Reasoning is at the beginning, between <think> and </think>; tool calls are anywhere after it. The joined parts do not depend on how the
-    text is cut into pieces. Text without such markup comes out as it went in. White space around markup is left out; a call
-    that is incomplete or malformed stays text. `tools` are those offered: without any, nothing is a call. `thinking`: whether
-    the prompt left it to the model to think.
+    Reasoning is at the beginning, between <think> and </think>; tool calls may be anywhere after it. The concatenated parts do not depend
+    on how the text is cut into pieces. Text without such markup is returned unchanged. White space around markup is removed; an incomplete
+    or malformed call remains text. `tools` are the tools offered: without any, nothing is parsed as a call. `thinking`: whether the prompt
+    let the model decide whether to think.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, thinking: bool = True) -> None:
         self._types = dict(map(_types, tools or ()))
         self._held = self._gap = ""
         self._state = "start" if thinking else "content"
-        self._trim = not thinking  # markup has just ended: the newline behind it is no content
+        self._trim = not thinking  # markup has just ended: the newline after it is not content
 
     def push(self, text: str) -> Reply:
         """The parts that `text` completes."""
@@ -58,7 +58,7 @@ class ReplyReader:
 
     def _read(self, last: bool) -> Reply:
         reply, state = Reply(), ""
-        while state != self._state:  # a state that has changed may find something to do in what is left
+        while state != self._state:  # a new state may be able to process the remaining text
             state = self._state
             getattr(self, f"_{state}")(reply, last)
         return reply
@@ -76,7 +76,7 @@ class ReplyReader:
             reply.reasoning += thought
             self._held, self._state, self._trim = rest, "content", True
         else:
-            keep = 0 if last else _undecided(self._held, _THOUGHT)
+            keep = 0 if last else _partial_match(self._held, _THOUGHT)
             reply.reasoning += self._held[: len(self._held) - keep]
             self._held = self._held[len(self._held) - keep :]
 
@@ -90,8 +90,8 @@ class ReplyReader:
             self._gap = text[len(text.rstrip()) :]
             self._held, self._state = rest, "call"
             return
-        keep = _undecided(text, _CALL) if self._types and not last else 0
-        if self._types and not last:  # white space before a call is no content, and one may come
+        keep = _partial_match(text, _CALL) if self._types and not last else 0
+        if self._types and not last:  # white space before a call is not content, and a call may follow
             keep = len(text) - len(text[: len(text) - keep].rstrip())
         reply.content += text[: len(text) - keep]
         self._held = text[len(text) - keep :]
@@ -115,8 +115,8 @@ def read(text: str, tools: Sequence[Mapping[str, Any]] | None = None, thinking: 
     return Reply(first.reasoning + rest.reasoning, first.content + rest.content, first.calls + rest.calls)
 
 
-def _undecided(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that `mark` begins with."""
+def _partial_match(text: str, mark: str) -> int:
+    """The length of the longest suffix of `text` that is a prefix of `mark`."""
     return next(size for size in range(min(len(mark) - 1, len(text)), -1, -1) if text.endswith(mark[:size]))
 
 
@@ -127,7 +127,7 @@ def _types(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _parse(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None:
-    """name, then <arg_key> and <arg_value> pairs. None if it is not that, or names no tool that was offered."""
+    """A name, then pairs of <arg_key> and <arg_value>. None if the format differs or the tool was not offered."""
     name, _, rest = body.partition("<arg_key>")
     name = name.strip()
     if name not in types:
@@ -140,7 +140,7 @@ def _parse(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Strings are written bare, everything else as JSON: the tool's schema says which it was, and without one what reads as JSON is."""
+    """Strings are written bare, other values as JSON. The tool's schema tells which; without one, text that parses as JSON is JSON."""
     if kind == "string":
         return text
     try:

@@ -21,9 +21,9 @@ _SAMPLED = 64  # row groups of a source from which its languages are estimated
 
 
 def source_weights(recipe: Recipe, corpus_dir: Path, leave_out: Collection[str] = ()) -> dict[str, float]:
-    """The share of each output that has text in `corpus_dir`/train, over all phases by their tokens; equal shares without phases.
+    """The weight of each output that has text in `corpus_dir`/train, over all phases by their tokens; equal weights without phases.
 
-    Sources in `leave_out` have none. Raises `UserError` if one of them does not exist, or if no source is left.
+    Sources in `leave_out` are excluded. Raises `UserError` if one of them does not exist, or if no source is left.
     """
     available = corpus_files(corpus_dir, "train")
     for name in leave_out:
@@ -67,7 +67,7 @@ def shares(corpus_dir: Path, weights: Mapping[str, float], balance: float, seed:
 
 
 def _languages(paths: list[Path], source: str, seed: int) -> Counter[str]:
-    """Bytes of each language in the first row groups of the order in which `draw` reads."""
+    """Bytes of each language in the first row groups, in the order in which `draw` reads them."""
     sizes: Counter[str] = Counter()
     for file, group, _ in islice(_row_groups(paths, source, seed), _SAMPLED):
         rows = file.read_row_group(group, columns=["text", "language"])
@@ -90,9 +90,8 @@ def text_bytes(corpus_dir: Path, sources: Collection[str]) -> int:
 def draw(corpus_dir: Path, wanted: Shares, size: int, seed: int) -> Iterator[tuple[str, str, str]]:
     """Yield (source, language, text) up to `size` bytes of UTF-8, in proportion to the shares.
 
-    If a source or language runs out, the others fill its share.
-
-    The same documents in the same order for the same arguments. Memory holds one row group for each source and language.
+    If a source or language is exhausted, the others fill its share. Equal arguments give the same documents in the same order. Memory holds
+    one row group for each source and language.
     """
     files = corpus_files(corpus_dir, "train")
     streams = {(source, language): _documents(files[source], source, language, seed) for source, language in wanted}
@@ -124,7 +123,9 @@ def _documents(paths: list[Path], source: str, language: str, seed: int) -> Iter
 
 
 def _row_groups(paths: list[Path], source: str, seed: int) -> Iterator[tuple[pq.ParquetFile, int, str]]:
-    """Parts and row groups in an order keyed by the seed (hashes, so that it never changes with a library), each with a key."""
+    """Row groups of all parts in an order keyed by the seed, each with a key. Hashes are used because they do not change with library
+    versions.
+    """
     for part in _shuffled(len(paths), f"{seed}/{source}/parts"):
         with pq.ParquetFile(paths[part]) as file:
             for group in _shuffled(file.num_row_groups, f"{seed}/{source}/{part}"):

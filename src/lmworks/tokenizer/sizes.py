@@ -16,10 +16,10 @@ from lmworks.tokenizer.tokenizer import load
 
 
 def evaluate_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Measure the tokenizer of `directory` cut to each of `sizes` on the held-out text of `documents`, sources by their `weights`.
+    """Evaluate the tokenizer of `directory`, truncated to each of `sizes`, on the held-out text of `documents`, weighted by source.
 
-    A row has `entries`, `tokens_per_byte`, `bytes_per_token` and `fertility`. Sizes that its text had no merges for are left out;
-    `UserError` if none is left. The tokenizer must be one that lmworks trained.
+    A row has `entries`, `tokens_per_byte`, `bytes_per_token` and `fertility`. Sizes outside the possible range are omitted; `UserError` if
+    none is left. The tokenizer must be one that lmworks trained.
     """
     path = Path(directory) / "tokenizer.json"
     spec = read_json(path)

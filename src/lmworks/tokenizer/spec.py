@@ -8,18 +8,18 @@ from typing import Any
 from lmworks.tokenizer import special
 from lmworks.tokenizer.bpe import BYTE_OF
 
-BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]  # how SentencePiece writes a byte of a character that it has no entry for
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]  # how SentencePiece writes a byte of a character without an entry
 
 
 def byte_level(merges: list[tuple[int, int]]) -> dict[str, Any]:
-    """Byte-level BPE; the ids 0 to 255 are the bytes in the order of their stand-ins, as `tokenizers` has them."""
+    """Byte-level BPE. The ids 0 to 255 are the bytes in the order of their printable characters, as in `tokenizers`."""
     pre = [_split(special.SPLIT), {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     return _spec(_model(sorted(BYTE_OF), merges), {"type": "Sequence", "pretokenizers": pre}, decoder)
 
 
 def sentencepiece(alphabet: str, merges: list[tuple[int, int]]) -> dict[str, Any]:
-    """BPE over characters with byte fallback. Spaces stay spaces, so that text comes back exactly, U+2581 included."""
+    """BPE over characters with byte fallback. Spaces are not replaced, so that text is decoded exactly, including U+2581."""
     model = _model([*BYTE_PIECES, *alphabet], merges)
     decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
     return _spec({**model, "byte_fallback": True}, _split(special.SPLIT_DIGITS), decoder)
@@ -44,9 +44,10 @@ def _spec(model: dict[str, Any], pre_tokenizer: dict[str, Any], decoder: dict[st
 
 
 def complete_specials(spec: dict[str, Any]) -> dict[str, str]:
-    """Give a foreign tokenizer the special tokens that it lacks, as far as this needs no new ids; returns the names that were replaced.
+    """Give an imported tokenizer the special tokens that it lacks, as far as this needs no new ids; returns the replaced names.
 
-    Its own end of text becomes ours, and its reserved tokens become what else is missing: the ids, and so the rows of weights, stay.
+    Its own end of text token becomes ours, and its reserved tokens become the other missing ones: the ids, and so the rows of weights, do
+    not change.
     """
     there = {token["content"]: token for token in spec["added_tokens"]}
     vocab = spec["model"]["vocab"]
@@ -67,7 +68,7 @@ _RESERVED = re.compile(r"<\|reserved(_special_token)?_\d+\|>")
 
 
 def add_specials(spec: dict[str, Any], names: list[str], size: int) -> list[str]:
-    """Put `names` and as many reserved tokens as reach `size` behind the ordinary ids, as in GLM-4.x. Returns all added now."""
+    """Add `names`, and reserved tokens up to `size` entries, after the ordinary ids, as in GLM-4.x. Returns all added names."""
     taken = {token["content"] for token in spec["added_tokens"]}
     start = max([*spec["model"]["vocab"].values(), *(token["id"] for token in spec["added_tokens"])]) + 1
     names, number = list(names), 0
@@ -82,7 +83,7 @@ def add_specials(spec: dict[str, Any], names: list[str], size: int) -> list[str]
 
 
 def truncated(spec: dict[str, Any], size: int) -> dict[str, Any]:
-    """The tokenizer of `size` entries that the same training would have made: the first merges are the same ones.
+    """The tokenizer of `size` entries that the same training would have produced: its merges are the first merges of this one.
 
     `spec` is one of ours: its special tokens follow the ordinary ones, which follow the order of the merges.
     """

@@ -1,4 +1,4 @@
-"""The special tokens, after GLM-4.x, and the rule that cuts text into pieces before byte-pair merging."""
+"""The special tokens, after GLM-4.x, and the pattern that splits text before byte-pair merging."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ SYSTEM, USER, ASSISTANT, OBSERVATION = "<|system|>", "<|user|>", "<|assistant|>"
 CODE_PREFIX, CODE_MIDDLE, CODE_SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 NO_THINKING = "/nothink"
 
-# Markup that readers of the text (tool and reasoning parsers) look for. `tokenizers` calls it added but not special, so that decoding
-# with skip_special_tokens keeps it.
+# Markup for tool and reasoning parsers. `tokenizers` treats it as added but not special, so that decoding with skip_special_tokens
+# keeps it.
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
           "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
@@ -28,16 +28,16 @@ MORE = ("<|developer|>", "<|context|>", "<|critic|>",  # roles
 # Chat and document ends need these. An adopted tokenizer gets those that it lacks.
 REQUIRED = (END, "[gMASK]", "<sop>", SYSTEM, USER, ASSISTANT, OBSERVATION)
 
-# Any of these ends the assistant's turn. The model ends its turn by generating the next role token, as in GLM-4.x.
+# Each of these ends the assistant's turn. The model ends its turn by generating the next role token, as in GLM-4.x.
 STOPS = (END, USER, OBSERVATION)
 
 # The only special token that a user may type, as in GLM-4.x: it does not change the role.
 OPEN = (NO_THINKING,)
 
-# The split of cl100k and GLM-4, letter for letter: llama.cpp's pre-tokenizer "glm4" implements this one.
+# The exact pattern of cl100k and GLM-4, which llama.cpp's pre-tokenizer "glm4" implements.
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
-# The same with each digit alone, as SentencePiece tokenizers of the Llama 2 kind cut numbers.
+# The same with single digits, as in SentencePiece tokenizers like Llama 2's.
 SPLIT_DIGITS = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 

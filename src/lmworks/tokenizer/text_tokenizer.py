@@ -50,7 +50,7 @@ class TextTokenizer:
             self.vocab_size: int = bpe.vocab_size
             self.special: dict[str, int] = dict(sorted(bpe.added.items(), key=lambda item: item[1]))
             self.eos_id: int = self.special[special_.END]
-            self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
+            self.pad_id: int = self.eos_id  # as in GLM-4.x; padding has no loss
             self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
             self._hidden = frozenset(self.special[name] for name in bpe.hidden)
             longest_first = sorted(self.special, key=len, reverse=True)
@@ -77,7 +77,7 @@ class TextTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[np.ndarray]:
-        """The ids of each text as uint32, without special tokens; in `threads` threads where the work is worth it."""
+        """The ids of each text as uint32, without special tokens. Long batches use `threads` threads."""
         if not self._bpe.byte_level:
             found = self._reference_for_text.encode_batch(list(texts), add_special_tokens=False)
             return [np.array(one.ids, dtype=np.uint32) for one in found]
@@ -90,22 +90,22 @@ class TextTokenizer:
         """`text` cut at its special tokens: text, special, text, special, ..., text."""
         return self._special_pattern.split(text)
 
-    def begun_special(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a special token, 0 if there is none."""
+    def special_prefix_length(self, text: str) -> int:
+        """The length of the longest suffix of `text` that is the beginning of a special token; 0 if there is none."""
         most = min(self._longest_special - 1, len(text))
         return next((size for size in range(most, 0, -1) if text[-size:] in self._special_beginnings), 0)
 
     def _encode_numpy(self, text: str) -> np.ndarray:
         if self._needs_reference(text):
             return np.array(self._ordinary_by_reference(text), dtype=np.uint32)
-        # copied, because what tiktoken gives is a read-only view of its buffer
+        # copied, because tiktoken returns a read-only view of its buffer
         return np.array(self._tiktoken.encode_to_numpy(text, disallowed_special=()), dtype=np.uint32)
 
     def _needs_reference(self, text: str) -> bool:
         return not self._bpe.byte_level or (len(text) >= _LONG and _LONG_SPACE.search(text) is not None)
 
     def _ordinary_by_reference(self, text: str) -> list[int]:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a surrogate pair is no text; as tiktoken does it
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # replaces lone surrogates, as tiktoken does
         return self._reference_for_text.encode(text, add_special_tokens=False).ids
 
     @cached_property

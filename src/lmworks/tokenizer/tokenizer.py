@@ -35,11 +35,10 @@ class Tokenizer(TextTokenizer):
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
-        """The ids of the conversation, and for each whether the assistant wrote it (including the token that ends its turn).
+        """The ids of the conversation, and for each id whether the assistant wrote it (including the token that ends its turn).
 
-        Special tokens come from the template only; the same characters inside a message stay text, so that text cannot
-        impersonate another role. If the template leaves the last answer open, <|endoftext|> is appended, so that the model learns
-        to end it.
+        Special tokens come from the template only; the same characters inside a message remain text, so that text cannot impersonate
+        another role. If the template does not close the last answer, <|endoftext|> is appended, so that the model learns to end it.
         """
         ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
         if messages[-1]["role"] == "assistant" and not add_generation_prompt and ids[-1] not in self.stop_ids:

@@ -27,17 +27,17 @@ from lmworks.tokenizer.tokenizer import load
 from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
 
 _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation fill the vocabulary
-_RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, one in so many of the text, become bytes
+_RARE = 2000  # SentencePiece's character coverage of 0.9995: the rarest characters, 1 in 2,000 of the text, are encoded as bytes
 
 
 def train(
     recipe: Recipe, corpus_dir: Path, out_dir: Path, leave_out: Collection[str] = (), trained: str | None = None
 ) -> dict[str, Any]:
-    """Make the tokenizer of `recipe` from `corpus_dir`/train, without the outputs to `leave_out`, and write it into `out_dir`.
+    """Make the tokenizer of `recipe` from `corpus_dir`/train, without the outputs `leave_out`, and write it into `out_dir`.
 
     Writes tokenizer.json, tokenizer_config.json, chat_template.jinja and report.json (returned), the last with an evaluation on
-    `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries; a corpus too small for that many
-    merges leaves the rest as reserved tokens, and the report says how many. Equal input gives an equal file.
+    `corpus_dir`/validation. The vocabulary has exactly `recipe.tokenizer.vocab_size` entries. If the corpus is too small for that many
+    merges, the rest are reserved tokens, and the report has their number. Equal input gives an equal file.
 
     `trained` is the hash of the tokenizer.json that weights were trained with, empty if it is unknown. Such a file is never replaced; only
     the files beside it are written again. If it is lost, the result must have the same hash; otherwise a UserError is raised.
@@ -108,7 +108,7 @@ def _byte_level(words: WordCounts, ordinary: int) -> dict[str, Any]:
 
 
 def _sentencepiece(words: WordCounts, ordinary: int) -> dict[str, Any]:
-    """The alphabet holds the most frequent characters, together all but one in `_RARE` of the text, in at most half of the entries."""
+    """The alphabet holds the most frequent characters, which cover all but one in `_RARE` of the text, in at most half of the entries."""
     seen: Counter[str] = Counter()
     for word, number in words.counts.items():
         for char in word:
@@ -141,7 +141,7 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     spec = read_json(path)
     composes = spec.get("normalizer") == {"type": "NFC"}
     if composes:
-        spec["normalizer"] = None  # composed text, which is nearly all, has the same ids; other text comes back as it was
+        spec["normalizer"] = None  # composed text has the same ids; decomposed text is decoded exactly
     given = bpe.read(spec, str(path))
     renamed = complete_specials(spec)
     missing = [name for name in special.REQUIRED if name not in given.added and name not in renamed.values()]
@@ -152,7 +152,7 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
             f"tokenizer.vocab_size is {size}; set it to {needed} or more"
         )
     if spec.get("post_processor") and spec["post_processor"].get("type") != "ByteLevel":
-        spec["post_processor"] = None  # it would put special tokens around every text; here the caller does
+        spec["post_processor"] = None  # it would add special tokens to every text; here the caller adds them
     spec["truncation"] = spec["padding"] = None
     add_specials(spec, missing, size)
     return spec, {
@@ -162,7 +162,7 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json as `transformers` and the serving engines read it; how long a text may be is for the model to say."""
+    """tokenizer_config.json as `transformers` and the serving engines read it. The maximum length is part of the model's config."""
     entries = {str(token["id"]): {key: token[key] for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")}
                for token in spec["added_tokens"]}
     return {
@@ -179,10 +179,10 @@ def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Every way a byte-level tokenizer can lose text has an example here: spaces at ends, other scripts, broken emoji, controls, digits.
+# Examples of text that tokenizers lose: spaces at the ends, other scripts, joined emoji, control characters, digits.
 _PROBE = "  Hello,\tworld! \r\n\n  don't 12345 naïve 你好，世界 日本語 привет 👩‍👩‍👧 \u0000\u200b\ufeff e\u0301 x = {'a': [1, 2]}  \n "
 
 
 def _check_round_trip(encode: Any, decode: Any, where: str) -> None:
     if decode(encode(_PROBE)) != _PROBE:
-        raise UserError(f"{where}: text does not come back from its ids; this tokenizer loses something and cannot be used")
+        raise UserError(f"{where}: decoding does not restore the encoded text; this tokenizer is not lossless and cannot be used")

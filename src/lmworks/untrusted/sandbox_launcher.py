@@ -88,13 +88,13 @@ def enter_namespaces() -> None:
             os.setgroups([])
         except PermissionError:
             raise Refused("root has started it, and may not become another user here") from None
-    entered, tell = os.pipe()
+    entered, report_end = os.pipe()
     mapper = os.fork()
     if mapper == 0:  # a process inside the namespace can map only its own user
-        os.close(tell)
+        os.close(report_end)
         os._exit(write_maps(os.getppid(), user, group) if os.read(entered, 1) else 0)
     check(_libc.unshare(NAMESPACES), "user, process, network and mount namespaces")
-    os.write(tell, b".")
+    os.write(report_end, b".")
     _, status = os.waitpid(mapper, 0)
     if status:
         raise Refused(f"users of the namespace: {os.strerror(os.waitstatus_to_exitcode(status))}")
@@ -118,7 +118,7 @@ def build_root(source: bytes, room: int) -> list[str]:
     links: dict[str, str] = {}
     found: set[str] = set()
     for path in filter(os.path.exists, (*READABLE, sys.executable, sys.prefix, sys.base_prefix)):
-        found.add(follow(path, links))
+        found.add(resolve_links(path, links))
     trees = sorted(tree for tree in found if found.isdisjoint(map(str, Path(tree).parents)))
     check(_libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mounts of its own")
     opened = [read_only(tree) for tree in trees]
@@ -146,7 +146,7 @@ def build_root(source: bytes, room: int) -> list[str]:
     return trees
 
 
-def follow(path: str, links: dict[str, str]) -> str:
+def resolve_links(path: str, links: dict[str, str]) -> str:
     """Resolve a path, and add the symbolic links on the way to `links`."""
     at, left = "/", path.split("/")
     while left:
@@ -231,10 +231,10 @@ def filter_calls() -> None:
     check(prctl(PR_SET_SECCOMP, 2, program), "seccomp")
 
 
-def become(said: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
-    """Confine this process and execute the program, whose output goes to `said`."""
+def execute_program(output_end: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
+    """Confine this process and execute the program, whose output goes to `output_end`."""
     os.setsid()  # signals to its group reach nobody else
-    for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (said, 1), (said, 2)):
+    for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (output_end, 1), (output_end, 2)):
         os.dup2(place, number)
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no new privileges")
     landlock(trees)
@@ -247,36 +247,36 @@ def become(said: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
         raise Refused(f"{sys.executable}: {error.strerror}{whose if error.errno == errno.EACCES else ''}") from None
 
 
-def first_process(tell: int, said: int, limits: dict[str, float], trees: list[str]) -> None:
+def first_process(report_end: int, output_end: int, limits: dict[str, float], trees: list[str]) -> None:
     """First process of the namespace: start the program and report how it ended. When this process ends, all others do."""
     check(prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "end with the parent")
-    os.write(tell, b"\n")  # fails where the parent is gone already
+    os.write(report_end, b"\n")  # fails where the parent is gone already
     program = os.fork()
     if program == 0:
         try:
-            become(said, limits, trees)
+            execute_program(output_end, limits, trees)
         except (Refused, OSError) as error:
-            os.write(tell, json.dumps({"refused": str(error)}).encode())
+            os.write(report_end, json.dumps({"refused": str(error)}).encode())
         finally:
             os._exit(1)
-    os.close(said)
+    os.close(output_end)
     _, status, used = os.wait4(program, 0)
     ended = {"code": os.waitstatus_to_exitcode(status), "cpu": used.ru_utime + used.ru_stime}
-    os.write(tell, b"\n" + json.dumps(ended).encode())
+    os.write(report_end, b"\n" + json.dumps(ended).encode())
 
 
 def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
     """Run the program until it ends or reaches its time limit. Returns its outcome and detail."""
-    (report, tell), (output, said) = os.pipe(), os.pipe()
+    (report, report_end), (output, output_end) = os.pipe(), os.pipe()
     first = os.fork()
     if first == 0:
         try:
-            first_process(tell, said, limits, trees)
+            first_process(report_end, output_end, limits, trees)
         finally:
             os._exit(0)
-    os.close(tell)
-    os.close(said)
-    told, tail, late, ends = b"", b"", False, [report, output]
+    os.close(report_end)
+    os.close(output_end)
+    report_data, tail, late, ends = b"", b"", False, [report, output]
     deadline = time.monotonic() + limits["seconds"]
     while report in ends and not late:
         left = deadline - time.monotonic()
@@ -285,22 +285,22 @@ def watch(limits: dict[str, float], trees: list[str]) -> tuple[str, str]:
             if not data:
                 ends.remove(end)
             elif end == report:
-                told += data
+                report_data += data
             else:
                 tail = (tail + data)[-TAIL:]
         late = left <= 0
     os.kill(first, signal.SIGKILL)  # a child of this process, so the number is still its own
     os.waitpid(first, 0)  # returns when all in the namespace have ended
     while data := os.read(report, 1 << 16):
-        told += data
+        report_data += data
     while data := os.read(output, 1 << 16):
         tail = (tail + data)[-TAIL:]
     lines = tail.decode("utf-8", "replace").strip().splitlines()
-    ended = json.loads(told.strip().partition(b"\n")[0] or b"{}")
-    return verdict(ended, lines[-1][:LINE] if lines else "", late, limits["seconds"])
+    ended = json.loads(report_data.strip().partition(b"\n")[0] or b"{}")
+    return outcome_of(ended, lines[-1][:LINE] if lines else "", late, limits["seconds"])
 
 
-def verdict(ended: dict[str, Any], line: str, late: bool, seconds: float) -> tuple[str, str]:
+def outcome_of(ended: dict[str, Any], line: str, late: bool, seconds: float) -> tuple[str, str]:
     """(outcome, detail) from the report of the first process, the last line of output, and whether the time limit was reached."""
     code = ended.get("code")
     if "refused" in ended:

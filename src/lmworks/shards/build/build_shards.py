@@ -41,15 +41,15 @@ def build_shards(
     recipe: Recipe, corpus_dir: Path, tokenizer_dir: Path, out_dir: Path, decontaminator: Decontaminator | None = None,
     protected_sha256: str = "",
 ) -> Manifest:
-    """Write the shards of every source in `corpus_dir`; returns the manifest, which is also written, last.
+    """Write the shards of every source in `corpus_dir`; returns the manifest, which is written last.
 
-    Each document ends with <|endoftext|>. The documents of a source lie in the order of a keyed permutation, so that any stretch of a
-    shard is a fair sample of the source. Works in `threads` processes, part by part and then shard by shard. Memory: some text in each
-    process, and in this one 4 bytes per document of the largest source. Disk: the tokens twice while it works. Killed and started again
-    it keeps what was finished from the same inputs; the result is the same, whatever the number of processes. Imported sources are
-    searched with `decontaminator`, whose protected texts have the hash `protected_sha256`.
+    Each document ends with <|endoftext|>. The documents of a source are in the order of a keyed permutation, so that any stretch of a shard
+    is a random sample of the source. Uses `threads` processes, first per part and then per shard. Memory: some text in each process, and 4
+    bytes per document of the largest source in this one. Disk: twice the tokens during the build. An interrupted build keeps what was
+    finished from the same inputs; the result does not depend on the number of processes. Imported sources are searched with
+    `decontaminator`, whose protected texts have the hash `protected_sha256`.
 
-    Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that loses bytes.
+    Raises UserError for a missing or empty corpus, a broken parquet file, and a tokenizer that is not lossless.
     """
     from lmworks.tokenizer import load
 
@@ -139,7 +139,7 @@ def _jobs(recipe: Recipe, corpus_dir: Path, tokenizer_sha256: str) -> list[Job]:
 
 
 def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: Path) -> None:
-    """Every part to tokens, in the order of the corpus: reading text in shuffled order would unpack a group of rows for each document."""
+    """Encode every part in the order of the corpus. Reading text in shuffled order would decompress a row group for each document."""
     missing = [
         (path, job.prefix(out_dir, number), digest, job.fim)
         for job in jobs
@@ -157,7 +157,7 @@ def _encode(recipe: Recipe, jobs: Sequence[Job], tokenizer_dir: Path, out_dir: P
 
 
 def shuffled(jobs: Sequence[Job], out_dir: Path, seed: int, shard_tokens: int, threads: int) -> Iterator[tuple[Job, Split]]:
-    """The shards of each job from its encoded parts, which are removed; a job is given as soon as its last shard is there."""
+    """Write the shards of each job from its encoded parts, which are then removed; yields a job when its last shard is written."""
     parts = {job: [_found(job, number, out_dir) for number in range(len(job.parts))] for job in jobs}
     shards: dict[Job, list[Shard | None]] = {}
     tasks: dict[str, tuple[Job, int, Path]] = {}

@@ -1,12 +1,13 @@
-"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): a document is split in three, and the model learns to write the middle last.
+"""Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255): a document is split into three pieces, and the model learns to write the
+middle last.
 
-A cut document lies in the shards in one of two orders, with the tokenizer's own tokens between the pieces:
+A split document is stored in one of two orders, with the tokenizer's special tokens between the pieces:
 
-    <|code_prefix|> prefix <|code_suffix|> suffix <|code_middle|> middle            PSM, how editors ask
-    <|code_prefix|> <|code_suffix|> suffix <|code_middle|> prefix middle            SPM, which keeps what is typed next to what comes
+    <|code_prefix|> prefix <|code_suffix|> suffix <|code_middle|> middle            PSM, the prompt format of editors
+    <|code_prefix|> <|code_suffix|> suffix <|code_middle|> prefix middle            SPM, in which the middle follows the prefix
 
-Whether a document is cut, where, and in which order follow from the seed and its id alone. The special tokens are put in as ids, after the
-text was encoded: text never becomes a special token.
+Whether a document is split, where, and in which order follow from the seed and its id alone. The special tokens are inserted as ids after
+encoding: text never becomes a special token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PREFIX, MIDDLE, SUFFIX = "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"
 def encode_documents(
     tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str], fim: Fim | None, seed: int, threads: int | None
 ) -> list[np.ndarray]:
-    """The tokens of each text, (T,) uint32 without the closing one; those that are drawn for it in FIM order."""
+    """The tokens of each text, (T,) uint32 without the closing token; documents drawn for FIM are in one of its orders."""
     if fim is None:
         return tokenizer.encode_batch(texts, threads=threads)
     prefix, middle, suffix = (_special(tokenizer, name) for name in (PREFIX, MIDDLE, SUFFIX))

@@ -94,7 +94,7 @@ def _about(parts: Sequence[Encoded], place: np.ndarray, document: np.ndarray, to
 
 
 def _take(file: object, documents: np.ndarray) -> object:
-    """Rows of an Arrow file in the order asked for; only the batches that hold one are mapped, and of those only what is taken is read."""
+    """Rows of an Arrow file in the given order; only the batches that contain one of them are mapped and read."""
     import pyarrow as pa
 
     assert isinstance(file, pa.ipc.RecordBatchFileReader)

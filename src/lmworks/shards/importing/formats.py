@@ -75,7 +75,7 @@ def _datatrove(path: Path, dtype: str | None, eos: int) -> TokenFile:
     tokens = _raw(path, dtype)
     if not index.exists():
         return TokenFile(tokens, _split(tokens, eos))
-    return TokenFile(tokens, _ends(index, np.frombuffer(index.read_bytes(), "<u8").astype(np.int64), len(tokens)))
+    return TokenFile(tokens, _checked_ends(index, np.frombuffer(index.read_bytes(), "<u8").astype(np.int64), len(tokens)))
 
 
 def _olmo(path: Path, dtype: str | None, eos: int) -> TokenFile:
@@ -91,14 +91,14 @@ def _olmo(path: Path, dtype: str | None, eos: int) -> TokenFile:
             if len(row) >= 2 and row[1].isdigit():
                 ends.append(int(row[1]))
                 known.append((row[2] if len(row) > 2 else "", ":".join(row[3:5])))
-    return TokenFile(tokens, _ends(about, np.array(ends, np.int64), len(tokens)), known)
+    return TokenFile(tokens, _checked_ends(about, np.array(ends, np.int64), len(tokens)), known)
 
 
 def _raw(path: Path, dtype: str) -> np.ndarray:
     kind = np.dtype(dtype).newbyteorder("<")
     data = map_file(path)
     if len(data) % kind.itemsize:
-        raise UserError(f"{path} has {len(data):,} bytes, which is no whole number of {dtype} tokens; another --dtype?")
+        raise UserError(f"{path} has {len(data):,} bytes, which is not a whole number of {dtype} tokens; try another --dtype")
     return np.frombuffer(data, kind)
 
 
@@ -109,7 +109,7 @@ def _split(tokens: np.ndarray, eos: int) -> np.ndarray:
     return ends if len(tokens) == 0 or (len(ends) and ends[-1] == len(tokens)) else np.append(ends, len(tokens))
 
 
-def _ends(path: Path, ends: np.ndarray, tokens: int) -> np.ndarray:
+def _checked_ends(path: Path, ends: np.ndarray, tokens: int) -> np.ndarray:
     if len(ends) == 0 and tokens == 0:
         return ends
     if len(ends) == 0 or (np.diff(ends) < 0).any() or ends[0] < 0 or ends[-1] != tokens:

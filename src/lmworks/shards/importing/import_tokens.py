@@ -87,9 +87,9 @@ def import_tokens(
 def _require_import_folder(out_dir: Path) -> None:
     """Raise UserError for a folder with files that no import has written."""
     if out_dir.exists() and not (out_dir / MANIFEST).exists():
-        stranger = next((path.name for path in sorted(out_dir.iterdir()) if path.name not in ("encoded", "train", TOKEN_BYTES)), None)
-        if stranger is not None:
-            raise UserError(f"{out_dir} holds {stranger} and was not made by an import; choose another folder with --out")
+        unknown = next((path.name for path in sorted(out_dir.iterdir()) if path.name not in ("encoded", "train", TOKEN_BYTES)), None)
+        if unknown is not None:
+            raise UserError(f"{out_dir} holds {unknown} and was not made by an import; choose another folder with --out")
 
 
 def import_file(
@@ -109,7 +109,7 @@ def import_file(
             tokens = np.asarray(foreign.tokens[start:end], np.int64)
             start = end
             if tokens.size and (tokens.max() >= tokenizer.vocab_size or tokens.min() < 0):
-                raise _outside(path, number, tokens, tokenizer.vocab_size)
+                raise _outside_vocabulary_error(path, number, tokens, tokenizer.vocab_size)
             ended = tokens.size > 0 and int(tokens[-1]) == closing
             text = tokens[:-1] if ended else tokens
             if not text.size:
@@ -130,7 +130,7 @@ def _check_text(tokenizer: Tokenizer, kind: Format, path: Path, dtype: str | Non
         start = int(foreign.ends[number - 1]) if number else 0
         tokens = np.asarray(foreign.tokens[start : min(start + _TOKENS_OF_EACH, int(foreign.ends[number]))], np.int64)
         if tokens.size and (tokens.max() >= tokenizer.vocab_size or tokens.min() < 0):
-            raise _outside(path, number, tokens, tokenizer.vocab_size)
+            raise _outside_vocabulary_error(path, number, tokens, tokenizer.vocab_size)
         texts.append(tokenizer.decode(tokens.tolist(), skip_special=True))
     broken = sum("\ufffd" in text[:-1] for text in texts)  # the last character may be cut
     if broken > len(texts) / 2:
@@ -138,7 +138,7 @@ def _check_text(tokenizer: Tokenizer, kind: Format, path: Path, dtype: str | Non
     return tuple(text[:80] for text in texts[:3])
 
 
-def _outside(path: Path, number: int, tokens: np.ndarray, vocab_size: int) -> UserError:
+def _outside_vocabulary_error(path: Path, number: int, tokens: np.ndarray, vocab_size: int) -> UserError:
     worst = int(tokens.max()) if tokens.max() >= vocab_size else int(tokens.min())
     return UserError(
         f"{path}: document {number} holds token {worst}, outside the vocabulary of {vocab_size:,}; another tokenizer, or another --dtype?"

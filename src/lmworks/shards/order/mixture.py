@@ -125,8 +125,8 @@ def _table(slots: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     for t in range(PERIOD):
         due += rate * scale
         candidates = np.flatnonzero(due >= grace)
-        patience = (one - grace - due[candidates]) / rate[candidates]
-        chosen = candidates[np.argmin(patience)]
+        slack = (one - grace - due[candidates]) / rate[candidates]
+        chosen = candidates[np.argmin(slack)]
         turn[t], before[t] = chosen, taken[chosen]
         due[chosen] -= one
         taken[chosen] += 1

@@ -1,14 +1,14 @@
 """Promise 1: the sequences of a step are a function of (seed, phase, number of the sequence), and of nothing else.
 
-The tokens of a source are divided among the phases that use it, into adjacent ranges in proportion to how much of it each phase plans
-to read, so that no phase sees the text of another. The k-th sequence that a phase draws from a source belongs to epoch k // n over the n
+The tokens of a source are divided among the phases that use it, into adjacent ranges in proportion to how much of it each phase plans to
+read, so that no phase reads the text of another. The k-th sequence that a phase draws from a source belongs to epoch k // n over the n
 sequences of its range. It is sequence permute(k % n), under a key of that epoch. The packing defines the sequences: with `concatenate` a
-range of m tokens holds n = (m - 1) // L sequences of L + 1 tokens, and neighbors share one token (the last label of one is the first
-input of the next). With `best_fit` a sequence is a row of whole documents.
+range of m tokens holds n = (m - 1) // L sequences of L + 1 tokens, and neighbors share one token (the last label of one is the first input
+of the next). With `best_fit` a sequence is a row of whole documents.
 
 If the mixture is changed while the run is in progress, ranges that a phase has begun to read stay as they are; only the other ranges are
-divided again. The order does not depend on ranks, micro-batches or restarts, and it has no state to save. `lmworks.shards.order.rank` has
-the way from a step to the sequences that a rank reads.
+divided again. The order does not depend on ranks, micro-batches or restarts, and it has no state to save. `lmworks.shards.order.rank`
+describes the way from a step to the sequences that a rank reads.
 """
 
 from __future__ import annotations

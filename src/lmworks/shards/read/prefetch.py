@@ -49,7 +49,7 @@ class Prefetch:
             return self._ready.get(timeout=self._patience)
         except queue.Empty:
             return UserError(
-                f"no batch came for {self._patience:,.0f} s (stability.data_timeout): the storage of the shards does not answer; "
+                f"no batch arrived for {self._patience:,.0f} s (stability.data_timeout): the storage of the shards does not answer; "
                 "check that it can be read, then run the same command again"
             )
 

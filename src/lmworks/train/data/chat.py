@@ -73,7 +73,7 @@ class _Protected:
         self.questions, self._decontaminator = questions, decontaminator
         self._what = recipe.corpus.decontaminate.action if recipe.corpus.decontaminate else "report"
 
-    def looked_through(self, data: ChatData, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
+    def find_contaminated(self, data: ChatData, rows: Sequence[Row]) -> Iterator[tuple[Row, str]]:
         """Each row with the evaluation item that it holds, if any, if decontamination drops such rows."""
         decontaminator = self._decontaminator
         if decontaminator is None or self._what == "report" or data.kind == "tasks":
@@ -175,7 +175,7 @@ def _write(data: ChatData, rows: Iterator[Row], recipe: Recipe, tokenizer: Token
     with ExitStack() as stack:
         writers = {split: stack.enter_context(IndexedWriter(out_dir / split / data.name, token_dtype(tokenizer.vocab_size), mask=True))
                    for split in counts}
-        for row, item in protected.looked_through(data, [row for _, _, row in chosen]):
+        for row, item in protected.find_contaminated(data, [row for _, _, row in chosen]):
             if kept == data.count:
                 break
             if item:
