@@ -56,7 +56,9 @@ def evaluate(tokenizers: Mapping[str, Tokenizer | Path], documents: Path, max_by
     One row per tokenizer, source and language: `bytes`, `tokens`, `bytes_per_token`, `fertility` (tokens of the whole text per
     word), `continued_words` (share of words cut into two or more tokens), `documents`, `round_trip_failures`.
     """
-    codecs: dict[str, _Codec] = {name: one if isinstance(one, Tokenizer) else _ImportedTokenizer(Path(one)) for name, one in tokenizers.items()}
+    codecs: dict[str, _Codec] = {
+        name: one if isinstance(one, Tokenizer) else _ImportedTokenizer(Path(one)) for name, one in tokenizers.items()
+    }
     rows = []
     for paths in corpus_files(documents.parent, documents.name).values():
         for (source, domain, language), texts in sorted(_texts(paths, max_bytes).items()):
