@@ -8,7 +8,7 @@ The kernel enforces the following. If any of it is not available, the program is
 - Processes: a PID namespace without /proc, and one process, which may have threads. So the limits of memory and CPU time hold for
   everything that the program does.
 - System calls (seccomp): no keyrings, no shared memory, no namespaces, mounts or tracing.
-- Users: no gain of privileges, and never root's user id, whoever starts it. The environment is clean and holds no keys.
+- Users: no gain of privileges, and never root's user id, even if root starts it. The environment is clean and holds no keys.
 - Time: enforced by a process that the program cannot reach.
 
 Limits of the sandbox: it is not a virtual machine, so a kernel vulnerability is one of the sandbox. Programs share the machine's clock and

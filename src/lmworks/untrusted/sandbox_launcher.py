@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NOBODY = 65534
-FOLDER, PROGRAM, BASE = "/sandbox", "/program.py", "/usr"  # what the program may write; what it is; any directory to mount its root on
+FOLDER, PROGRAM, BASE = "/sandbox", "/program.py", "/usr"  # writable folder; the program; any directory on which its root is mounted
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero")
 MOST_FILES = 4096
 TAIL, LINE = 4096, 300
@@ -46,13 +46,13 @@ CLONE, SOCKET = (56, 220), (41, 198)
 CLONE3 = 435
 DENIED = (
     *((57, None), (58, None)),  # fork, vfork: one process, so that the limit of its memory is that of all
-    *((319, 279), (447, 447), (29, 194), (64, 190), (68, 186)),  # memfd_create, memfd_secret, shmget, semget, msgget: memory beside it
-    *((248, 217), (249, 218), (250, 219)),  # add_key, request_key, keyctl: the keyrings of whoever started this
+    *((319, 279), (447, 447), (29, 194), (64, 190), (68, 186)),  # memfd_create, memfd_secret, shmget, semget, msgget: more memory
+    *((248, 217), (249, 218), (250, 219)),  # add_key, request_key, keyctl: the keyrings of the user who started this
     *((272, 97), (308, 268), (165, 40), (166, 39), (155, 41), (161, 51)),  # unshare, setns, mount, umount2, pivot_root, chroot
     *((number, number) for number in (*range(428, 434), 442, 467)),  # the newer calls around mounts
     *((101, 117), (310, 270), (311, 271), (438, 438)),  # ptrace, process_vm_readv, process_vm_writev, pidfd_getfd
-    *((103, 116), (298, 241), (321, 280), (323, 282)),  # syslog, perf_event_open, bpf, userfaultfd: of the machine, not of a program
-    *((425, 425), (426, 426), (427, 427)),  # io_uring, which would do all of this without being asked
+    *((103, 116), (298, 241), (321, 280), (323, 282)),  # syslog, perf_event_open, bpf, userfaultfd: concern the whole machine
+    *((425, 425), (426, 426), (427, 427)),  # io_uring, which would bypass this filter
 )
 CLONE_THREAD, AF_INET, AF_INET6, X32 = 0x10000, 2, 10, 0x40000000
 LOAD, IF_EQUAL, IF_FROM, IF_ANY_OF, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
@@ -217,7 +217,7 @@ def filter_calls() -> None:
     rules = [
         *((LOAD, 0, 0, 4), (IF_EQUAL, 1, 0, processor), (RETURN, 0, 0, KILL)),  # 32-bit programs have other numbers
         *((LOAD, 0, 0, 0), (IF_FROM, 0, 1, X32), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
-        # its flags lie in memory, where no filter can see them; the C library then takes clone
+        # its flags are in memory, which filters cannot read; the C library falls back to clone
         *((IF_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)),
         *(rule for number in denied for rule in ((IF_EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL | errno.EPERM))),
         *((IF_EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, 16), (IF_ANY_OF, 0, 1, CLONE_THREAD)),
@@ -233,7 +233,7 @@ def filter_calls() -> None:
 
 def execute_program(output_end: int, limits: dict[str, float], trees: list[str]) -> NoReturn:
     """Confine this process and execute the program, whose output goes to `output_end`."""
-    os.setsid()  # signals to its group reach nobody else
+    os.setsid()  # signals to its process group reach no other process
     for place, number in ((os.open("/dev/null", os.O_RDONLY), 0), (output_end, 1), (output_end, 2)):
         os.dup2(place, number)
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no new privileges")

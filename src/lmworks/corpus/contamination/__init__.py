@@ -24,7 +24,8 @@ three words: formulas, code, brackets, emoji) is compared with its symbols, with
 symbols than words. In all other text symbols are ignored.
 
 On many machines, every process builds the same `Decontaminator` from the same protected texts. `scan` maps over the parts of the corpus,
-`seen` adds up the `Findings` of all parts, and with this sum the `suspects` of each part are decided one by one (`judge`).
+`count_documents` adds up the `Findings` of all parts, and with this sum the `suspect_documents` of each part are decided one by one
+(`find_matches`).
 """
 
 from lmworks.corpus.contamination.decontaminator import HELD_OUT, Decontaminator, Findings, Match, Question, Shared, Widespread

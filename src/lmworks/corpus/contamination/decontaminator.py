@@ -369,7 +369,7 @@ class Decontaminator:
         for count, owner, place, length in where:
             if passages and passages[-1][:2] == [count, owner] and place <= passages[-1][3]:
                 passages[-1][3] = place + length
-            elif not any(owner == told[1] and place < told[3] and told[2] < place + length for told in passages):
+            elif not any(owner == known[1] and place < known[3] and known[2] < place + length for known in passages):
                 if len(passages) == most:
                     break
                 passages.append([count, owner, place, place + length])

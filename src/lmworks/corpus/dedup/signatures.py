@@ -1,5 +1,5 @@
-"""The data by which documents are compared with each other: keys of text and URL, and the sketch. One Arrow file per part, memory-mapped,
-so that only the data in use takes memory.
+"""Signatures: the data by which documents are compared with each other (keys of text and URL, and the sketch). One Arrow file per part,
+memory-mapped, so that only the data in use takes memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Column:
 
 
 class SignatureWriter:
-    """Collects the traces of one part, batch by batch, in unnamed files in `folder`; `close` writes the result."""
+    """Collects the signatures of one part, batch by batch, in unnamed files in `folder`; `close` writes the result."""
 
     def __init__(self, folder: Path, sketching: Sketching | None, embed: Embed | None = None) -> None:
         self._folder, self._sketching, self._embed = folder, sketching, embed
@@ -101,7 +101,7 @@ class SignatureWriter:
 
 @dataclass(frozen=True)
 class Signatures:
-    """The traces of one part of a source. Cheap to send to another process: columns are mapped on first use."""
+    """The signatures of one part of a source. Cheap to send to another process: columns are mapped on first use."""
 
     path: Path
     source: Source

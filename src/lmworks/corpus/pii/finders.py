@@ -30,7 +30,7 @@ _WORLDWIDE = (
 )
 _ENDINGS = frozenset(_WORLDWIDE.split())
 _EXAMPLES = re.compile(r"(?:^|\.)(?:example|test|invalid|localhost|local|localdomain|domain|foo|bar|baz|host)(?:\.[a-z]+)?$")
-_NOBODY = frozenset({"git", "hg", "svn", "noreply", "no-reply", "donotreply", "do-not-reply"})
+_MACHINE_ACCOUNTS = frozenset({"git", "hg", "svn", "noreply", "no-reply", "donotreply", "do-not-reply"})
 
 _IPV4 = re.compile(r"(?<![\w.])(?<![vV<>~^-])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![\w-]|\.[\w*])", re.ASCII)
 _VERSION = re.compile(
@@ -120,7 +120,7 @@ def emails(text: str) -> Iterator[Span]:
         local = found[0][: found[0].index("@")].lower()
         if not (ending.islower() or ending.isupper()) or (len(ending) > 2 and ending.lower() not in _ENDINGS):
             continue
-        if local in _NOBODY or _EXAMPLES.search(domain):
+        if local in _MACHINE_ACCOUNTS or _EXAMPLES.search(domain):
             continue
         yield found.span()
 

@@ -103,15 +103,15 @@ class Order:
         self.left_out: list[str] = []
         self.mixtures = [self._plan(phase, steps) for phase, steps in zip(recipe.train.phases, self.timeline.phases, strict=True)]
         in_order = sorted(overrides, key=lambda change: change.step)
-        asked = [(change.step, self._mixture(f"step {change.step}", change.mixture)) for change in in_order]
-        names = [plan.names for plan in self.mixtures] + [mixture.names for _, mixture in asked]
+        requested = [(change.step, self._mixture(f"step {change.step}", change.mixture)) for change in in_order]
+        names = [plan.names for plan in self.mixtures] + [mixture.names for _, mixture in requested]
         self.sources = sorted(set().union(*names))
         self._shares: list[dict[str, Share]] = [{} for _ in self.mixtures]
         self._epoch_orders: list[dict[str, EpochOrder]] = [{} for _ in self.mixtures]
         planned = [self._planned(number) for number in range(len(self.mixtures))]
         for source in self.sources:
             self._divide(source, planned, 0)
-        for step, mixture in asked:
+        for step, mixture in requested:
             self._change(step, mixture)
         self._source_index = [np.array([self.sources.index(name) for name in plan.names]) for plan in self.mixtures]
         self._check(recipe.shards.max_epochs)
@@ -192,7 +192,7 @@ class Order:
             if not before < step < steps.steps:
                 raise UserError(
                     f"phase {phase.name}: the mixture change at {change.at.text()} falls on step {step} of the phase's {steps.steps}; "
-                    "changes stand in their order, inside the phase and at different steps"
+                    "changes must be in order, inside the phase and at different steps"
                 )
             plan, before = plan.changed(steps.before(step), self._mixture(f"phase {phase.name}", change.mixture)), step
         return plan

@@ -16,7 +16,7 @@ class Prefetch:
     """Yields `make(start)`, ..., `make(stop - 1)`; a thread stays up to `depth` batches ahead.
 
     It has no state to save: start it at any step. `waited` is how long the last `next` waited, in seconds
-    (perf/data_wait), and an error while reading is raised where the batch is asked for; so is a `UserError` after `patience` seconds
+    (perf/data_wait), and an error while reading is raised by `next`; so is a `UserError` after `patience` seconds
     without one. Use it as a context manager, or `close` it.
     """
 
@@ -75,7 +75,7 @@ class Prefetch:
                 if not self._offer(make(step)):
                     return
             self._offer(None)
-        except BaseException as error:  # handed to the thread that asks for the batch
+        except BaseException as error:  # passed to the thread that requests the batch
             self._offer(error)
 
     def _offer(self, item: Batch | BaseException | None) -> bool:

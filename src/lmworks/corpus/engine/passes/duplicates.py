@@ -46,7 +46,7 @@ def _exact_duplicates_path(job: Job) -> Path:
 
 
 def band_tasks(job: Job) -> Sequence[int]:
-    """The tasks of `near_duplicates`: one per band; fewer for small corpora, where reading the traces takes most of the time."""
+    """The tasks of `near_duplicates`: one per band; fewer for small corpora, where reading the signatures takes most of the time."""
     if not job.sketching:
         return ()
     return range(min(job.sketching.bands, 1 + sum(piece.bytes for piece in job.pieces) // _BYTES_PER_BAND))

@@ -1,7 +1,7 @@
 """The first passes: draw documents up to `max_bytes`, read each part, apply the steps, and stage the results for later passes.
 
 Per part, staging/read has the documents that the steps kept (parquet), a row per document that was read (`decisions`), keys and sketches of
-the kept documents (`traces`), their sizes and the keys by which documents are held out (`keys`), and counts (`counts`).
+the kept documents (signatures, `traces`), their sizes and the keys by which documents are held out (`keys`), and counts (`counts`).
 """
 
 from __future__ import annotations
