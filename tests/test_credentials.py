@@ -189,7 +189,7 @@ def test_a_wrong_password_is_one_line_without_it(tmp_path: Path, port: int, path
     recipe = tmp_path / "far.yaml"
     recipe.write_text(RECIPE.format(password="wr0ng-pw", token=TOKEN, port=port).replace("/user.jsonl", f"/{path}"))
     resolved = load_recipe(recipe, [f"run_dir={tmp_path / 'run'}"])
-    said = r"source user: path: http://\*\*\*@127\S* refuses access .*; see which key or password is used"
+    said = r"source user: path: http://\*\*\*@127\S* denies access .*; check the key or password"
     with pytest.raises(UserError, match=said) as caught:
         run_stages(resolved, last="corpus", on_event=lambda _: None, resume_command="")
     assert not re.search("wr0ng-pw|Basic|\n", str(caught.value))

@@ -87,14 +87,14 @@ def test_a_gate_that_reports_names_the_leak_and_keeps_it(lmworks: Lmworks, leaky
     report = json.loads((tmp_path / "run/corpus/report.json").read_text())
     (leak,) = report["contamination"]
     assert leak["id"] == "mine/0/1" and leak["against"].startswith("riddles") and QUESTION[:30] in leak["passage"]
-    assert "kept, but holds protected text" in lmworks("corpus", "trace", tmp_path / "run", "mine/0/1").out
+    assert "kept, but contains protected text" in lmworks("corpus", "trace", tmp_path / "run", "mine/0/1").out
 
 
 def test_a_gate_that_fails_stops_the_command_and_names_the_leak(lmworks: Lmworks, leaky: Callable[[str], Path], tmp_path: Path) -> None:
     recipe = leaky("fail")
     for _ in range(2):  # a second try finds it again
         error = lmworks("corpus", "prepare", recipe).error
-        assert "1 training documents hold protected text, the first mine/0/1 that of riddles" in error
+        assert "1 training documents contain protected text, the first mine/0/1 that of riddles" in error
         assert "set corpus.decontaminate.action to drop" in error
         assert not (tmp_path / "run/corpus/report.json").exists()
     assert lmworks("corpus", "prepare", recipe, "--set", "corpus.decontaminate.action=drop").code == 0

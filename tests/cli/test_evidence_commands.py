@@ -119,10 +119,10 @@ def test_diff_says_by_its_exit_code_whether_anything_differs(lmworks: Lmworks, t
     [
         (("analyze", "{tmp}"), "has no corpus; make it with: lmworks corpus prepare RECIPE"),
         (("analyze", "nothing.yaml"), "there is no recipe"),
-        (("sample", "{run}", "--reason", "blue"), "no document of reason blue; there are: "),
+        (("sample", "{run}", "--reason", "blue"), "no document with reason blue; it has: "),
         (("trace", "{run}"), "name a document"),
         (("trace", "{run}", "docs/0/1", "--step", "1"), "name a document"),
-        (("trace", "{run}", "docs"), "no document id"),
+        (("trace", "{run}", "docs"), "is not a document id"),
         (("trace", "{run}", "docs:999999999"), "there is no token 999,999,999"),
         (("trace", "{run}", "birds:1"), "source birds has no shards"),
         (("trace", "{run}", "--step", "1", "--sequence", "999"), "there is no sequence 999"),

@@ -103,7 +103,7 @@ def test_a_source_that_is_gone_leaves_what_was_kept(tmp_path: Path) -> None:
     whole = analyze(corpus.out, CHARACTERS, ALL)["whole"]
     (tmp_path / "rows.jsonl").unlink()
     found = analyze(corpus.out, CHARACTERS, ALL)
-    assert "is gone" in found["unread"]["pages"]
+    assert "no longer exists" in found["unread"]["pages"]
     assert found["whole"]["train"] == whole["train"]
     pages = found["sources"][0]
     assert pages["read"]["tokens"] is None and pages["read"]["documents"] == 20

@@ -91,7 +91,7 @@ def test_buckets(tmp_path: Path) -> None:
         assert drawn and all((pages.index(one.text) >= 15) is good for one in drawn)
         assert {one.output for one in sample(corpus, SampleFilter(bucket=name, fate="train"), ALL)} == {f"train/scored.{name}"}
     for choice, told in (
-        (SampleFilter(bucket="middle"), "there are: bucket high, bucket low"),
+        (SampleFilter(bucket="middle"), "it has: bucket high, bucket low"),
         (SampleFilter(bucket="high", reason="duplicate"), "leave out the reason"),
         (SampleFilter(bucket="high", fate="rules"), "leave out the fate rules"),
     ):
@@ -100,9 +100,9 @@ def test_buckets(tmp_path: Path) -> None:
 
 
 def test_what_there_is_none_of_is_told_with_what_there_is(corpus: PreparedCorpus) -> None:
-    with pytest.raises(UserError, match=r"no document of reason too_green; there are: .*rules mean_word_length"):
+    with pytest.raises(UserError, match=r"no document with reason too_green; it has: .*rules mean_word_length"):
         sample(corpus, SampleFilter(reason="too_green"))
-    with pytest.raises(UserError, match="no source 'books'; there are: pages, code"):
+    with pytest.raises(UserError, match="no source 'books'; it has: pages, code"):
         sample(corpus, SampleFilter(source="books"))
 
 

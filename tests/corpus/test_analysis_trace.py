@@ -80,7 +80,7 @@ def test_a_copy_names_its_original_and_a_leak_its_passage(traces: dict[str, Trac
     copies = [one for one in traces.values() if one.decision["fate"] == "dedup"]
     assert copies
     for one in copies:
-        assert one.decision["copy_of"] in one.moments[-1].outcome and "came to" in one.moments[-1].outcome
+        assert one.decision["copy_of"] in one.moments[-1].outcome and "whose fate is" in one.moments[-1].outcome
     leak = next(one for one in traces.values() if one.decision["detail"] == "riddles/0")
     assert any(made.QUESTION[:-1] in line for line in leak.moments[-1].changed)
     for one in traces.values():
@@ -137,8 +137,8 @@ def test_relative_paths_start_where_the_corpus_was_made(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("identity", "told"),
     [
-        ("pages", "no document id"),
-        ("pages/x/1", "no document id"),
+        ("pages", "is not a document id"),
+        ("pages/x/1", "is not a document id"),
         ("books/0/1", "no source 'books'"),
         ("pages/99/1", "no part 99"),
         ("pages/0/999999", "ends before it"),
@@ -162,7 +162,7 @@ def test_what_is_no_document_is_one_line(corpus: PreparedCorpus, identity: str, 
 )
 def test_differences(before: str, after: str, shown: list[str] | None) -> None:
     found: list[Any] = changed_lines(before, after)
-    assert found == shown if shown is not None else "lines have become" in found[0]
+    assert found == shown if shown is not None else "lines were replaced by" in found[0]
 
 
 def test_many_differences_are_cut_short() -> None:

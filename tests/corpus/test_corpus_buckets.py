@@ -99,7 +99,7 @@ def test_another_weight_leaves_the_corpus_and_another_classifier_does_not(folder
 
 
 def test_buckets_by_what_nobody_measures_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="source web has buckets by the fact 'beauty', which neither it nor a step for it gives"):
+    with pytest.raises(UserError, match="source web has buckets by the fact 'beauty', which neither the source nor a step provides"):
         prepare(recipe(folder, bucket_by="beauty"), tmp_path / "corpus")
     mine = tmp_path / "mine.py"
     mine.write_text(

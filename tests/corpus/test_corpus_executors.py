@@ -126,7 +126,7 @@ def test_the_tasks_of_a_pass_are_dealt_out_whole(texts: Path, tmp_path: Path) ->
     assert all(pass_named(PASSES, "read").is_done(job, piece) for piece in job.pieces)
     with pytest.raises(UserError, match=rf"the pass read has {len(job.pieces)} tasks, numbered from 0"):
         batch_task.run_tasks(job.out, "read", 99, 100)
-    with pytest.raises(UserError, match="there is no pass 'reed' of a corpus job; there are: size, draw, read"):
+    with pytest.raises(UserError, match="a corpus job has no pass 'reed'; it has: size, draw, read"):
         batch_task.run_tasks(job.out, "reed", 0, 1)
 
 

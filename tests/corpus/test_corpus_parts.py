@@ -251,5 +251,5 @@ def test_a_web_server_that_goes_away_stops_the_run(tmp_path: Path, server: str) 
     (part,) = parts(given, 1000)
     assert Part.from_json(part.as_json()) == part
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(UserError, match=r"source mine: cannot go on reading http.*; run the same command again"):
+    with pytest.raises(UserError, match=r"source mine: cannot continue reading http.*; run the same command again"):
         list(read(given, part, 1000))

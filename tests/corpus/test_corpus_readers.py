@@ -253,5 +253,5 @@ def test_a_lost_connection_to_the_hub_stops_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(huggingface, "_rows", lambda source: Rows())
     found = read(source("huggingface", path="some/set"), Part((File("some/set", 0),), 0, (0, 1)), LIMIT)
     assert next(found).text == "first"
-    with pytest.raises(UserError, match="source mine: cannot go on reading hub://some/set: timed out; run the same command again"):
+    with pytest.raises(UserError, match="source mine: cannot continue reading hub://some/set: timed out; run the same command again"):
         next(found)

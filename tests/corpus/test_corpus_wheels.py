@@ -48,7 +48,7 @@ def test_fetched_once_then_from_the_cache(index: str, tmp_path: Path) -> None:
 
 def test_another_file_is_refused_with_both_hashes(index: str, tmp_path: Path) -> None:
     wrong = "0" * 64
-    with pytest.raises(UserError, match=f"some-text==1.2: the fetched file has sha256 {index}, the recipe pins {wrong}; it was not used"):
+    with pytest.raises(UserError, match=f"some-text==1.2: the downloaded file has sha256 {index}, but the recipe pins {wrong}; it was not used"):
         wheel("some-text==1.2", wrong)
     assert not list((tmp_path / "cache" / "wheels").glob("*.whl"))
 
@@ -61,7 +61,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_anew(index: str, tmp_path: Path)
 
 def test_what_cannot_be_fetched_is_unavailable_and_says_why(index: str) -> None:
     with pytest.raises(
-        Unavailable, match=r"cannot fetch no-such-text==9 with pip \(.*no-such-text.*\); check the network or put the wheel into"
+        Unavailable, match=r"cannot download no-such-text==9 with pip \(.*no-such-text.*\); check the network or put the wheel into"
     ):
         wheel("no-such-text==9", index)
 

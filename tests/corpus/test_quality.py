@@ -151,10 +151,10 @@ def test_a_file_that_is_none_or_was_changed_is_refused(classifier: Classifier, t
     with pytest.raises(UserError, match=r"there is no classifier at .*q\.safetensors; make it with: lmworks corpus classifier train"):
         Classifier.load(path)
     path.write_bytes(b"\x80\x04 not safetensors")
-    with pytest.raises(UserError, match="is no safetensors file"):
+    with pytest.raises(UserError, match="is not a safetensors file"):
         Classifier.load(path)
     save_file({"weights": classifier.weights}, path)
-    with pytest.raises(UserError, match="is no quality classifier"):
+    with pytest.raises(UserError, match="is not a quality classifier"):
         Classifier.load(path)
     classifier.save(path)
     data = bytearray(path.read_bytes())
@@ -221,7 +221,7 @@ def test_labels_come_as_words_truths_and_scores(tmp_path: Path) -> None:
     assert sorted(good) == ["text 0", "text 2", "text 4", "text 6", "text 7"] and sorted(bad) == ["text 1", "text 3", "text 5"]
     good, bad = labeled(write(0, 2.5, 3, 5, 1), "label", 3, 100, 0)
     assert (sorted(good), sorted(bad)) == (["text 2", "text 3"], ["text 0", "text 1", "text 4"])
-    with pytest.raises(UserError, match=r"labels.jsonl:2 has the score 4; say from which score on a document is good with --minimum"):
+    with pytest.raises(UserError, match=r"labels.jsonl:2 has the score 4; give the smallest good score with --minimum"):
         labeled(write(0, 4), "label", None, 100, 0)
     with pytest.raises(UserError, match=r"labels.jsonl:1 has the label 'meh'; labels are true or false"):
         labeled(write("meh"), "label", None, 100, 0)

@@ -82,9 +82,9 @@ def test_options_reach_the_generator() -> None:
 
 @pytest.mark.parametrize("options", [{"min_num_statement": 3}, {"min_num_statements": 0}])
 def test_options_that_the_generator_does_not_take_are_named(options: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"evaluate\.tasks\.needle_haystack\.options: reasoning-gym refuses them \(.*min_num_statement"):
+    with pytest.raises(UserError, match=r"evaluate\.tasks\.needle_haystack\.options: reasoning-gym rejects them \(.*min_num_statement"):
         tasks.generate_tasks(named("needle_haystack", **options), 1)
-    with pytest.raises(UserError, match=r"evaluate\.tasks\.aiw\.options: reasoning-gym refuses them"):  # raised by its first item
+    with pytest.raises(UserError, match=r"evaluate\.tasks\.aiw\.options: reasoning-gym rejects them"):  # raised by its first item
         tasks.generate_tasks(named("aiw", task_types=["siblings"], task_type_weights=[1.0]), 1)
 
 

@@ -290,7 +290,7 @@ def test_one_line_for_a_wrong_key_without_it(server: Server, bucket: str, far: T
             lambda: save(tmp_path / "saved", url),
             lambda: Tiny(far.recipe, tmp_path / "run").walk(last="corpus"),
         ):
-            with pytest.raises(UserError, match=r"s3://\S+ refuses access \(.*\); see which key or password is used") as caught:
+            with pytest.raises(UserError, match=r"s3://\S+ denies access \(.*\); check the key or password") as caught:
                 act()
             assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
         arguments = command("restore", url, str(tmp_path / "new"))

@@ -72,7 +72,7 @@ def test_storage_that_does_not_answer_is_not_waited_for_for_ever() -> None:
         return empty(step)
 
     ready = Prefetch(hangs, 0, 4, patience=1)
-    with pytest.raises(UserError, match=r"no batch came for 1 s \(stability.data_timeout\)"):
+    with pytest.raises(UserError, match=r"no batch arrived for 1 s \(stability.data_timeout\)"):
         next(ready)
     answer.set()
     ready.close()
