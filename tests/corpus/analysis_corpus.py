@@ -26,7 +26,7 @@ FOOTER = "Printed by the office of weights and measures, third floor, on recycle
 
 
 def pages(count: int) -> list[str]:
-    """Pages of the Python reference, unlike each other."""
+    """Pages of the Python reference, all different."""
     from pydoc_data.topics import topics
 
     long = [topics[name].strip() for name in sorted(topics) if len(topics[name]) > 600]
@@ -34,7 +34,7 @@ def pages(count: int) -> list[str]:
 
 
 def rows() -> list[str]:
-    """Pages with what is planted among them."""
+    """Pages with planted duplicates, leaks and errors among them."""
     rng, found = random.Random(11), pages(40)
     noise = ["".join(rng.choice("qxzvkjw 0123456789") for _ in range(900)) for _ in range(6)]
     footed = [f"{page}\n{FOOTER}" for page in found[20:26]]

@@ -17,7 +17,7 @@ def source(kind: str, **more: Any) -> Source:
 
 
 def items(kind: str, limit: int = LIMIT, part_bytes: int = 1 << 40, **more: Any) -> list[Item]:
-    """All items of a source read whole. Read again, a part at a time from JSON, it must say the same."""
+    """All items of a source that is read as a whole. Reading it again per part, with parts restored from JSON, must give the same items."""
     given = source(kind, **more)
     listed = [item for part in parts(given, part_bytes) for item in read(given, part, limit)]
     again = [Part.from_json(json.loads(json.dumps(part.as_json()))) for part in parts(given, part_bytes)]

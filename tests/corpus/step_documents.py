@@ -12,13 +12,13 @@ from lmworks.recipe.schema.corpus import Source
 
 
 def step_of(node: StepOptions, folder: Path = Path(), **source: Any) -> Step:
-    """The step of a node for a source of English web pages, or of what `source` says."""
+    """The step of a node for a source of English web pages; `source` overrides fields."""
     given = {"name": "web", "kind": "text", "path": "texts", "license": "none", "domain": "web", **source}
     return node.make(Context(Source(**given), 0, folder))
 
 
 def documents(texts: Sequence[str], part: int = 0, **fields: Any) -> list[Document]:
-    """One document per text, in a part of their own."""
+    """One document per text, in a part of its own."""
     given = {"origin": "file.txt", "source": "web", "domain": "web", "language": "en", **fields}
     return [Document(id=f"web/{part}/{number}", text=text, **given) for number, text in enumerate(texts)]
 

@@ -137,12 +137,12 @@ def test_perplexity_knows_its_own_kind() -> None:
 
 def test_perplexity_equals_its_plain_twin() -> None:
     pages = made.pages(8)
-    model, twin = ReferenceModel(pages[:6]), Plain(pages[:6])
+    model, twin = ReferenceModel(pages[:6]), DictionaryModel(pages[:6])
     for text in (*pages[6:], "aaaa", "zqj", pages[0][:100]):
         assert float(model.perplexity([text])[0]) == pytest.approx(twin.perplexity(text[:SCORED_BYTES]), rel=0.02)
 
 
-class Plain:
+class DictionaryModel:
     """The same model in dictionaries: n-grams interpolated by method C of Witten and Bell, without hashing."""
 
     def __init__(self, texts: list[str]) -> None:

@@ -19,8 +19,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     return made.make(tmp_path_factory.mktemp("evidence"))
 
 
-def adds_up(found: Iterable[SourceDifference]) -> None:
-    """Of every source what was kept before is the same, changed, moved or lost; what is kept now the same, changed, moved or gained."""
+def check_sums(found: Iterable[SourceDifference]) -> None:
+    """The kept documents of every source add up: before = same + changed + moved + lost, after = same + changed + moved + gained."""
     for one in found:
         count = Counter[str]()
         for group in one.groups:
@@ -44,15 +44,15 @@ def test_parts_of_another_size_change_nothing(tmp_path: Path) -> None:
     """But for the step that looks at earlier documents of the part, and who is held out, which goes by id."""
     plain = {"steps": [{"step": "clean"}, {"step": "rules"}], "validation_fraction": 0.0}
     one = made.make(tmp_path, **plain)
-    many = PreparedCorpus(_again(tmp_path, part_bytes="20kB", **plain))
+    many = PreparedCorpus(_prepare_again(tmp_path, part_bytes="20kB", **plain))
     assert len(many.pieces) > len(one.pieces)
     found = diff(one, many)
-    adds_up(found)
+    check_sums(found)
     assert not differs(found)
 
 
-def _again(folder: Path, name: str = "again", **corpus: object) -> Path:
-    """Another corpus of the same files."""
+def _prepare_again(folder: Path, name: str = "again", **corpus: object) -> Path:
+    """Another corpus from the same files."""
     from lmworks.corpus import prepare
     from lmworks.corpus.contamination import Question
 
@@ -64,9 +64,9 @@ def test_another_rule_tells_who_is_lost_and_who_gained(tmp_path: Path) -> None:
     pages = [made.source(tmp_path / "rows.jsonl")]
     one = made.make(tmp_path, sources=pages)
     steps = [{"step": "clean"}, {"step": "rules", "sets": ["fineweb"]}]
-    other = PreparedCorpus(_again(tmp_path, sources=pages, steps=steps, dedup={"exact": False, "minhash": None}))
+    other = PreparedCorpus(_prepare_again(tmp_path, sources=pages, steps=steps, dedup={"exact": False, "minhash": None}))
     found = diff(one, other)
-    adds_up(found)
+    check_sums(found)
     met = kinds(found)
     assert any(kind == "gained" and before.startswith("dedup ") and after == "train" for kind, before, after in met)
     assert any(kind == "lost" and before == "train" and after.startswith("rules fineweb") for kind, before, after in met)
@@ -90,16 +90,16 @@ def test_an_edited_an_added_and_a_removed_row(tmp_path: Path) -> None:
     pages = made.pages(20)
     one = made.make(tmp_path, pages, **ONLY_CLEAN, part_bytes="10MB")
     made.write(tmp_path / "rows.jsonl", [*pages[:3], pages[3] + " And one more word.", *pages[4:19]])
-    found = diff(one, PreparedCorpus(_again(tmp_path, **ONLY_CLEAN, part_bytes="10MB")))
-    adds_up(found)
+    found = diff(one, PreparedCorpus(_prepare_again(tmp_path, **ONLY_CLEAN, part_bytes="10MB")))
+    check_sums(found)
     assert kinds(found) == {
         ("changed", "train/pages", "train/pages"): 1,
         ("lost", "train", "quarantine broken_json"): 1,
         ("dropped otherwise", "quarantine broken_json", "quarantine null_text"): 1,  # they stand one line further up
     }
     made.write(tmp_path / "rows.jsonl", ["A page that nobody has read before.", *pages])
-    found = diff(one, PreparedCorpus(_again(tmp_path, "more", **ONLY_CLEAN, part_bytes="10MB")))
-    adds_up(found)
+    found = diff(one, PreparedCorpus(_prepare_again(tmp_path, "more", **ONLY_CLEAN, part_bytes="10MB")))
+    check_sums(found)
     assert sum(documents for (kind, _, _), documents in kinds(found).items() if kind == "gained") == 1
     assert next(one for one in found if one.name == "pages").renamed == 20, "all rows are one line further down"
 
@@ -108,15 +108,15 @@ def test_another_file_is_matched_by_its_texts(tmp_path: Path) -> None:
     pages = made.pages(20)
     one, other = made.make(tmp_path / "a", pages, **ONLY_CLEAN), made.make(tmp_path / "b", [*pages[:19], "A new page."], **ONLY_CLEAN)
     found = diff(one, other)
-    adds_up(found)
+    check_sums(found)
     assert kinds(found) == {("lost", "train", "not read"): 1, ("gained", "not read", "train"): 1}
     assert next(one for one in found if one.name == "pages").renamed == 19
 
 
 def test_documents_that_go_to_another_place_have_moved(tmp_path: Path) -> None:
     one = made.make(tmp_path)
-    found = diff(one, PreparedCorpus(_again(tmp_path, validation_fraction=0.0, decontaminate=None)))
-    adds_up(found)
+    found = diff(one, PreparedCorpus(_prepare_again(tmp_path, validation_fraction=0.0, decontaminate=None)))
+    check_sums(found)
     held = [identity for identity in made.kept(one, "validation") if identity.startswith("pages/")]
     assert kinds(found)["moved", "validation/pages", "train/pages"] == len(held)
     pages = next(one for one in found if one.name == "pages")
@@ -127,7 +127,7 @@ def test_documents_that_go_to_another_place_have_moved(tmp_path: Path) -> None:
 def test_a_source_by_another_name_has_moved(tmp_path: Path) -> None:
     plain = {"steps": [{"step": "clean"}], "validation_fraction": 0.0, "decontaminate": None}
     one = made.make(tmp_path, **plain)
-    found = diff(one, PreparedCorpus(_again(tmp_path, sources=[made.source(tmp_path / "rows.jsonl", "leaves")], **plain)))
+    found = diff(one, PreparedCorpus(_prepare_again(tmp_path, sources=[made.source(tmp_path / "rows.jsonl", "leaves")], **plain)))
     kept = sum(identity.startswith("pages/") for identity in made.kept(one))
     assert kinds(found) == {("moved", "train/pages", "train/leaves"): kept}
     assert set(kinds(found, "code")) == {("lost", "train", "not read")}

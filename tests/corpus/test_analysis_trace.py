@@ -36,7 +36,7 @@ def traces(corpus: PreparedCorpus) -> dict[str, Trace]:
     return {identity: trace(corpus, identity) for identity in made.decisions(corpus)}
 
 
-def moment(found: Trace, stage: str) -> tracing.TraceEvent:
+def event(found: Trace, stage: str) -> tracing.TraceEvent:
     (one,) = [one for one in found.moments if one.stage == stage]
     return one
 
@@ -66,13 +66,13 @@ def test_what_was_kept_stands_where_it_is_said(corpus: PreparedCorpus, traces: d
 
 
 def test_what_a_step_changes_is_shown(traces: dict[str, Trace]) -> None:
-    cut = [one for one in traces.values() if moment_or_none(one, "lines") and moment(one, "lines").changed]
-    footed = [one for one in cut if any(made.FOOTER[:60] in line and line.startswith("- ") for line in moment(one, "lines").changed)]
+    cut = [one for one in traces.values() if event_or_none(one, "lines") and event(one, "lines").changed]
+    footed = [one for one in cut if any(made.FOOTER[:60] in line and line.startswith("- ") for line in event(one, "lines").changed)]
     assert len(footed) == 4, "six pages have the footer, and from the third on it is boilerplate"
-    assert all(moment(one, "lines").facts["lines_dropped"] for one in footed)
+    assert all(event(one, "lines").facts["lines_dropped"] for one in footed)
 
 
-def moment_or_none(found: Trace, stage: str) -> tracing.TraceEvent | None:
+def event_or_none(found: Trace, stage: str) -> tracing.TraceEvent | None:
     return next((one for one in found.moments if one.stage == stage), None)
 
 
@@ -106,7 +106,7 @@ def test_a_step_of_ones_own_that_has_changed_since_is_told(tmp_path: Path) -> No
     shouting = trace(corpus, "pages/0/9")
     assert shouting.agrees
     assert shouting.moments[-1] == tracing.TraceEvent("calm", "dropped: shouting (9 times)", {"shouts": 9})
-    assert moment(trace(corpus, "pages/0/3"), "calm").facts == {"shouts": 3}
+    assert event(trace(corpus, "pages/0/3"), "calm").facts == {"shouts": 3}
     (tmp_path / "mine.py").write_text(STEP.replace("> most", "> most + 1"))
     assert not trace(corpus, "pages/0/6").agrees and trace(corpus, "pages/0/9").agrees
     (tmp_path / "mine.py").write_text(STEP.replace("else document", 'else document.with_text("x" + document.text)'))

@@ -33,17 +33,17 @@ def run(documents: list[str], held: list[str] | None = None, evaluation: list[st
     return decontaminator, {number: documents[number][match.start : match.end] for number, (match, *_) in found.items()}
 
 
-def part(first: int, last: int) -> str:
+def held_words(first: int, last: int) -> str:
     return " ".join(HELD.split()[first:last])
 
 
 def test_thirteen_words_are_a_leak_and_twelve_are_not() -> None:
-    _, found = run([f"{FILLER} {part(5, 18)} {FILLER}", f"{FILLER} {part(5, 17)} {FILLER}"], held=[HELD])
-    assert found == {0: part(5, 18)}
+    _, found = run([f"{FILLER} {held_words(5, 18)} {FILLER}", f"{FILLER} {held_words(5, 17)} {FILLER}"], held=[HELD])
+    assert found == {0: held_words(5, 18)}
 
 
 def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> None:
-    shouted = part(3, 40).upper().replace(" ", ", ")
+    shouted = held_words(3, 40).upper().replace(" ", ", ")
     _, found = run([FILLER, f"{FILLER}. {shouted}! {FILLER}"], held=[HELD])
     assert found == {1: shouted}
 
@@ -51,26 +51,26 @@ def test_the_passage_is_the_whole_shared_run_in_the_documents_own_writing() -> N
 def test_runs_over_the_border_of_two_documents_do_not_count() -> None:
     decontaminator = Decontaminator(13)
     decontaminator.protect(["held"], [HELD], evaluation=False)
-    assert not len(decontaminator.scan([f"{FILLER} {part(0, 7)}", f"{part(7, 14)} {FILLER}"]).rows)
+    assert not len(decontaminator.scan([f"{FILLER} {held_words(0, 7)}", f"{held_words(7, 14)} {FILLER}"]).rows)
 
 
 def test_boilerplate_is_reported_and_drops_nothing() -> None:
-    documents = [f"start{number} {part(0, 20)} end{number} {FILLER}" for number in range(11)]
+    documents = [f"start{number} {held_words(0, 20)} end{number} {FILLER}" for number in range(11)]
     decontaminator, found = run(documents, held=[HELD])
     assert found == {}
     (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 1)
-    assert told == Widespread(11, "held/0", part(0, 20), let_pass=True)
+    assert told == Widespread(11, "held/0", held_words(0, 20), let_pass=True)
 
 
 def test_ten_copies_are_still_leaks() -> None:
-    _, found = run([f"start{number} {part(0, 20)} end{number}" for number in range(10)], held=[HELD])
+    _, found = run([f"start{number} {held_words(0, 20)} end{number}" for number in range(10)], held=[HELD])
     assert sorted(found) == list(range(10))
 
 
 def test_a_few_words_beyond_boilerplate_are_no_leak_but_a_passage_is() -> None:
-    common = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
-    _, found = run([*common, f"{FILLER} {part(0, 22)}", f"{FILLER} {part(0, 30)}"], held=[HELD])
-    assert found == {13: part(0, 30)}
+    common = [f"start{number} {held_words(0, 20)} end{number}" for number in range(12)]
+    _, found = run([*common, f"{FILLER} {held_words(0, 22)}", f"{FILLER} {held_words(0, 30)}"], held=[HELD])
+    assert found == {13: held_words(0, 30)}
 
 
 def test_short_evaluation_items_are_looked_for_whole() -> None:
@@ -89,7 +89,7 @@ def test_trivial_evaluation_items_are_ignored_and_counted() -> None:
 
 
 def test_a_whole_evaluation_item_is_a_leak_however_often_it_was_copied() -> None:
-    item = part(0, 25)
+    item = held_words(0, 25)
     _, found = run([f"start{number} {item} end{number}" for number in range(30)], evaluation=[item])
     assert found == dict.fromkeys(range(30), item)
 
@@ -109,7 +109,7 @@ LAYOUTS = {
 }
 
 
-def asked(texts: list[str], question: str, answer: str) -> list[int]:
+def documents_matching(texts: list[str], question: str, answer: str) -> list[int]:
     decontaminator = Decontaminator(13)
     decontaminator.protect(["sky/1"], [question], [answer], evaluation=True)
     return sorted(matches_of(decontaminator, texts))
@@ -117,28 +117,28 @@ def asked(texts: list[str], question: str, answer: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_short_question_is_found_with_its_answer_in_any_layout(layout: str) -> None:
-    assert asked([f"{FILLER}\n\n{LAYOUTS[layout]}\n\n{FILLER}"], *SUN) == [0]
+    assert documents_matching([f"{FILLER}\n\n{LAYOUTS[layout]}\n\n{FILLER}"], *SUN) == [0]
 
 
 def test_a_short_question_without_its_answer_nearby_is_what_people_ask() -> None:
     far = f"{SUN[0]} {FILLER} {FILLER} mercury"
     near = f"{SUN[0]} {FILLER} mercury"
-    assert asked([SUN[0], far, f"mercury {SUN[0]}", near], *SUN) == [3]
+    assert documents_matching([SUN[0], far, f"mercury {SUN[0]}", near], *SUN) == [3]
 
 
 def test_eight_words_are_enough_alone() -> None:
     question = "Which planet is the nearest one to us?"
-    assert asked([f"{FILLER} {question}", question.replace("nearest", "farthest")], question, "Venus") == [0]
+    assert documents_matching([f"{FILLER} {question}", question.replace("nearest", "farthest")], question, "Venus") == [0]
 
 
 def test_a_question_too_short_to_be_told_is_found_by_its_answer() -> None:
     answer = "rub it gently with a soft towel"
     documents = [f"Dry hair: A. {FILLER} B. {answer}", f"{answer} dry hair", answer, "dry hair"]
-    assert asked(documents, "dry hair", answer) == [0]
+    assert documents_matching(documents, "dry hair", answer) == [0]
 
 
 def test_batches_of_many_documents_find_what_single_ones_do() -> None:
-    texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{part(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {part(3, 30)}", ""]
+    texts = [f"{FILLER} {LAYOUTS['template']}", FILLER, f"{held_words(0, 20)} {SUN[0]}", f"{SUN[0]} mercury {held_words(3, 30)}", ""]
     decontaminator = Decontaminator(13)
     decontaminator.protect(["sky/1", "held/1"], [SUN[0], HELD], [SUN[1], ""], evaluation=True)
     whole = decontaminator.scan(texts).rows
@@ -149,7 +149,7 @@ def test_batches_of_many_documents_find_what_single_ones_do() -> None:
 def test_findings_of_parts_add_up_on_disk(tmp_path: Path) -> None:
     decontaminator = Decontaminator(13)
     decontaminator.protect(["held/0"], [HELD], evaluation=False)
-    texts = [f"start{number} {part(0, 20)} end{number}" for number in range(12)]
+    texts = [f"start{number} {held_words(0, 20)} end{number}" for number in range(12)]
     for number, half in enumerate((texts[:6], texts[6:])):
         findings(decontaminator, half).save(tmp_path / f"{number}.npy")
     loaded = [Findings.load(tmp_path / f"{number}.npy") for number in range(2)]
@@ -169,34 +169,35 @@ def test_an_empty_gate_finds_nothing() -> None:
     assert decontaminator.widespread_runs(seen, 5) == []
 
 
-def asked_of(questions: list[tuple[str, str]]) -> Decontaminator:
+def decontaminator_of(questions: list[tuple[str, str]]) -> Decontaminator:
     decontaminator = Decontaminator(13)
     decontaminator.protect([f"own/{number}" for number in range(len(questions))], *map(list, zip(*questions, strict=True)), evaluation=True)
     return decontaminator
 
 
 def test_a_frequent_run_that_lies_in_the_answer_is_told_as_it_stands_there() -> None:
-    decontaminator = asked_of([("What follows?", part(0, 30))])
-    documents = [f"start{number} {part(5, 25)} end{number}" for number in range(11)]
+    decontaminator = decontaminator_of([("What follows?", held_words(0, 30))])
+    documents = [f"start{number} {held_words(5, 25)} end{number}" for number in range(11)]
     (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
-    assert told == Widespread(11, "own/0", part(5, 25), let_pass=False)
+    assert told == Widespread(11, "own/0", held_words(5, 25), let_pass=False)
 
 
 def test_what_is_in_an_evaluation_set_is_a_leak_however_often_most_of_it_was_copied() -> None:
-    decontaminator = asked_of([(part(0, 40), "")])
-    documents = [f"start{number} {part(0, 24)} end{number}" for number in range(30)]
+    decontaminator = decontaminator_of([(held_words(0, 40), "")])
+    documents = [f"start{number} {held_words(0, 24)} end{number}" for number in range(30)]
     assert sorted(matches_of(decontaminator, documents)) == list(range(30))
     (told,) = decontaminator.widespread_runs(decontaminator.count_documents([findings(decontaminator, documents)]), 5)
-    assert told == Widespread(30, "own/0", part(0, 24), let_pass=False)
+    assert told == Widespread(30, "own/0", held_words(0, 24), let_pass=False)
 
 
 def test_how_a_set_asks_is_no_leak_and_told() -> None:
-    template = part(0, 20)
-    decontaminator = asked_of([(f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}", "") for number in range(4)])
+    template = held_words(0, 20)
+    questions = [f"{template} {' '.join(f'item{number}x{place}' for place in range(20))}" for number in range(4)]
+    decontaminator = decontaminator_of([(question, "") for question in questions])
     alike = f"{FILLER} {template} " + " ".join(f"other{place}" for place in range(20))
     leaked = f"{FILLER} {template} " + " ".join(f"item2x{place}" for place in range(13))
     assert sorted(matches_of(decontaminator, [alike, leaked])) == [1]
-    assert decontaminator.shared() == [Shared("own", 8, part(0, 13))]
+    assert decontaminator.shared() == [Shared("own", 8, held_words(0, 13))]
 
 
 ITEM = (
@@ -218,7 +219,7 @@ DEFACED = {
 @pytest.mark.parametrize("how", DEFACED)
 def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
     text = f"{FILLER} {DEFACED[how]} {FILLER}"
-    found = matches_of(asked_of([(ITEM, "")]), [FILLER, text])
+    found = matches_of(decontaminator_of([(ITEM, "")]), [FILLER, text])
     assert list(found) == [1]
     longest = text[found[1][0].start : found[1][0].end]
     assert len(longest) > len(DEFACED[how]) / 2
@@ -226,27 +227,27 @@ def test_an_item_is_found_however_it_is_marked_up_or_changed(how: str) -> None:
 
 
 def test_a_few_common_words_are_no_item_with_changes() -> None:
-    decontaminator = asked_of([(ITEM, "")])
+    decontaminator = decontaminator_of([(ITEM, "")])
     text = "A farmer who keeps bees notices in early summer that all of his hives are in bloom and the other hives fly."
     assert matches_of(decontaminator, [text]) == {}
 
 
 def test_a_long_answer_is_found_alone() -> None:
     answer = "open the lid slowly and look for mites on bees"
-    assert asked([f"{FILLER} {answer} {FILLER}", answer.replace("mites", "honey")], "What now?", answer) == [0]
+    assert documents_matching([f"{FILLER} {answer} {FILLER}", answer.replace("mites", "honey")], "What now?", answer) == [0]
 
 
 PUZZLE = ("Solve: ((a + b) * (c - d)) / [e ^ f] = {g & h} | ~(i % j) + k * (l - m)", "")
 
 
 def test_symbols_count_where_an_item_is_made_of_them() -> None:
-    decontaminator = asked_of([PUZZLE])
+    decontaminator = decontaminator_of([PUZZLE])
     other = PUZZLE[0].replace("+", "-").replace("*", "/").replace("[e", "(e").replace("&", "<")
     assert sorted(matches_of(decontaminator, [f"{FILLER}\n{PUZZLE[0]}\n{FILLER}", f"{FILLER}\n{other}\n{FILLER}"])) == [0]
 
 
 def test_an_item_of_symbols_alone_is_looked_for() -> None:
     maze = "##.#..#.#\n#..##.#.#\n#.#..#..#\n##...##.#"
-    decontaminator = asked_of([(maze, "")])
+    decontaminator = decontaminator_of([(maze, "")])
     assert decontaminator.trivial == {}
     assert sorted(matches_of(decontaminator, [f"{FILLER}\n{maze}\n", maze.replace("..#", ".#.")])) == [0]

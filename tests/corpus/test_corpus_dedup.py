@@ -23,7 +23,7 @@ def words(number: int, count: int = 120) -> list[str]:
 
 
 def near(number: int, changed: int) -> str:
-    """The text of this number, of which one word in a row of five is another: its likeness is (116 - 5c) / (116 + 5c)."""
+    """The text of this number with `changed` words replaced, one per five: its similarity is (116 - 5c) / (116 + 5c)."""
     text = words(number)
     for place in range(changed):
         text[10 + 10 * place] = f"other{place}"
@@ -44,7 +44,7 @@ def write(folder: Path, sources: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, sources: list[dict[str, Any]], **corpus: Any) -> tuple[Report, set[str]]:
-    """The report, and the ids of what is left."""
+    """The report, and the ids of the remaining documents."""
     corpus = {"sources": sources, "steps": [], "decontaminate": None, "validation_fraction": 0, **corpus}
     report = prepare(Recipe.model_validate({"name": "test", "corpus": corpus}), folder / "out")
     files = [path for paths in corpus_files(folder / "out", "train").values() for path in paths]
@@ -55,19 +55,19 @@ def reasons(report: Report) -> dict[str, int]:
     return {f"{source.name} {reason}": one.documents for source in report.sources for reason, one in source.dropped.items()}
 
 
-def two(folder: Path) -> list[dict[str, Any]]:
-    """In both: an equal text (0), a near one (1), and each its own (2, 3)."""
+def two_sources(folder: Path) -> list[dict[str, Any]]:
+    """Each source has an equal text (0), a near-duplicate (1), and texts of its own (2, 3)."""
     return write(folder, {"web": [text(0), text(1), text(2)], "books": [text(0).upper(), near(1, 2), text(3)]})
 
 
 def test_the_first_source_keeps_its_copy(tmp_path: Path) -> None:
-    report, left = run(tmp_path, two(tmp_path))
+    report, left = run(tmp_path, two_sources(tmp_path))
     assert left == {"web/0/0", "web/0/1", "web/0/2", "books/0/2"}
     assert reasons(report) == {"books duplicate": 1, "books near_duplicate": 1}
 
 
 def test_priority_decides_which_copy_is_kept(tmp_path: Path) -> None:
-    report, left = run(tmp_path, two(tmp_path), dedup={"priority": ["books"]})
+    report, left = run(tmp_path, two_sources(tmp_path), dedup={"priority": ["books"]})
     assert left == {"web/0/2", "books/0/0", "books/0/1", "books/0/2"}
     assert reasons(report) == {"web duplicate": 1, "web near_duplicate": 1}
 
@@ -82,7 +82,7 @@ def test_priority_decides_which_copy_is_kept(tmp_path: Path) -> None:
     ],
 )
 def test_each_source_says_what_may_go(tmp_path: Path, strategy: dict[str, Any], lost: dict[str, int]) -> None:
-    web, books = two(tmp_path)
+    web, books = two_sources(tmp_path)
     report, _ = run(tmp_path, [web, {**books, "dedup": strategy}])
     assert reasons(report) == lost
 
@@ -139,7 +139,7 @@ def test_many_copies_of_one_text_are_one(tmp_path: Path) -> None:
 
 
 def passages(folder: Path, **corpus: Any) -> tuple[Report, dict[str, str]]:
-    """Documents that share passages of 60 words, in two sources; the report, and the texts that are left by id."""
+    """Documents in two sources that share passages of 60 words; returns the report, and the remaining texts by id."""
     shared, other = " ".join(words(100, 60)), " ".join(words(200, 60))
     web = [f"{text(0)}\n{shared}\n{text(1)}", f"{text(2)}\n{text(2)}", f"{shared}\nonly a little more", text(3)]
     books = [f"{text(4)}\n{other}", f"{other}\n{text(5)}\n{shared}"]

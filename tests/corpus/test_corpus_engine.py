@@ -60,7 +60,7 @@ def of_url(document: Document) -> Document:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About a megabyte of the standard library as rows, some of them twice, some broken, and a file of steps."""
+    """About a megabyte of the standard library as rows, with some duplicates and some malformed rows, and a file of steps."""
     folder = tmp_path_factory.mktemp("texts")
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     rows = [json.dumps({"text": path.read_text(encoding="utf-8"), "n": place}) for place, path in enumerate(sources)]
@@ -80,18 +80,18 @@ def recipe(*sources: Source, **corpus: Any) -> Recipe:
     return Recipe(name="test", corpus=Corpus(sources=list(sources), **{"validation_fraction": 0.1, "part_bytes": "150kB", **corpus}))
 
 
-def mine(function: str, **options: Any) -> dict[str, Any]:
+def python_step(function: str, **options: Any) -> dict[str, Any]:
     return {"step": "python", "file": "mine.py", "function": function, "options": options}
 
 
-def made(out: Path) -> str:
-    """Hash of the names and contents of all but what is staged."""
+def hash_of_outputs(out: Path) -> str:
+    """Hash of the names and contents of all files except staged ones."""
     paths = sorted(path for path in out.rglob("*") if path.is_file() and "staging" not in path.relative_to(out).parts)
     return hashlib.sha256(b"".join(str(path.relative_to(out)).encode() + path.read_bytes() for path in paths)).hexdigest()
 
 
 def read_again(out: Path, before: dict[Path, int]) -> set[str]:
-    """Parts that were read anew since `before`."""
+    """Parts that were read again since `before`."""
     return {f"{path.parent.name}/{path.stem}" for path, when in read_times(out).items() if before.get(path) != when}
 
 
@@ -101,14 +101,14 @@ def read_times(out: Path) -> dict[Path, int]:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are worth starting for little work."""
+    """Start processes even for little work."""
     monkeypatch.setattr(local, "_MIN_BYTES_PER_PROCESS", 50_000)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     out = tmp_path_factory.mktemp("undisturbed") / "corpus"
-    return out, prepare(recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")]), out, QUESTIONS, texts)
+    return out, prepare(recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")]), out, QUESTIONS, texts)
 
 
 def test_documents_and_bytes_add_up(undisturbed: tuple[Path, Report]) -> None:
@@ -163,9 +163,9 @@ def test_statistics_are_distributions_of_what_came_and_of_what_stayed(undisturbe
 
 @pytest.mark.usefixtures("eager")
 def test_processes_change_nothing(texts: Path, undisturbed: tuple[Path, Report], tmp_path: Path) -> None:
-    asked = recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")], processes=3)
+    asked = recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")], processes=3)
     prepare(asked, tmp_path / "out", QUESTIONS, texts)
-    assert made(tmp_path / "out") == made(undisturbed[0])
+    assert hash_of_outputs(tmp_path / "out") == hash_of_outputs(undisturbed[0])
 
 
 def test_max_bytes_is_exact_over_many_parts(texts: Path, tmp_path: Path) -> None:
@@ -194,25 +194,25 @@ def test_an_added_file_costs_its_own_part(texts: Path, tmp_path: Path) -> None:
     assert again
     assert not again & {f"{path.parent.name}/{path.stem}" for path in list(before)[:-1]}, "only the last part may have been filled up"
     prepare(asked, tmp_path / "fresh")
-    assert made(tmp_path / "out") == made(tmp_path / "fresh")
+    assert hash_of_outputs(tmp_path / "out") == hash_of_outputs(tmp_path / "fresh")
 
 
 def test_a_changed_step_of_ones_own_is_done_again(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(STEPS)
-    asked = recipe(source(texts), steps=[mine("capitals")])
+    asked = recipe(source(texts), steps=[python_step("capitals")])
     prepare(asked, tmp_path / "out", folder=tmp_path)
     before = read_times(tmp_path / "out")
     (tmp_path / "mine.py").write_text(STEPS.replace("the ", "and "))
     prepare(asked, tmp_path / "out", folder=tmp_path)
     assert len(read_again(tmp_path / "out", before)) == len(before)
     prepare(asked, tmp_path / "fresh", folder=tmp_path)
-    assert made(tmp_path / "out") == made(tmp_path / "fresh")
+    assert hash_of_outputs(tmp_path / "out") == hash_of_outputs(tmp_path / "fresh")
 
 
 def test_what_is_staged_may_go(texts: Path, undisturbed: tuple[Path, Report], tmp_path: Path) -> None:
-    asked = recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")], keep_staged=False)
+    asked = recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")], keep_staged=False)
     prepare(asked, tmp_path / "out", QUESTIONS, texts)
-    assert made(tmp_path / "out") == made(undisturbed[0])
+    assert hash_of_outputs(tmp_path / "out") == hash_of_outputs(undisturbed[0])
     assert [path.name for path in (tmp_path / "out" / "staging").iterdir()] == ["job.json"]
 
 
@@ -223,7 +223,7 @@ def test_a_step_that_fails_is_named_with_its_document(texts: Path, tmp_path: Pat
     folder.mkdir()
     rows = [json.dumps({"text": f"word{n} " * 2000 + ("zebra" if n == 17 else "")}) for n in range(30)]
     (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
-    asked = recipe(source(folder), steps=[mine("fails")], processes=processes)
+    asked = recipe(source(folder), steps=[python_step("fails")], processes=processes)
     wanted = r"step fails .*lib/\d+/\d+ .*ZeroDivisionError: division by zero"
     with pytest.raises(UserError, match=wanted):
         prepare(asked, tmp_path / "out", folder=texts)
@@ -233,13 +233,13 @@ def test_a_step_that_fails_is_named_with_its_document(texts: Path, tmp_path: Pat
 def test_a_process_that_is_killed_is_named_with_what_it_was_at(texts: Path, tmp_path: Path) -> None:
     wanted = r"a process was killed while working on: read and filter lib part \d+; most likely memory ran out: lower corpus.processes"
     with pytest.raises(UserError, match=wanted):
-        prepare(recipe(source(texts), steps=[mine("dies")], processes=2), tmp_path / "out", folder=texts)
+        prepare(recipe(source(texts), steps=[python_step("dies")], processes=2), tmp_path / "out", folder=texts)
 
 
 def test_a_fact_that_nobody_gives_is_refused_at_once(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="step of_url needs the fact 'url', which source lib does not have"):
-        prepare(recipe(source(texts), steps=[mine("of_url")]), tmp_path / "out", folder=texts)
-    asked = recipe(source(texts, keep=("url",)), steps=[mine("of_url")], dedup={"minhash": None})
+        prepare(recipe(source(texts), steps=[python_step("of_url")]), tmp_path / "out", folder=texts)
+    asked = recipe(source(texts, keep=("url",)), steps=[python_step("of_url")], dedup={"minhash": None})
     assert prepare(asked, tmp_path / "out", folder=texts).sources[0].train.documents
 
 
@@ -268,7 +268,7 @@ prepare(Recipe.model_validate_json(Path(sys.argv[1]).read_text()), out, [Questio
 
 
 def start(asked: Recipe, out: Path, texts: Path) -> subprocess.Popen[bytes]:
-    """The stage in a process group of its own, its work begun."""
+    """Start the stage in a process group of its own; returns once it is working."""
     path = out.with_name(f"{out.name}.json")
     path.write_text(asked.model_dump_json())
     command = [sys.executable, "-c", RUN, str(path), str(out), str(texts)]
@@ -279,13 +279,13 @@ def start(asked: Recipe, out: Path, texts: Path) -> subprocess.Popen[bytes]:
 
 
 def tasks_done(out: Path) -> int:
-    """How many tasks have left their marker."""
+    """Number of tasks with a marker."""
     found = (path.name for path in (out / "staging").glob("*/**/*.json"))
     return sum(name.count(".") == 1 for name in found)
 
 
 def kill(process: subprocess.Popen[bytes], out: Path, tasks: int, seconds: float) -> bool:
-    """Kill the whole group some moments after so many more tasks are done; whether it was still at work."""
+    """Kill the whole group some time after `tasks` more tasks are done; returns whether it was still working."""
     wanted = tasks_done(out) + tasks
     while process.poll() is None and tasks_done(out) < wanted:
         time.sleep(0.01)
@@ -300,7 +300,7 @@ def kill(process: subprocess.Popen[bytes], out: Path, tasks: int, seconds: float
 
 
 def killed(asked: Recipe, texts: Path, folder: Path, kills: int) -> list[int]:
-    """Corpora made under so many kills, a new one begun whenever one is whole; returns how many tasks were done at each kill."""
+    """Make corpora under `kills` kills, starting a new one whenever one is complete; returns the number of finished tasks at each kill."""
     chance = random.Random(7)
     at: list[int] = []
     number = 0
@@ -319,10 +319,10 @@ def killed(asked: Recipe, texts: Path, folder: Path, kills: int) -> list[int]:
 
 
 def interrupted(texts: Path, undisturbed: Path, folder: Path, kills: int) -> list[int]:
-    asked = recipe(source(texts), steps=[{"step": "clean"}, mine("capitals")], processes=2)
+    asked = recipe(source(texts), steps=[{"step": "clean"}, python_step("capitals")], processes=2)
     at = killed(asked, texts, folder, kills)
     whole = [out for out in folder.glob("corpus-?*") if out.is_dir()]
-    assert [made(out) for out in whole] == [made(undisturbed)] * len(whole)
+    assert [hash_of_outputs(out) for out in whole] == [hash_of_outputs(undisturbed)] * len(whole)
     assert not list(folder.rglob(".*.part"))
     return at
 
@@ -339,7 +339,7 @@ def test_killed_fifty_times_and_typed_again_gives_the_same(texts: Path, undistur
 
 
 def test_workers_end_with_the_process_that_began_them(texts: Path, tmp_path: Path) -> None:
-    process = start(recipe(source(texts), steps=[mine("sleeps")], processes=2), tmp_path / "out", texts)
+    process = start(recipe(source(texts), steps=[python_step("sleeps")], processes=2), tmp_path / "out", texts)
     workers: list[psutil.Process] = []
     while len(workers) < 2:
         time.sleep(0.05)

@@ -40,7 +40,7 @@ def recipe(texts: Path, steps: tuple[str, ...] = (), **executor: Any) -> Recipe:
     return Recipe(name="test", corpus=Corpus(sources=[source], part_bytes="200kB", steps=own, processes=2, executor=executor))
 
 
-def made(out: Path) -> str:
+def hash_of_outputs(out: Path) -> str:
     paths = sorted(path for path in out.rglob("*") if path.is_file() and "staging" not in path.relative_to(out).parts)
     return hashlib.sha256(b"".join(str(path.relative_to(out)).encode() + path.read_bytes() for path in paths)).hexdigest()
 
@@ -49,7 +49,7 @@ def made(out: Path) -> str:
 def local(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("local") / "corpus"
     prepare(recipe(texts), out)
-    return made(out)
+    return hash_of_outputs(out)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def slurm_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_ray_leaves_the_same(texts: Path, local: str, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
     prepare(recipe(texts, kind="ray"), tmp_path / "out")
-    assert made(tmp_path / "out") == local
+    assert hash_of_outputs(tmp_path / "out") == local
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_pa
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
     monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.5)
     prepare(recipe(texts, kind="slurm", max_jobs=2, memory="500M"), tmp_path / "out")
-    assert made(tmp_path / "out") == local
+    assert hash_of_outputs(tmp_path / "out") == local
     assert len(list((tmp_path / "out" / "staging" / "slurm").glob("read-*.log"))) == 2, "the parts were dealt out among two jobs"
 
 

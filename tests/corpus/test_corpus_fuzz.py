@@ -36,7 +36,7 @@ KNOWN = {
 Row = tuple[bytes, str | None]
 
 
-def said(value: object, ascii_only: bool = False) -> bytes:
+def json_bytes(value: object, ascii_only: bool = False) -> bytes:
     return json.dumps({"text": value, "url": "u"}, ensure_ascii=ascii_only).encode()
 
 
@@ -57,37 +57,37 @@ def mutated(data: bytes, draw: random.Random, times: int = 3) -> bytes:
 
 
 ROWS: list[Callable[[random.Random], Row]] = [
-    lambda draw: (said(PROSE * draw.randint(1, 50)), None),
-    lambda draw: (said(PROSE * draw.randint(1, 50), ascii_only=True), None),
-    lambda draw: (b"\xef\xbb\xbf" + said(PROSE), None),
-    lambda draw: (said("null byte \0 as an escape"), None),
+    lambda draw: (json_bytes(PROSE * draw.randint(1, 50)), None),
+    lambda draw: (json_bytes(PROSE * draw.randint(1, 50), ascii_only=True), None),
+    lambda draw: (b"\xef\xbb\xbf" + json_bytes(PROSE), None),
+    lambda draw: (json_bytes("null byte \0 as an escape"), None),
     lambda draw: (b'{"text": "a", "text": "twice", "x": NaN}', None),
-    lambda draw: (said(PROSE, ascii_only=True)[: draw.randint(1, 60)], "broken_json"),
-    lambda draw: (said(PROSE) + b"}", "broken_json"),
+    lambda draw: (json_bytes(PROSE, ascii_only=True)[: draw.randint(1, 60)], "broken_json"),
+    lambda draw: (json_bytes(PROSE) + b"}", "broken_json"),
     lambda draw: (b'{"text": "raw \0 null byte"}', "broken_json"),
     lambda draw: (b"\0" * draw.randint(1, 5000), "broken_json"),
     lambda draw: (b'{"text": "\xff\xfe ' + b"x" * draw.randint(0, 500) + b'"}', "bad_utf8"),
     lambda draw: (b'{"text": "\xed\xa0\xbd"}', "bad_utf8"),
     lambda draw: (b'{"text": "half \\ud83d"}', "bad_utf8"),
-    lambda draw: (said(None), "null_text"),
+    lambda draw: (json_bytes(None), "null_text"),
     lambda draw: (b'{"other": 1}', "null_text"),
-    lambda draw: (said(draw.choice([7, 1.5, True, [], {}, ["text"], {"text": "x"}])), "wrong_type"),
+    lambda draw: (json_bytes(draw.choice([7, 1.5, True, [], {}, ["text"], {"text": "x"}])), "wrong_type"),
     lambda draw: (draw.choice([b"[]", b'["text"]', b'"text"', b"5", b"null", b"true", b"NaN"]), "wrong_type"),
     lambda draw: (b'{"text": ' + b"9" * 5000 + b"}", "broken_json"),
     lambda draw: (draw.choice([b"[", b'{"text":']) * draw.randint(2000, 15_000), "broken_json"),
     lambda draw: (b'{"text": "x", "deep": ' + b"[" * 9000 + b"]" * 9000 + b"}", "broken_json"),
-    lambda draw: (said(draw.choice(["", " ", "\n\t", "\u3000"])), "empty_text"),
-    lambda draw: (said("x" * (LIMIT + 1)), "enormous"),
-    lambda draw: (said("é" * (LIMIT // 2 + 1), ascii_only=True), "enormous"),
-    lambda draw: (said("x" * (4 * LIMIT + 70_000)), "enormous"),
-    lambda draw: (mutated(said(PROSE * 3), draw).translate(bytes.maketrans(b"\n\r", b"  ")).strip() or b"x", ANY),
+    lambda draw: (json_bytes(draw.choice(["", " ", "\n\t", "\u3000"])), "empty_text"),
+    lambda draw: (json_bytes("x" * (LIMIT + 1)), "enormous"),
+    lambda draw: (json_bytes("é" * (LIMIT // 2 + 1), ascii_only=True), "enormous"),
+    lambda draw: (json_bytes("x" * (4 * LIMIT + 70_000)), "enormous"),
+    lambda draw: (mutated(json_bytes(PROSE * 3), draw).translate(bytes.maketrans(b"\n\r", b"  ")).strip() or b"x", ANY),
     lambda draw: (draw.randbytes(draw.randint(1, 300)).translate(bytes.maketrans(b"\n\r", b"  ")).strip() or b"x", ANY),
 ]
 # long rows are rare, so that the campaign is about their kinds and not about copying bytes
 _WEIGHTS = [0.05 if kind in (17, 18, 21, 22) else 1 for kind in range(len(ROWS))]
 
 
-def agree(found: list[Item], expected: list[str | None]) -> None:
+def check_reasons(found: list[Item], expected: list[str | None]) -> None:
     assert len(found) == len(expected)
     for item, reason in zip(found, expected, strict=True):
         assert reason == ANY or item.reason == reason, (item, reason)
@@ -111,7 +111,7 @@ def fuzz_rows(folder: Path, count: int, draw: random.Random) -> int:
         suffix = draw.choice(list(packers))
         path = folder / f"rows.jsonl{suffix}"
         path.write_bytes(packers[suffix](b"\n".join(line for line, _ in made) + draw.choice([b"", b"\n"])))
-        agree(all_items("jsonl", path, draw.choice([1 << 40, 100_000, 3000])), [reason for _, reason in made])
+        check_reasons(all_items("jsonl", path, draw.choice([1 << 40, 100_000, 3000])), [reason for _, reason in made])
         path.unlink()
         done += len(made)
     return done
@@ -134,7 +134,7 @@ def fuzz_files(folder: Path, count: int, draw: random.Random) -> int:
     made = [draw.choice(FILES)(draw) for _ in range(count)]
     for number, (data, _) in enumerate(made):
         (folder / f"{number:06}.txt").write_bytes(data)
-    agree(all_items("text", folder, 100_000), [reason for _, reason in made])
+    check_reasons(all_items("text", folder, 100_000), [reason for _, reason in made])
     return count
 
 
@@ -171,7 +171,7 @@ def damaged_containers(draw: random.Random) -> tuple[str, str, bytes]:
             cells = [{"cell_type": draw.choice(["code", "markdown"]), "source": PROSE, "outputs": []} for _ in range(3)]
             return "notebook", "a.ipynb", mutated(json.dumps({"cells": cells, "metadata": {}}).encode(), draw)
         case _:
-            packed = gzip.compress(b"\n".join(said(PROSE) for _ in range(20)))
+            packed = gzip.compress(b"\n".join(json_bytes(PROSE) for _ in range(20)))
             return "jsonl", "a.jsonl.gz", mutated(packed, draw)
 
 
@@ -259,7 +259,7 @@ def giant(path: Path, megabytes: int, data: bytes) -> None:
     with open(path, "wb") as out:
         for _ in range(megabytes):
             out.write(million)
-        out.write(b"\n" + said("after") + b"\n")
+        out.write(b"\n" + json_bytes("after") + b"\n")
 
 
 @pytest.mark.slow

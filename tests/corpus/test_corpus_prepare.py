@@ -56,13 +56,13 @@ def documents(out: Path, split: str, name: str) -> dict[str, str]:
 
 
 def fingerprint(out: Path) -> str:
-    """Of what the corpus is; what is staged beside it may differ."""
+    """Hash of the corpus without staged files, which may differ."""
     paths = sorted(path for path in out.rglob("*") if path.is_file() and "staging" not in path.parts)
     return hashlib.sha256(b"".join(str(path.relative_to(out)).encode() + path.read_bytes() for path in paths)).hexdigest()
 
 
 def numbered(count: int, words: int = 60) -> list[str]:
-    """Documents without a run in common."""
+    """Documents without a common run of words."""
     return [" ".join(f"word{place}of{number}" for place in range(words)) for number in range(count)]
 
 

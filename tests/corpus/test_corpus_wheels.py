@@ -48,7 +48,8 @@ def test_fetched_once_then_from_the_cache(index: str, tmp_path: Path) -> None:
 
 def test_another_file_is_refused_with_both_hashes(index: str, tmp_path: Path) -> None:
     wrong = "0" * 64
-    with pytest.raises(UserError, match=f"some-text==1.2: the downloaded file has sha256 {index}, but the recipe pins {wrong}; it was not used"):
+    message = f"some-text==1.2: the downloaded file has sha256 {index}, but the recipe pins {wrong}; it was not used"
+    with pytest.raises(UserError, match=message):
         wheel("some-text==1.2", wrong)
     assert not list((tmp_path / "cache" / "wheels").glob("*.whl"))
 

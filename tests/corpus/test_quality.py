@@ -1,4 +1,4 @@
-"""Learnt quality on real text: it separates, its scores are probabilities, and the figures that it reports are right."""
+"""Quality classifiers on real text: they separate, their scores are probabilities, and the reported metrics are right."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def test_repeats_and_texts_of_both_kinds_are_left_out(prose: list[str]) -> None:
     good, bad = [f"{number} {text}" for number, text in enumerate(prose[:300])], shuffled(prose[300:600])
     report = train([*good, *good[:7], *bad[:5]], [*bad, bad[6].upper()], "contrastive", bits=14).report
     assert (report["repeats_left_out"], report["in_both_left_out"]) == (8, 5)
-    learnt = sum(report["learnt_from"].values())
-    assert learnt / 595 == pytest.approx(0.6, abs=0.08)
-    assert learnt + report["calibrated_on"] + report["held_out"]["documents"] == 300 + 295
+    learned = sum(report["learnt_from"].values())
+    assert learned / 595 == pytest.approx(0.6, abs=0.08)
+    assert learned + report["calibrated_on"] + report["held_out"]["documents"] == 300 + 295
     with pytest.raises(UserError, match="only 49 different bad texts; 50 of each kind are needed"):
         train(good, bad[:49])
 

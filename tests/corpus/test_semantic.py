@@ -37,14 +37,14 @@ def texts() -> list[str]:
 
 
 def reordered(text: str, draw: random.Random, lost: float = 0.05) -> str:
-    """The same sentences in another order, a word here and there left out."""
+    """The same sentences in another order, with some words left out."""
     sentences = text.replace("\n", " ").split(". ")
     draw.shuffle(sentences)
     return " ".join(word for word in ". ".join(sentences).split() if draw.random() > lost)
 
 
-def plainly(vectors: np.ndarray, threshold: float) -> np.ndarray:
-    """Keep-first among all rows, in as many words."""
+def brute_force(vectors: np.ndarray, threshold: float) -> np.ndarray:
+    """Keep-first deduplication over all rows, without clusters."""
     vectors, kept, first = vectors.astype(np.float32), [], []
     for row, vector in enumerate(vectors):
         same = [earlier for earlier in kept if vectors[earlier] @ vector >= threshold]
@@ -74,11 +74,11 @@ def test_another_order_and_lost_words_are_seen_through_and_other_texts_are_not_a
 def test_it_is_the_plain_way_where_all_are_compared(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.corpus.dedup.semantic._BLOCK", block)
     draw = np.random.default_rng(1)
-    centres = draw.normal(size=(300, 64))
-    rows = centres[draw.integers(0, 300, 1200)] + draw.normal(size=(1200, 64)) * draw.uniform(0, 0.6, (1200, 1))
+    centers = draw.normal(size=(300, 64))
+    rows = centers[draw.integers(0, 300, 1200)] + draw.normal(size=(1200, 64)) * draw.uniform(0, 0.6, (1200, 1))
     rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
     found = semantic_duplicates(StackedArrays([rows[:700], rows[700:701], rows[701:]]), Semantic(threshold=0.9, per_cluster=5000), 0)
-    assert np.array_equal(found, plainly(rows, 0.9))
+    assert np.array_equal(found, brute_force(rows, 0.9))
     assert 200 < (found != np.arange(1200)).sum() < 1000
 
 

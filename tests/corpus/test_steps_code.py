@@ -42,12 +42,12 @@ SOUND = {
 PROSE = "It was a bright cold day in April, and the clocks were striking thirteen; nobody (not even he) knew why.\n" * 3
 
 
-def verdict(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome) -> str:
     return "kept" if isinstance(outcome, Document) else outcome.reason
 
 
-def judge(text: str, path: str, domain: str = "code", **options: object) -> str:
-    return verdict(outcomes_of(step_of(Code(**options)), [text], domain=domain, origin=path)[0])
+def outcome_of_code(text: str, path: str, domain: str = "code", **options: object) -> str:
+    return outcome_text(outcomes_of(step_of(Code(**options)), [text], domain=domain, origin=path)[0])
 
 
 @pytest.mark.parametrize("kind", SOUND)
@@ -55,9 +55,9 @@ def test_sound_code_parses_and_prose_does_not(kind: str) -> None:
     if kind not in ("py", "json"):
         pytest.importorskip("tree_sitter", reason="no tree-sitter: pip install 'lmworks[code]'")
     assert parse_code(SOUND[kind], kind).share == 0
-    assert judge(SOUND[kind], f"src/main.{kind}") == "kept"
+    assert outcome_of_code(SOUND[kind], f"src/main.{kind}") == "kept"
     prose = "<?php\n" + PROSE if kind == "php" else PROSE
-    assert judge(prose, f"src/main.{kind}", max_error_fraction=0.0) == "unparsable"
+    assert outcome_of_code(prose, f"src/main.{kind}", max_error_fraction=0.0) == "unparsable"
 
 
 def test_every_suffix_has_its_grammar() -> None:
@@ -71,14 +71,14 @@ def test_the_share_of_errors_decides() -> None:
     good = "".join(f"int f{number}(int x) {{ return x + {number}; }}\n" for number in range(50))
     share = parse_code(good + "int broken( {\n", "c").share
     assert 0 < share < 0.05
-    assert judge(good + "int broken( {\n", "a.c") == "kept"
-    assert judge(good + "int broken( {\n", "a.c", max_error_fraction=0.0) == "unparsable"
+    assert outcome_of_code(good + "int broken( {\n", "a.c") == "kept"
+    assert outcome_of_code(good + "int broken( {\n", "a.c", max_error_fraction=0.0) == "unparsable"
     assert parse_code("int f() { return 1", "c").share > 0, "cut off in the middle"
 
 
 def test_the_standard_library_compiles_and_its_halves_mostly_do_not() -> None:
     files = sorted(STDLIB.glob("*.py"))[:40]
-    assert [judge(path.read_text("utf-8"), str(path)) for path in files] == ["kept"] * len(files)
+    assert [outcome_of_code(path.read_text("utf-8"), str(path)) for path in files] == ["kept"] * len(files)
     halves = [path.read_text("utf-8") for path in files]
     assert sum(bool(parse_code(text[: len(text) // 2], "py").share) for text in halves) > 20
 
@@ -87,7 +87,7 @@ def test_the_standard_library_compiles_and_its_halves_mostly_do_not() -> None:
     "text", ["(" * 100_000, "[" * 50_000 + "]" * 50_000, "x = 1\0", "-" * 100_000 + "1", "a." * 100_000, "if x:\n" * 200, "\ud800"]
 )
 def test_hostile_code_is_only_dropped(text: str) -> None:
-    assert judge(text, "a.py") == "unparsable"
+    assert outcome_of_code(text, "a.py") == "unparsable"
 
 
 @pytest.mark.parametrize("kind", ["c", "js", "json", "rs"])
@@ -105,8 +105,8 @@ def test_code_that_fills_the_memory_is_only_dropped(kind: str, monkeypatch: pyte
     with closing(LimitedProcess("lmworks.corpus.checks.parsing:parser", PATIENCE, 64 << 20)) as parser:
         monkeypatch.setattr(parsing, "_parser", parser)
         hostile = "a<" * 30_000 if kind == "cpp" else "a\n" * 200_000
-        assert judge(hostile, f"a.{kind}") == "unparsable"
-        assert judge(SOUND[kind], f"a.{kind}") == "kept"
+        assert outcome_of_code(hostile, f"a.{kind}") == "unparsable"
+        assert outcome_of_code(SOUND[kind], f"a.{kind}") == "kept"
 
 
 def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,9 @@ def test_code_that_takes_for_ever_to_parse_is_only_dropped(monkeypatch: pytest.M
 
 def test_paths_languages_and_domains() -> None:
     assert [suffix(path) for path in ("a/b.PY", "b.py:12", "Makefile", "x.tar.gz", "", "a.b/c")] == ["py", "py", "", "gz", "", ""]
-    assert judge("whatever (", "Makefile") == "kept"
-    assert judge("whatever (", "Makefile", unknown="drop") == "unknown_code"
-    assert judge("not code (", "a.py", domain="docs") == "kept"
+    assert outcome_of_code("whatever (", "Makefile") == "kept"
+    assert outcome_of_code("whatever (", "Makefile", unknown="drop") == "unknown_code"
+    assert outcome_of_code("not code (", "a.py", domain="docs") == "kept"
     outcome = outcomes_of(step_of(Code()), ["x = ("], domain="code", origin="shard.jsonl:7", facts={"path": "src/a.py"})[0]
     assert isinstance(outcome, Drop) and outcome.detail.startswith("line 1:") and outcome.facts["code_errors"] == 1.0
 
@@ -137,8 +137,8 @@ def test_the_step_runs_python() -> None:
         pytest.skip(ran.detail)
     step = step_of(Code(run=True, timeout=Seconds.parse("20 s")))
     texts = ["assert 2 + 2 == 4", "assert 2 + 2 == 5", "import no_such_module_anywhere"]
-    assert [verdict(one) for one in outcomes_of(step, texts, domain="code", origin="a.py")] == ["kept", "run_failed", "run_failed"]
-    assert [verdict(one) for one in outcomes_of(step, texts[1:], domain="code", origin="a.pyi")] == ["kept", "kept"]
+    assert [outcome_text(one) for one in outcomes_of(step, texts, domain="code", origin="a.py")] == ["kept", "run_failed", "run_failed"]
+    assert [outcome_text(one) for one in outcomes_of(step, texts[1:], domain="code", origin="a.pyi")] == ["kept", "kept"]
 
 
 def test_without_a_sandbox_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

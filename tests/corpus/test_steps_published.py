@@ -162,7 +162,7 @@ def test_a_set_sees_what_the_one_before_it_left() -> None:
 
 
 def plain_gopher_repetition(text: str) -> dict[str, float]:
-    """Table A1 with lists, sets and counters."""
+    """Table A1, implemented with lists, sets and counters."""
     shares, tokens = {}, spoken(text)
     for n in (2, 3, 4):
         grams = Counter(" ".join(tokens[place : place + n]) for place in range(len(tokens) - n + 1))

@@ -89,5 +89,5 @@ def batches(recipe: Recipe, shards_dir: Path) -> Batches:
 
 @pytest.fixture
 def copied_shards(shards_dir: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(shards_dir, tmp_path / "shards"))

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 
 def write_corpus(folder: Path, split: str, source: str, texts: Sequence[str], domain: str) -> Path:
-    """The only part of a source, as the corpus stage writes it."""
+    """The only part of a source, in the format of the corpus stage."""
     path = folder / split / source / "00000.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     count = len(texts)

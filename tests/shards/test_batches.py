@@ -31,7 +31,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def joined(parts: list[Batch]) -> Batch:
-    """What ranks and micro-batches hold, put together again."""
+    """The sequences of ranks or micro-batches, concatenated."""
     sizes = np.cumsum([0, *(part.tokens.size for part in parts)])
     cu_seqlens = np.concatenate([part.cu_seqlens[:-1] + size for part, size in zip(parts, sizes, strict=False)] + [sizes[-1:]])
     tokens, labels = np.concatenate([part.tokens for part in parts]), np.concatenate([part.labels for part in parts])
@@ -39,7 +39,7 @@ def joined(parts: list[Batch]) -> Batch:
 
 
 def plain_batch(batches: Batches, step: int) -> Batch:
-    """The plain twin: all tokens of a source in one list, documents marked token by token."""
+    """A simple implementation of the same batch: all tokens of a source in one list, documents marked token by token."""
     order = batches.order
     phase = order.phase_of(step)
     length = order.timeline.phases[phase].sequence_length

@@ -29,7 +29,7 @@ BIG, TINY = 64 << 20, 8 * BLOCK
 
 
 class Counted:
-    """Storage that counts what is read of tokens."""
+    """Storage that counts the tokens read."""
 
     def __init__(self, folder: Path) -> None:
         self.inner, self.reads, self.lock = Folder(folder), [], threading.Lock()

@@ -26,7 +26,7 @@ TEXTS = [f"The {word} of {number} things, naïve 中文.\n" * (number % 5 + 1) f
 
 
 def documents(out: Path, made: Imported) -> dict[str, tuple[list[int], str]]:
-    """By id: tokens without the closing one, and the origin."""
+    """By id: tokens without the closing token, and the origin."""
     found = {}
     for shard in made.manifest.sources[0].train.shards:
         file, about = IndexedFile(out / shard.prefix), pq.read_table(f"{out / shard.prefix}.lineage.parquet").to_pylist()
@@ -38,7 +38,7 @@ def documents(out: Path, made: Imported) -> dict[str, tuple[list[int], str]]:
 
 
 def megatron(prefix: Path, sequences: list[list[int]], ends: list[int], code: int, kind: str) -> None:
-    """As Megatron's writer lays it out: sequences, of which several may be one document."""
+    """Token files in Megatron's format; several sequences may form one document."""
     sizes = [len(sequence) for sequence in sequences]
     at = np.cumsum([0, *sizes[:-1]]) * np.dtype(kind).itemsize
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(ends) + 1)

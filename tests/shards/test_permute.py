@@ -56,7 +56,7 @@ def test_small_ranges_take_every_order_equally_often(size: int) -> None:
 
 
 def test_large_ranges_look_random() -> None:
-    """Each within five sigma of what a random order gives: fixed points, neighbours, correlation, and spread of every stretch."""
+    """Each within five sigma of what a random order gives: fixed points, neighbors, correlation, and spread of every stretch."""
     size = 100_003
     image = permute(np.arange(size), size, derive_key(5))
     assert np.count_nonzero(image == np.arange(size)) <= 8

@@ -107,7 +107,7 @@ def swap_merges(spec: dict[str, Any]) -> None:
 
 
 def resplit(spec: dict[str, Any]) -> None:
-    """Replace the merge of a long token by another cut of it, which training would never have reached."""
+    """Replace the merge of a long token by another split of it, which training would not reach."""
     merges = spec["model"]["merges"]
     at = next(n for n, (left, right) in enumerate(merges) if len(left) > 2 and left[:-1] in spec["model"]["vocab"]
               and left[-1] + right in spec["model"]["vocab"])

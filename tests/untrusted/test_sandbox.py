@@ -33,7 +33,7 @@ def confined() -> None:
 
 
 def named(name: str) -> str:
-    """A line that gives the program's process a name by which it can be found from outside."""
+    """A line of code that names the process of the program, so that it can be found from outside."""
     return f"import ctypes, os, signal, time\nctypes.CDLL(None).prctl(15, {name.encode()!r}, 0, 0, 0)\n"
 
 
