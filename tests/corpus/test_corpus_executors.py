@@ -76,7 +76,7 @@ def test_under_ray_a_step_that_fails_is_named(texts: Path, tmp_path: Path) -> No
 @pytest.mark.needs("slurm")
 def test_slurm_leaves_the_same(texts: Path, local: str, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
-    monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.5)
     prepare(recipe(texts, kind="slurm", max_jobs=2, memory="500M"), tmp_path / "out")
     assert hash_of_outputs(tmp_path / "out") == local
     assert len(list((tmp_path / "out" / "staging" / "slurm").glob("read-*.log"))) == 2, "the parts were dealt out among two jobs"
@@ -88,7 +88,7 @@ def test_under_slurm_a_step_that_fails_is_named_and_nothing_is_left_waiting(
     texts: Path, slurm_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", str(slurm_here))
-    monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.5)
     with pytest.raises(UserError, match=r"step fails .*lib/\d+/0 .*ZeroDivisionError"):
         prepare(recipe(texts, ("fails",), kind="slurm"), tmp_path / "out", folder=texts)
     subprocess.run(["sleep", "2"], check=True)
