@@ -87,7 +87,7 @@ class Tally:
     """Statistics of a part, a source, a domain or the whole corpus: documents read, documents to train on, and dropped documents by (step,
     reason).
 
-    `copied` are the originals of duplicates, packed by `measuring.packed`, one entry per duplicate.
+    `copied` are the originals of duplicates, packed by `measuring.pack_ids`, one entry per duplicate.
     """
 
     read: DocumentFigures = field(default_factory=DocumentFigures)
