@@ -18,7 +18,7 @@ from lmworks.corpus.steps.math import Math
 
 
 def found(text: str, answer: str | None = None) -> list[tuple[str, bool]]:
-    return [(check.shown, check.right) for check in checks(text, answer, True, 0.01)]
+    return [(check.shown, check.correct) for check in checks(text, answer, True, 0.01)]
 
 
 @pytest.mark.parametrize(

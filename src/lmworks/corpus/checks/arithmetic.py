@@ -129,12 +129,12 @@ def _equation(sides: list[str], shown: str, tolerance: float) -> Iterator[Check]
     yield Check(shown, correct)
 
 
-def _equal(left: Fraction, correct: Fraction, shown: str, tolerance: float) -> bool:
+def _equal(left: Fraction, right: Fraction, shown: str, tolerance: float) -> bool:
     """Whether the values are equal, or differ by no more than rounding to the digits shown. Integers without a division are not rounded."""
-    if left == correct or not tolerance:
-        return left == correct
+    if left == right or not tolerance:
+        return left == right
     digits = len(shown.partition(".")[2].strip(" )"))
-    return abs(left - correct) <= max(Fraction(tolerance) * abs(left), Fraction(1, 2 * 10**digits) if digits else Fraction(0))
+    return abs(left - right) <= max(Fraction(tolerance) * abs(left), Fraction(1, 2 * 10**digits) if digits else Fraction(0))
 
 
 def final_answer(text: str) -> str | None:
