@@ -135,7 +135,7 @@ def test_a_batch_job_leaves_its_reason_where_the_executor_looks(texts: Path, tmp
     job.save()
     with pytest.raises(UserError, match="step fails"):
         batch_task.run_tasks(job.out, "read", 0, 10)
-    (told,) = slurm.failures(job).glob("*.txt")
+    (told,) = slurm.failures_folder(job).glob("*.txt")
     assert "step fails" in told.read_text()
 
 

@@ -142,7 +142,7 @@ def _list_remote(path: str, suffixes: tuple[str, ...]) -> list[File]:
             if any(mark in inner for mark in "*?["):
                 found = system.glob(inner, detail=True)
             elif system.isdir(inner):
-                found = {name: info for name, info in system.find_files(inner, detail=True).items() if has_extension(name, suffixes)}
+                found = {name: info for name, info in system.find(inner, detail=True).items() if has_extension(name, suffixes)}
             else:
                 found = {inner: system.info(inner)}
         except FileNotFoundError:
