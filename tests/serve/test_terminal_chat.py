@@ -17,8 +17,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation, command
-from lmworks.serve.engine import Engine, PromptTooLong
+from lmworks.serve.engine import Engine
 from lmworks.serve.loading import load_engine
+from lmworks.serve.requests import PromptTooLong
 from lmworks.terminal import plain
 from patience import PATIENCE
 
@@ -54,7 +55,7 @@ def test_the_model_is_told_the_whole_conversation(conversation: Conversation) ->
 def test_the_oldest_exchanges_make_room(conversation: Conversation) -> None:
     for number in range(12):
         ask(conversation, f"{number} and some more words to fill the context")
-    assert conversation.forgotten > 0
+    assert conversation.dropped > 0
     assert conversation.turns[-2]["content"].startswith("11 ")
     assert conversation.turns[0]["role"] == "user"
 
@@ -65,7 +66,7 @@ def test_a_message_that_is_too_long_changes_nothing(conversation: Conversation) 
     with pytest.raises(PromptTooLong, match=r"the prompt has [\d,]+ tokens and this model's context is 256: shorten it"):
         ask(conversation, "word " * 600)
     assert conversation.turns == kept
-    assert conversation.forgotten == 0
+    assert conversation.dropped == 0
 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(conversation: Conversation) -> None:
@@ -193,8 +194,8 @@ def test_a_terminal(terminal: Terminal) -> None:
     assert re.search(r"the prompt has [\d,]+ tokens and this model's\s+context is 256", terminal.until("shorten(?s:.*)you › "))
     terminal.type("half a line")
     terminal.until("half a line")
-    terminal.until(r"Ctrl-D leaves(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line
+    terminal.until(r"Ctrl-D exits(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line
     terminal.type("/reset\r")
-    terminal.until(r"The conversation is forgotten(?s:.*)you › ")
+    terminal.until(r"The conversation was cleared(?s:.*)you › ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=PATIENCE) == 0
