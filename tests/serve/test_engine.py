@@ -146,7 +146,7 @@ def test_the_context_is_the_limit(engine: Engine, vocabulary: Vocabulary) -> Non
     full = Request(((token,) * (CONTEXT - 4),), GenerateOptions(max_new_tokens=50))
     last = list(engine.stream(full))[-1]
     assert (last.generated, last.finish) == (4, "length")
-    with pytest.raises(PromptTooLong, match="the prompt has 256 tokens, and the context of this model is 256; shorten it to at most 255 tokens"):
+    with pytest.raises(PromptTooLong, match="the prompt has 256 tokens, and the context of this model is 256; shorten it to at most 255"):
         engine.submit(Request(((token,) * CONTEXT,), GenerateOptions()), print)
 
 

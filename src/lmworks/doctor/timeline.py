@@ -61,7 +61,7 @@ def timeline(run: Run) -> Json:
                 "text": text[:_LONGEST],
             }
         )
-    return {"days": days, "left_out": run.events_left_out} if days else {}
+    return {"days": days, "left_out": run.events_omitted} if days else {}
 
 
 def _words(event: Json) -> tuple[str, str]:
