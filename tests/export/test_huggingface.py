@@ -289,7 +289,7 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
         ({"rope": Rope(partial_rotary_factor=0)}, "no RoPE at all"),
-        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates a part of each head"),
+        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates only a part of each head"),
         ({"use_qk_norm": True, "attention_bias": True}, "normalized per head .*, unlike the nearest class, Qwen2ForCausalLM"),
         ({"no_rope_layer_interval": 2, "use_qk_norm": True}, "layers without positions"),
         (
@@ -349,7 +349,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("llama", {"attention_bias": True}, "attention_bias, which in LlamaForCausalLM includes an output bias"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope; lmworks supports default, linear, yarn and llama3"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "has no low_freq_factor"),
-        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which Olmo2ForCausalLM has not"),
+        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such option"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, Glm4Moe"),
         ("llama", {"architectures": None}, "is of class None; lmworks supports"),
     ],

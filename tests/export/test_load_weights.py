@@ -20,6 +20,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from parallel.parity import MODELS, recipe_of, whole
 from rank_pool import RankPool
+from small_config import small_config
 
 _MODELS: dict[str, dict[str, Any]] = {
     "mla": MODELS["mla"], "moe": MODELS["moe"],
@@ -56,15 +57,7 @@ def test_ranks_read_what_one_process_reads(ranks: RankPool, tmp_path: Path, layo
 
 
 def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:
-    small = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-    }
+    small = small_config()
     source = initialize(Transformer(Model.model_validate(small)), 7)
     write_model(source, tmp_path, {}, torch.float32)
     config = Model.model_validate(small | {"vocab_size": 70})

@@ -29,6 +29,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from lmworks.shards.order.timeline import Timeline
 from lmworks.train import calibrate
+from small_config import small_config
 
 FITS = {
     "2-cores": {"quickstart", "dense-125m"},
@@ -249,15 +250,7 @@ def test_flops_of_a_forward_are_a_third() -> None:
     from lmworks.model.transformer import Transformer
 
     model = Model.model_validate(
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 48,
-        }
+        small_config()
     )
     network, length = Transformer(model), 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -63,7 +63,7 @@ def test_the_oldest_exchanges_make_room(conversation: Conversation) -> None:
 def test_a_message_that_is_too_long_changes_nothing(conversation: Conversation) -> None:
     ask(conversation, "One")
     kept = list(conversation.turns)
-    with pytest.raises(PromptTooLong, match=r"the prompt has [\d,]+ tokens and this model's context is 256: shorten it"):
+    with pytest.raises(PromptTooLong, match=r"the prompt has [\d,]+ tokens, and the context of this model is 256; shorten it"):
         ask(conversation, "word " * 600)
     assert conversation.turns == kept
     assert conversation.dropped == 0
@@ -100,7 +100,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
     lines = [b"/temperature 0", b"Hello", b"", b"bad \xff bytes", b"word " * 600, b"never reached"]
     arguments = [*LMWORKS, "chat", str(run_dir), "--max-tokens", "8"]
     done = subprocess.run(arguments, input=b"\n".join(lines), capture_output=True, env=ENVIRONMENT, check=False)
-    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens and this model's context is 256: .*\n", done.stderr.decode()), done.stderr
+    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens, and the context of this model is 256; .*\n", done.stderr.decode()), done.stderr
     assert done.returncode == 2
     engine = load_engine(run_dir)
     expected = Conversation(engine, temperature=0, max_tokens=8)
@@ -191,7 +191,7 @@ def test_a_terminal(terminal: Terminal) -> None:
     terminal.type("\x03")  # Ctrl-C stops the answer only
     assert re.search(r"(\d+) tokens, \d+ tokens/s · stopped", terminal.until("you › "))
     terminal.type("word " * 600 + "\r")
-    assert re.search(r"the prompt has [\d,]+ tokens and this model's\s+context is 256", terminal.until("shorten(?s:.*)you › "))
+    assert re.search(r"the prompt has [\d,]+ tokens, and the context\s+of\s+this\s+model\s+is\s+256", terminal.until("shorten(?s:.*)you › "))
     terminal.type("half a line")
     terminal.until("half a line")
     terminal.until(r"Ctrl-D exits(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line
