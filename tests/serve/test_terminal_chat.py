@@ -191,7 +191,7 @@ def test_a_terminal(terminal: Terminal) -> None:
     terminal.type("\x03")  # Ctrl-C stops the answer only
     assert re.search(r"(\d+) tokens, \d+ tokens/s · stopped", terminal.until("you › "))
     terminal.type("word " * 600 + "\r")
-    assert re.search(r"the prompt has [\d,]+ tokens, and the context\s+of\s+this\s+model\s+is\s+256", terminal.until("shorten(?s:.*)you › "))
+    assert re.search(r"has [\d,]+ tokens, and the context\s+of\s+this\s+model\s+is\s+256", terminal.until("shorten(?s:.*)you › "))
     terminal.type("half a line")
     terminal.until("half a line")
     terminal.until(r"Ctrl-D exits(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line

@@ -95,7 +95,7 @@ _PATTERNS = [
 
 @cache
 def describe(name: str) -> Metric:
-    """The metric of a name; `KeyError` if there is none, so that no second name for one thing slips in."""
+    """The metric with this name. Raises `KeyError` for names that are not in the table."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
     for pattern, metric in _PATTERNS:
