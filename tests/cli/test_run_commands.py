@@ -67,7 +67,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
     reference.pretrain(longer)
     done = subprocess.run([*LMWORKS, *shlex.split(again)[1:]], capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"pretrain goes on from step {saved} of " in done.stderr
+    assert f"pretrain resumes from step {saved} of " in done.stderr
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(reference.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(reference.run_dir)
 

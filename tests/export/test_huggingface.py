@@ -349,7 +349,7 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("llama", {"attention_bias": True}, "attention_bias, which in LlamaForCausalLM includes an output bias"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope; lmworks supports default, linear, yarn and llama3"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "has no low_freq_factor"),
-        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such option"),
+        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such"),
         ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, Glm4Moe"),
         ("llama", {"architectures": None}, "is of class None; lmworks supports"),
     ],

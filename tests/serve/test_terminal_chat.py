@@ -100,7 +100,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
     lines = [b"/temperature 0", b"Hello", b"", b"bad \xff bytes", b"word " * 600, b"never reached"]
     arguments = [*LMWORKS, "chat", str(run_dir), "--max-tokens", "8"]
     done = subprocess.run(arguments, input=b"\n".join(lines), capture_output=True, env=ENVIRONMENT, check=False)
-    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens, and the context of this model is 256; .*\n", done.stderr.decode()), done.stderr
+    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens, and the context of this model is 256.*\n", done.stderr.decode()), done.stderr
     assert done.returncode == 2
     engine = load_engine(run_dir)
     expected = Conversation(engine, temperature=0, max_tokens=8)

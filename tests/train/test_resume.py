@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     tiny_copy.pretrain(*OPTIONS)
     said = capsys.readouterr().err.replace("\n", "")
     assert f"{newest} is not used: data-00000-00000.bin " in said
-    assert f"pretrain goes on from step {listing.step_of(before)} of {STEPS}" in said
+    assert f"pretrain resumes from step {listing.step_of(before)} of {STEPS}" in said
     ledger = read_ledger(tiny_copy.run_dir / "ledger.jsonl")
     (refused,) = [event for event in ledger if event["event"] == "checkpoint_refused"]
     assert refused["path"] == str(newest) and (newest.parent / f"{newest.name}.bad-1").is_dir()

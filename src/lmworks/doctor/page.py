@@ -123,7 +123,7 @@ def _template() -> Template:
 
 
 def _json_for_html(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot close the HTML element that contains it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return (
         text.replace("&", "\\u0026")

@@ -44,7 +44,7 @@ STAGE_WORDS = {
 
 
 def timeline(run: Run) -> Json:
-    """Entries by day, oldest first, with the number of those left out in the middle."""
+    """Entries by day, oldest first, with the number of omitted ones in the middle."""
     days: list[Json] = []
     for event in run.events:
         when = event.get("time")

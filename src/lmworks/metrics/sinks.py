@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run goes on in it."""
+    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
         wandb = _import("wandb", "metrics.wandb_project", "wandb")

@@ -284,7 +284,7 @@ def _part(run: MatrixRun, holder: int) -> LocalPart:
     box = run.boxes_HD2[holder].tolist()
     rows, cols = (last - first for first, last in box[1:])
     here = local(run.parameter)
-    assert here.shape[-2:] == (rows, cols), f"{run.name} lies here as {tuple(here.shape)}, its placement says {box}"
+    assert here.shape[-2:] == (rows, cols), f"{run.name} has local shape {tuple(here.shape)}, but its placement says {box}"
     return LocalPart(run, run.first - box[0][0], (run.count, rows, cols))
 
 

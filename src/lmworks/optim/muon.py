@@ -37,7 +37,7 @@ def orthogonalize(stack_NRC: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_plain(matrix_RC: Tensor, steps: int = 5) -> Tensor:
-    """The twin: one matrix of any proportion, fp32, as it is written on paper."""
+    """The reference implementation: one matrix of any shape, in fp32, as published."""
     a, b, c = QUINTIC
     x = matrix_RC.float()
     x = x / x.norm().clamp(min=_EPS)

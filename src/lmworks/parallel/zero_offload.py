@@ -133,7 +133,7 @@ class ZeroModel(ParallelModel):
         # ZeRO-3 has no public name for its norm (DeepSpeed 0.19).
         norms = optimizer._get_norm_groups() if self._sharded else [optimizer.scaled_global_norm()]
         norm = torch.stack([norm.float().to(self.device) for norm in norms])
-        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm))  # -1 stands for not finite
+        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm))  # -1 means not finite
 
     def optimizer(self) -> ZeroOptimizer:
         """The optimizer of this model."""

@@ -102,7 +102,7 @@ class _Model:
         self._model, self._optimizer = with_optimizer(recipe, build_model(recipe, ranks))
 
     def step_seconds(self, batch: Batch, patience: float, bar: progress.Bar) -> list[float]:
-        """Of training steps on one batch, the first two, which compile, left out."""
+        """Seconds of training steps on one batch, without the first two, which compile."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
         own = batch.sequences(*model.rank_sequences(rows))

@@ -27,7 +27,7 @@ def measured(context: CheckContext) -> CheckResult:
     if ranks is None:
         wanted = world_size(context.layout)
         if wanted == 1:
-            return CheckResult("skip", "one rank talks to nobody")
+            return CheckResult("skip", "there is only one rank")
         launch = f"lmworks launch local {context.name} --to preflight"
         return CheckResult("skip", f"this is one process, and the layout has {wanted:,} ranks", launch)
     figures: dict[str, float] = {}
@@ -42,7 +42,7 @@ def measured(context: CheckContext) -> CheckResult:
         if axis in ("fsdp", "dp_replicate"):
             slowest = min(slowest, bandwidth)
     if not texts:
-        return CheckResult("skip", "one rank talks to nobody")
+        return CheckResult("skip", "there is only one rank")
     text = "; ".join(texts)
     link = context.machine.network_gbps / 8 * 1e9
     if link and slowest < _SHARE_OF_NETWORK * link:
