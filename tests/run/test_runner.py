@@ -83,7 +83,7 @@ def test_other_text_reaches_the_later_stages_and_a_started_run_refuses_it(tmp_pa
     with pytest.raises(UserError, match=r"sources\.docs\.files \(1 file -> 1 changed .* continue with --allow corpus.sources.docs.files$"):
         made.walk()
     (made.run_dir / "sources.json").unlink()  # had nobody looked at the files
-    with pytest.raises(UserError, match=r"token files in .*shards are not those that this run began with; .* continue with --allow shards$"):
+    with pytest.raises(UserError, match=r"token files in .*shards are not those that this run began with; .* with --allow shards$"):
         made.walk(last="pretrain")
     assert done(made.walk(last="shards")) == [], "the new text was tokenized before training refused it"
     made.walk(last="pretrain", allow=["shards"])

@@ -69,7 +69,7 @@ class _Run:
         self.run_dir = Path(self.recipe.run_dir)
         if to != "preflight":
             stages_for(self.recipe, to)
-        # What the ranks say to go on with.
+        # The command that the ranks print for resuming.
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
     def settle(self, ranks: int, per_host: int) -> None:

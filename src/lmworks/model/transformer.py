@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         return [*self.layers, *(layer.block for layer in self.mtp)]
 
     def numbered_blocks(self) -> list[tuple[int, Any]]:
-        """`every_block` with the numbers of the layers, of which a pipeline stage has only some; multi-token prediction continues the numbers."""
+        """`every_block` with the numbers of the layers, of which a pipeline stage has some; MTP continues the numbers."""
         numbers = [int(name) for name, _ in self.layers.named_children()]
         numbers += [(self.config.num_hidden_layers or 0) + depth for depth in range(len(self.mtp))]
         return list(zip(numbers, self.every_block(), strict=True))
