@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import yaml
 
-from lmworks.launch.folder import Folder
+from lmworks.launch.launch_dir import LaunchDir
 from lmworks.metrics.log import read
 from lmworks.watch.heartbeat import Beat, read_beats
 from lmworks.watch.ledger import read_ledger
@@ -68,18 +68,18 @@ class Run:
     """One launched run, in a directory that already has its data."""
 
     def __init__(self, recipe: Path, run_dir: Path, *overrides: str) -> None:
-        self.run_dir, self.folder = run_dir, Folder.of(run_dir)
+        self.run_dir, self.folder = run_dir, LaunchDir.of(run_dir)
         options = [word for one in (f"run_dir={run_dir}", "layout.dp_shard=2", *overrides) for word in ("--set", one)]
         command = [str(Path(sys.executable).with_name("lmworks")), "launch", "local", str(recipe), "--to", "pretrain", *options]
         self.launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def beats(self) -> list[Beat]:
-        return read_beats(self.folder.beats)
+        return read_beats(self.folder.heartbeats)
 
     def wait_for_step(self, step: int) -> list[Beat]:
         """Both ranks in the middle of an update of this step or a later one."""
         while True:
-            beats = self.beats()
+            beats = self.heartbeats()
             if len(beats) == 2 and all(beat.step >= step and beat.doing == "update" for beat in beats):
                 return beats
             assert self.launcher.poll() is None, f"the run has ended before step {step}"
@@ -105,7 +105,7 @@ def lose(run: Run, by: signal.Signals) -> dict[str, float]:
             at["noticed"] = run.folder.failed.stat().st_mtime - hit
         if "ended" not in at and not any(map(alive, pids)):
             at["ended"] = time.time() - hit
-        new = [beat for beat in run.beats() if beat.pid not in pids]
+        new = [beat for beat in run.heartbeats() if beat.pid not in pids]
         if len(new) == 2 and "joined" not in at:
             at["begun"] = max(psutil.Process(beat.pid).create_time() for beat in new) - hit
             at["joined"] = max(beat.time for beat in new) - hit

@@ -57,7 +57,7 @@ def test_a_preset_says_how_it_is_used(lmworks: Lmworks) -> None:
 
 
 def test_years_are_remarked_on(lmworks: Lmworks) -> None:
-    assert "years; plan it for more devices" in " ".join(lmworks("plan", "smollm3-3b", "--cluster", "1xh200").out.split())
+    assert "years; use more devices" in " ".join(lmworks("plan", "smollm3-3b", "--cluster", "1xh200").out.split())
     assert "years" not in lmworks("plan", "dense-125m", "--cluster", "8xh100").out
 
 

@@ -126,10 +126,10 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("model.hidden_size=64", "model.hidden_size is 64 in the recipe and 32 in FOREIGN, whose weights train.init_from takes"),
+        ("model.hidden_size=64", "model.hidden_size is 64 in the recipe and 32 in FOREIGN, the weights of which are used"),
         ("model.use_qk_norm=true", "model.use_qk_norm is true in the recipe and false in FOREIGN"),
-        ("tokenizer.path=elsewhere/tokenizer.json", "train.init_from takes the tokenizer of its weights; leave tokenizer.path out"),
-        ("size=1M", "size does not go with train.init_from"),
+        ("tokenizer.path=elsewhere/tokenizer.json", "train.init_from uses the tokenizer of its weights; remove tokenizer.path"),
+        ("size=1M", "size cannot be combined with train.init_from"),
         ("train.init_from=nowhere", "nowhere is no Hugging Face folder"),
     ],
 )

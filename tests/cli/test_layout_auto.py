@@ -41,7 +41,7 @@ def test_every_rank_is_told_the_layout_that_was_chosen(lmworks: Lmworks, tmp_pat
     ranks = "4" if way == "local" else "8"
     last = chosen(done.out)
     assert (last["auto"], last["dp_shard"], last["tp"], last["pp"]) == ("false", ranks, "1", "1")
-    why = rf"layout: DP{ranks}, ZeRO-1: the least pipeline, context, tensor and expert parallelism .* {ranks} x A small one"
+    why = rf"layout: DP{ranks}, ZeRO-1: the smallest pipeline, context, tensor and expert parallelism .* {ranks} x A small one"
     assert re.search(why, done.err), "beside the script, which is on standard output"
     assert "--set train.micro_batch_size=" in done.out
     assert not (tmp_path / "run").exists()
@@ -58,7 +58,7 @@ def test_a_run_that_has_begun_is_launched_as_it_began(lmworks: Lmworks, tmp_path
         assert {axis: chosen(done.out)[axis] for axis in ("tp", "dp_shard", "ep")} == {"tp": "2", "dp_shard": "2", "ep": "1"}
         assert "as the run began" in done.err
     refused = lmworks("launch", "local", "quickstart", "--set", "layout=auto", "--set", f"run_dir={run}", "--ranks", 3, "--dry-run")
-    assert "3 ranks do not divide by layout tp 2" in refused.error
+    assert "3 ranks are not a multiple of 2 (layout tp 2)" in refused.error
 
 
 def test_the_number_of_ranks_must_be_known(lmworks: Lmworks, tmp_path: Path) -> None:

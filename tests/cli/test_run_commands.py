@@ -53,9 +53,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
         _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, said
     saved = listing.step_of(listing.directories(tiny_copy.run_dir / "checkpoints")[-1])
-    assert "stopping after this step; once more to stop at once, without saving" in said
+    assert "stopping after this step; press Ctrl-C again to stop at once, without saving" in said
     again = shlex.join(["lmworks", *map(str, arguments)])
-    assert said.splitlines()[-1] == f"stopped by SIGINT and saved at step {saved}; go on with: {again}"
+    assert said.splitlines()[-1] == f"stopped by SIGINT and saved at step {saved}; resume with: {again}"
     assert "Traceback" not in said
     assert curve(tiny_copy.run_dir)[-1]["step"] == saved
     assert (tiny_copy.run_dir / "report.html").exists()
@@ -67,7 +67,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_rest_is_the_same(tiny_copy: Tiny
     reference.pretrain(longer)
     done = subprocess.run([*LMWORKS, *shlex.split(again)[1:]], capture_output=True, encoding="utf-8", env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"pretrain goes on from step {saved} of " in done.stderr
+    assert f"pretrain resumes from step {saved} of " in done.stderr
     assert same_bits(checkpoint(tiny_copy.run_dir), checkpoint(reference.run_dir)) == []
     assert curve(tiny_copy.run_dir) == curve(reference.run_dir)
 

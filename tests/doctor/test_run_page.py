@@ -14,7 +14,7 @@ import pytest
 from doctor_runs import HOSTILE, STEPS, recipe, write_metrics, write_samples
 
 from lmworks.doctor.page import write_page
-from lmworks.doctor.run_records import read_run
+from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
 from lmworks.files import read_json, write_json
 from lmworks.recipe.schema.cluster import Cluster
@@ -352,7 +352,7 @@ def test_a_long_ledger_is_cut_in_the_middle(run_dir: Path) -> None:
     (run_dir / "ledger.jsonl").write_text("\n".join(lines) + "\n")
     run = read_run(run_dir)
     assert len(run.events) == 300
-    assert run.events_left_out == 4999 - 300
+    assert run.events_omitted == 4999 - 300
     assert len(run.pretrain.marks) <= 800
     assert run.events[0]["step"] == 1 and run.events[-1]["step"] == 4999
     assert "4,699 entries in the middle are left out" in page_of(run_dir).text

@@ -24,6 +24,7 @@ from lmworks.recipe.loading.huggingface import from_config
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import load as load_tokenizer
+from small_config import small_config
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
 
@@ -136,7 +137,7 @@ def test_a_changed_byte_is_found(make_run: Callable[..., Any], tmp_path: Path, w
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(UserError, match=r"model.gguf is not what was trained: the values of tensor .* differ; delete it and export again"):
+    with pytest.raises(UserError, match=r"model.gguf differs from the trained model: the values of tensor .* differ; delete it"):
         check_gguf(run.model, path, torch.float32)
 
 
@@ -152,7 +153,7 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
     ("change", "reason"),
     [
         ({"use_qk_norm": True, "sliding_window": "64 tokens"}, "it has a sliding window, which llama.cpp ignores"),
-        ({"no_rope_layer_interval": 2}, r"every 2 layers \(no_rope_layer_interval\), and llama.cpp knows only 4"),
+        ({"no_rope_layer_interval": 2}, r"one of 2 layers has no positions .*, and llama.cpp supports only one of 4"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
         ({"sliding_window": "64 tokens"}, "llama.cpp runs Mistral as llama, which ignores it"),
         (
@@ -164,15 +165,7 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
     ],
 )
 def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason: str) -> None:
-    shape = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 32,
-    }
+    shape = small_config(num_hidden_layers=4, num_attention_heads=2, head_dim=16, intermediate_size=32)
     model = Model.model_validate(shape | change)
     with pytest.raises(UserError, match=rf"no architecture of llama.cpp expresses this model: .*{reason}.*export.gguf=false"):
         architecture_for(model)
@@ -183,7 +176,7 @@ def test_another_split_rule_is_refused(make_run: Callable[..., Any], tmp_path: P
     spec = read_json(run.directory / "tokenizer" / "tokenizer.json")
     spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
     write_json(tmp_path / "tokenizer.json", spec)
-    with pytest.raises(UserError, match=r"splits text by a rule that llama\.cpp does not have"):
+    with pytest.raises(UserError, match=r"splits text by another rule than llama\.cpp"):
         write_gguf(run.model, load_tokenizer(tmp_path), tmp_path / "model.gguf", torch.float32, "tiny")
     assert not (tmp_path / "model.gguf").exists()
 

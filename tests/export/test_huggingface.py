@@ -15,7 +15,7 @@ from random_configs import EXPERTS, random_config
 
 from lmworks.errors import UserError
 from lmworks.export.huggingface import read_model, write_model
-from lmworks.export.names import from_huggingface, has_place, to_huggingface
+from lmworks.export.names import is_exported, to_huggingface
 from lmworks.model import Transformer
 from lmworks.recipe.families.family import Family
 from lmworks.recipe.families.registry import FAMILIES, family_of, table
@@ -109,7 +109,7 @@ def ours(config: Model) -> Transformer:
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
-            if not has_place(name, family_of(config)):
+            if not is_exported(name, family_of(config)):
                 tensor.zero_()
     return model
 
@@ -267,7 +267,7 @@ def test_an_older_config_without_layer_types_slides_where_its_class_says() -> No
     assert [read.slides(layer) for layer in range(4)] == [False, False, False, True]
     with pytest.raises(UserError, match="layer_types that are not 4 of sliding_attention and full_attention"):
         from_config(config | {"layer_types": ["chunked_attention"] * 4})
-    with pytest.raises(UserError, match="hidden_act gelu; lmworks reads silu"):
+    with pytest.raises(UserError, match="hidden_act gelu; lmworks supports silu"):
         from_config(config | {"hidden_act": "gelu"})
 
 
@@ -289,19 +289,19 @@ def test_layer_types_that_say_nothing_are_refused(change: dict[str, Any], reason
     [
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is on"),
         ({"rope": Rope(partial_rotary_factor=0)}, "no RoPE at all"),
-        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates a part of each head"),
-        ({"use_qk_norm": True, "attention_bias": True}, "normed head by head .*, unlike the nearest class, Qwen2ForCausalLM"),
+        ({"rope": Rope(partial_rotary_factor=0.5)}, "it rotates only a part of each head"),
+        ({"use_qk_norm": True, "attention_bias": True}, "normalized per head .*, unlike the nearest class, Qwen2ForCausalLM"),
         ({"no_rope_layer_interval": 2, "use_qk_norm": True}, "layers without positions"),
         (
             _LATENT | {"mla": _MLA.model_copy(update={"rms_norm_eps": 1e-5})},
-            r"its latents are not normed with 1e-06 but 1e-05 \(mla.rms_norm_eps\), unlike the nearest class, DeepseekV3",
+            r"its latents are normalized with 1e-05 instead of 1e-06 \(mla.rms_norm_eps\), unlike the nearest class, DeepseekV3",
         ),
         (_LATENT | {"moe": _MOE.model_copy(update={"n_shared_experts": 0})}, "no shared expert"),
         ({"moe": _MOE.model_copy(update={"scoring_func": "softmax"})}, "gates are softmax"),
         ({"moe": _MOE.model_copy(update={"n_shared_experts": 0})}, "no shared expert"),
         ({"use_qk_norm": True, "moe": _SOFTMAX.model_copy(update={"balance": Balance()})}, "a bias selects its experts"),
         (_POST | {"head_dim": 24}, "heads x head_dim is 96 and not hidden_size 64"),
-        ({"norm_position": "post"}, "queries and keys are not normed over all heads .*, unlike the nearest class, Olmo2"),
+        ({"norm_position": "post"}, "queries and keys are not normalized over all heads .*, unlike the nearest class, Olmo2"),
     ],
 )
 def test_models_without_a_class_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
@@ -310,24 +310,30 @@ def test_models_without_a_class_are_refused_with_the_reason(change: dict[str, An
 
 
 def test_foreign_weights_are_refused(tmp_path: Any) -> None:
-    model = ours(CASES["llama"])
-    state, family = dict(model.state_dict()), family_of(model.config)
-    tensors = list(to_huggingface(state, model.config))
-    with pytest.raises(UserError, match="1 tensors are missing, the first is"):
-        from_huggingface(iter(tensors[:-1]), state, model.config, family)
-    with pytest.raises(UserError, match="has no counterpart"):
-        from_huggingface(iter([*tensors, ("model.layers.0.mlp.c_fc.weight", torch.zeros(1))]), state, model.config, family)
-    with pytest.raises(UserError, match="has shape"):
-        from_huggingface(iter([(tensors[0][0], torch.zeros(3, 3)), *tensors[1:]]), state, model.config, family)
+    from safetensors.torch import load_file, save_file
+
+    write_model(ours(CASES["llama"]), tmp_path, {}, torch.float32)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    first = min(tensors)
+    for change, reason in (
+        ({name: tensor for name, tensor in tensors.items() if name != first}, f"has no tensor {first}"),
+        (tensors | {"model.layers.0.mlp.c_fc.weight": torch.zeros(1)}, "has no counterpart"),
+        (tensors | {"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}, "does not belong to this model"),
+        (tensors | {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:-1]}, "has shape"),
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in change.items()}, file)
+        with pytest.raises(UserError, match=reason):
+            read_model(tmp_path)
 
 
 def test_a_selection_bias_is_not_left_behind() -> None:
-    """Qwen3-MoE has no place for it. Zero, as training without it leaves it, changes nothing; another would choose other experts."""
+    """Qwen3-MoE has no such tensor. A bias of zero, as after training without it, changes nothing; any other would select other experts."""
     model = ours(CASES["qwen3_moe"])
     state = dict(model.state_dict())
     assert not [name for name, _ in to_huggingface(state, model.config) if "bias" in name]
     state["layers.2.ffn.router.bias"] = torch.full((8,), 0.1)
-    with pytest.raises(UserError, match=r"layers.2.ffn.router.bias is not zero, and Qwen3MoeForCausalLM has no place for it"):
+    with pytest.raises(UserError, match=r"layers.2.ffn.router.bias is not zero, and Qwen3MoeForCausalLM has no such tensor"):
         list(to_huggingface(state, model.config))
 
 
@@ -339,13 +345,13 @@ def test_a_selection_bias_is_not_left_behind() -> None:
         ("qwen3_moe", {"num_experts": None}, "config.json has no num_experts"),
         ("qwen3_moe", {"num_experts": "many"}, "describes no model that lmworks has"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "has a value of the wrong kind"),
-        ("llama", {"mlp_bias": True}, "mlp_bias; in lmworks feed-forward layers have no biases"),
-        ("llama", {"attention_bias": True}, "attention_bias, which in LlamaForCausalLM also gives the output a bias"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope; lmworks reads default, linear, yarn and llama3"),
+        ("llama", {"mlp_bias": True}, "mlp_bias; lmworks does not support biases in feed-forward layers"),
+        ("llama", {"attention_bias": True}, "attention_bias, which in LlamaForCausalLM includes an output bias"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type longrope; lmworks supports default, linear, yarn and llama3"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "has no low_freq_factor"),
-        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, which Olmo2ForCausalLM has not"),
-        ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks reads DeepseekV3ForCausalLM, Glm4Moe"),
-        ("llama", {"architectures": None}, "is of class None; lmworks reads"),
+        ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, but Olmo2ForCausalLM has no such"),
+        ("llama", {"architectures": ["GemmaForCausalLM"]}, "is of class GemmaForCausalLM; lmworks supports DeepseekV3ForCausalLM, Glm4Moe"),
+        ("llama", {"architectures": None}, "is of class None; lmworks supports"),
     ],
 )
 def test_what_a_config_has_and_we_have_not_is_refused(name: str, change: dict[str, Any], reason: str) -> None:

@@ -16,7 +16,7 @@ from test_huggingface import relative
 
 from lmworks.errors import UserError
 from lmworks.export.huggingface import read_model, write_model
-from lmworks.export.names import carries_mtp
+from lmworks.export.names import exports_mtp
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp, Rope
@@ -149,7 +149,7 @@ def test_a_checkpoint_without_the_layer_is_read_without_it(tmp_path: Path) -> No
 
 def test_a_class_without_a_place_for_it_is_exact_without_it(tmp_path: Path) -> None:
     model = build(Model(**(_GLM | {"moe": None, "rope": Rope(), "attention_bias": False, "num_hidden_layers": 2}), mtp=Mtp()))
-    assert not carries_mtp(model.config)
+    assert not exports_mtp(model.config)
     write_model(model, tmp_path, _STOPS, torch.float32)
     read = read_model(tmp_path)
     assert read.config == model.config.model_copy(update={"mtp": None})

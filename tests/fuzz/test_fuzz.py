@@ -129,7 +129,7 @@ ARTIFACTS: dict[str, tuple[str, str, Any, str]] = {  # artifact, file, its conte
     "a manifest beyond all tokens": ("manifest", "manifest.json", ('"tokens": 45', f'"tokens": {10**30}'), "manifest.json: .*tokens"),
     "a ledger that is a list": ("records", "run/ledger.jsonl", b"[]\n", "line 1 is not a JSON object"),
     "a ledger of nesting": ("records", "run/ledger.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
-    "a line of no event": ("records", "run/ledger.jsonl", b'{"time": 1}\n', "line 1 names no event"),
+    "a line of no event": ("records", "run/ledger.jsonl", b'{"time": 1}\n', "line 1 has no event name"),
     "a change without a step": ("records", "run/ledger.jsonl", b'{"time": 1, "event": "mixture_asked"}\n', "ledger.jsonl is damaged|^$"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a launch would start, who takes part in it, and how a rank's end is understood."""
+"""The commands that a launch starts, the table of hosts, and how the exit of a rank is interpreted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.launch import launcher, rank, slurm
-from lmworks.launch.folder import Folder
-from lmworks.launch.hosts import Host, Table, read_hosts, read_table
-from lmworks.launch.rank import live
+from lmworks.launch.hosts import Host, HostTable, read_hosts, read_table
+from lmworks.launch.launch_dir import LaunchDir
+from lmworks.launch.rank import run_rank
 from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger, read_ledger
@@ -29,9 +29,9 @@ def recipe(**nodes: Any) -> Recipe:
     return Recipe.model_validate({"name": "toy", "threads": 1, **nodes})
 
 
-@pytest.mark.parametrize(("text", "least", "most"), [("4", 4, 4), ("2:4", 2, 4), ("3:3", 3, 3)])
-def test_sizes(text: str, least: int, most: int) -> None:
-    assert CountRange.parse(text) == CountRange(least, most)
+@pytest.mark.parametrize(("text", "minimum", "maximum"), [("4", 4, 4), ("2:4", 2, 4), ("3:3", 3, 3)])
+def test_sizes(text: str, minimum: int, maximum: int) -> None:
+    assert CountRange.parse(text) == CountRange(minimum, maximum)
 
 
 @pytest.mark.parametrize("text", ["", "0", "4:2", "0:2", "-1", "2:", ":2", "two", "2:3:4"])
@@ -65,26 +65,26 @@ def test_a_host_file_that_is_wrong(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_an_excluded_host_stays_out_of_later_launches_until_it_is_readmitted(tmp_path: Path) -> None:
-    folder = Folder.of(tmp_path)
+    folder = LaunchDir.of(tmp_path)
     hosts = [Host("a", 2), Host("b", 2)]
-    Table(folder.hosts, hosts).exclude("b", "its disk")
-    later = Table(folder.hosts, hosts)
-    assert [host.name for host in later.taking_part()] == ["a"]
+    HostTable(folder.hosts, hosts).exclude("b", "its disk")
+    later = HostTable(folder.hosts, hosts)
+    assert [host.name for host in later.active()] == ["a"]
     assert [(host.name, host.excluded) for host in read_table(folder.hosts)] == [("a", None), ("b", "its disk")]
     with pytest.raises(UserError, match=r"^c is not excluded from .*; these are: b$"):
         launcher.readmit(tmp_path, "c")
     launcher.readmit(tmp_path, "b")
-    assert folder.readmitted() == ["b"] and folder.readmitted() == []
+    assert folder.take_readmissions() == ["b"] and folder.take_readmissions() == []
     assert later.readmit("b") and not later.readmit("b")
-    assert len(Table(folder.hosts, hosts).taking_part()) == 2
+    assert len(HostTable(folder.hosts, hosts).active()) == 2
 
 
 def test_local_agents_have_as_many_ranks_as_the_layout_needs(tmp_path: Path) -> None:
     fixed = launcher.launch_local(recipe(), tmp_path, CountRange(4, 4), [])
-    assert [host.slots for host in fixed.hosts] == [4] and fixed.least == 1
+    assert [host.slots for host in fixed.hosts] == [4] and fixed.min_hosts == 1
     elastic = launcher.launch_local(recipe(layout={"tp": 2}), tmp_path, CountRange(2, 6), [])
-    assert [host.slots for host in elastic.hosts] == [2, 2, 2] and elastic.least == 1
-    with pytest.raises(UserError, match="5 ranks do not divide by layout tp 2"):
+    assert [host.slots for host in elastic.hosts] == [2, 2, 2] and elastic.min_hosts == 1
+    with pytest.raises(UserError, match=r"5 ranks are not a multiple of 2 \(layout tp 2\)"):
         launcher.launch_local(recipe(layout={"tp": 2}), tmp_path, CountRange(2, 5), [])
 
 
@@ -108,7 +108,7 @@ def test_the_command_of_a_host_goes_through_ssh_as_one_script(tmp_path: Path) ->
 
 def test_the_end_of_whoever_started_an_agent_is_the_agents_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = launcher.launch_local(recipe(), tmp_path, CountRange(1, 1), [])
-    Folder.of(tmp_path).begin()
+    LaunchDir.of(tmp_path).begin()
     told, ready = tmp_path / "told", tmp_path / "ready"
     stand_in = (
         f"import signal, time, sys, pathlib\nsignal.signal(15, lambda *_: (open({str(told)!r}, 'w').write('15'), sys.exit(3)))\n"
@@ -129,7 +129,7 @@ SCRIPT = {"partition": "gpu", "time_limit": "2:00:00", "memory": "100G", "option
 
 def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     asked = recipe(launch={"slurm": SCRIPT | {"cpus_per_rank": 3}}, layout={"tp": 2})
-    Table(Folder.of(tmp_path).hosts, [Host("bad", 1), Host("good", 1)]).exclude("bad", "its disk")
+    HostTable(LaunchDir.of(tmp_path).hosts, [Host("bad", 1), Host("good", 1)]).exclude("bad", "its disk")
     script = slurm.job_for(asked, tmp_path, CountRange(1, 2), 8, ["run", "a.yaml", "--set", "seed=3"]).script()
     lines = script.splitlines()
     wanted = ["--partition=gpu", "--time=2:00:00", "--mem=100G", "--constraint=h100", "--requeue", "--nodes=1-2", "--ntasks-per-node=1",
@@ -139,7 +139,7 @@ def test_the_slurm_script_says_what_the_recipe_asks_for(tmp_path: Path) -> None:
     assert lines[lines.index("code=$?") - 1].endswith("lmworks.cli.rank run a.yaml --set seed=3")
     assert "--gpus" not in script
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8", check=False).returncode == 0
-    with pytest.raises(UserError, match="3 ranks do not divide by layout tp 2"):
+    with pytest.raises(UserError, match=r"3 ranks are not a multiple of 2 \(layout tp 2\)"):
         slurm.job_for(asked, tmp_path, CountRange(1, 2), 3, [])
 
 
@@ -155,9 +155,9 @@ def test_gpus_are_asked_for_as_the_recipe_or_the_cluster_says(
     assert {"#SBATCH --mem=0", "#SBATCH --qos=high", f"#SBATCH --output='{tmp_path}/a run/launch/slurm-%j.log'"} <= set(lines)
 
 
-def crash(run_dir: Path, asked: Recipe) -> slurm.After:
-    Folder.of(run_dir).begin()
-    return slurm.after(asked, run_dir, 1)
+def crash(run_dir: Path, asked: Recipe) -> slurm.JobResult:
+    LaunchDir.of(run_dir).begin()
+    return slurm.finish_job(asked, run_dir, 1)
 
 
 def test_a_job_that_crashes_is_tried_again_as_long_as_it_gets_on(tmp_path: Path) -> None:
@@ -172,19 +172,19 @@ def test_a_job_that_crashes_is_tried_again_as_long_as_it_gets_on(tmp_path: Path)
 @pytest.mark.parametrize(("code", "then"), [(0, 0), (2, 2), (130, 130), (75, 75)])
 def test_a_job_is_queued_again_after_a_preemption_and_not_when_it_is_over(tmp_path: Path, code: int, then: int) -> None:
     for _ in range(5):  # being pre-empted is no failure, however often
-        Folder.of(tmp_path).begin()
-        Folder.of(tmp_path).conclude(code, 0)
-        assert slurm.after(recipe(), tmp_path, 0).code == then
+        LaunchDir.of(tmp_path).begin()
+        LaunchDir.of(tmp_path).conclude(code, 0)
+        assert slurm.finish_job(recipe(), tmp_path, 0).code == then
 
 
 def test_a_node_whose_ranks_fail_again_and_again_is_left_out(tmp_path: Path) -> None:
-    Folder.of(tmp_path).begin()
+    LaunchDir.of(tmp_path).begin()
     with Ledger(tmp_path / "ledger.jsonl") as ledger:
         for hosts in (["n7"], ["n7"], ["n1", "n7"], ["n7"]):
             ledger.write("restart", hosts=hosts, ranks=[1], reason="killed")
-    assert slurm.after(recipe(launch={"exclude_after": 4}), tmp_path, 1).excluded == ()
-    assert slurm.after(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
-    assert slurm.after(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
+    assert slurm.finish_job(recipe(launch={"exclude_after": 4}), tmp_path, 1).excluded == ()
+    assert slurm.finish_job(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
+    assert slurm.finish_job(recipe(launch={"exclude_after": 3}), tmp_path, 1).excluded == ("n7",)
 
 
 def ends_with(code: int) -> Callable[[], None]:
@@ -192,10 +192,10 @@ def ends_with(code: int) -> Callable[[], None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
-    made = Folder.of(tmp_path)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchDir]:
+    made = LaunchDir.of(tmp_path)
     made.begin()
-    monkeypatch.setattr(rank, "_conclude_unless_the_first_does", lambda folder, code, number: folder.conclude(code, number))
+    monkeypatch.setattr(rank, "_conclude_unless_rank_0_does", lambda folder, code, number: folder.conclude(code, number))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(rank, "_output", lambda folder, number: nullcontext())
     yield made
@@ -203,42 +203,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
         signal.signal(number, handler)
 
 
-def test_the_first_rank_speaks_for_all_when_the_run_is_done(folder: Folder) -> None:
-    assert live(folder, 1, ends_with(0)) == 0 and folder.outcome() is None
-    assert live(folder, 0, ends_with(0)) == 0
+def test_the_first_rank_speaks_for_all_when_the_run_is_done(folder: LaunchDir) -> None:
+    assert run_rank(folder, 1, ends_with(0)) == 0 and folder.outcome() is None
+    assert run_rank(folder, 0, ends_with(0)) == 0
     assert folder.outcome() == {"code": 0, "rank": 0, "message": ""}
 
 
-def test_a_full_disk_can_end_a_run(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the ranks would be started again and again, each time to find that how the run has ended cannot be written."""
+def test_a_full_disk_can_end_a_run(folder: LaunchDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the ranks would be restarted forever, because none could record the outcome."""
     folder.begin()
 
     def full(path: Path, data: bytes) -> None:
         raise UserError(f"the disk of {path} is full")
 
-    monkeypatch.setattr("lmworks.launch.folder.write_bytes", full)
-    assert live(folder, 0, ends_with(2)) == 0
+    monkeypatch.setattr("lmworks.launch.launch_dir.write_bytes", full)
+    assert run_rank(folder, 0, ends_with(2)) == 0
     outcome = folder.outcome()
     assert outcome is not None and outcome["code"] == 2
 
 
-def test_a_crash_is_torchruns_to_start_again(folder: Folder) -> None:
+def test_a_crash_is_torchruns_to_start_again(folder: LaunchDir) -> None:
     def broken() -> None:
         raise ArithmeticError("broken")
 
-    assert live(folder, 0, broken) == 1 and folder.outcome() is None
+    assert run_rank(folder, 0, broken) == 1 and folder.outcome() is None
 
 
-def test_the_users_fault_on_any_rank_ends_the_run(folder: Folder) -> None:
-    assert live(folder, 3, ends_with(2)) == 0
+def test_the_users_fault_on_any_rank_ends_the_run(folder: LaunchDir) -> None:
+    assert run_rank(folder, 3, ends_with(2)) == 0
     assert json.loads((folder.path / "outcome.json").read_text())["rank"] == 3
-    assert live(folder, 0, lambda: pytest.fail("the run is over")) == 0
+    assert run_rank(folder, 0, lambda: pytest.fail("the run is over")) == 0
 
 
 @pytest.mark.parametrize("code", [75, 130])
-def test_only_a_request_of_the_launcher_ends_the_run_by_a_signal(folder: Folder, code: int) -> None:
-    """torchrun ends ranks with SIGTERM, too, when another has failed or one more has come: the run is to go on then."""
-    assert live(folder, 0, ends_with(code)) == code and folder.outcome() is None
-    folder.ask_to_stop(signal.SIGTERM)
-    assert live(folder, 0, ends_with(code)) == 0
+def test_only_a_request_of_the_launcher_ends_the_run_by_a_signal(folder: LaunchDir, code: int) -> None:
+    """torchrun also sends SIGTERM when another rank has failed or a node has joined; the run must continue then."""
+    assert run_rank(folder, 0, ends_with(code)) == code and folder.outcome() is None
+    folder.request_stop(signal.SIGTERM)
+    assert run_rank(folder, 0, ends_with(code)) == 0
     assert folder.outcome() == {"code": code, "rank": 0, "message": ""}

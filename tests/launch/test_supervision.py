@@ -1,4 +1,4 @@
-"""Real torchrun, real ranks, a toy to train: what breaks is started again, and who broke it is named."""
+"""Real torchrun and real ranks that train a toy model: failed ranks are restarted, and the rank that caused it is named."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from lmworks.launch import launcher, slurm, torchrun
-from lmworks.launch.folder import Folder
 from lmworks.launch.hosts import Host, read_table
+from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import CountRange
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.heartbeat import read_beats
@@ -68,14 +68,14 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def require_every_step(run_dir: Path, steps: int = STEPS) -> None:
-    """Each step was done, and none twice but those since the last save."""
+    """Assert that every step was done, and that only steps since the last checkpoint were repeated."""
     done = [event["step"] for event in events(run_dir, "step")]
     assert sorted(set(done)) == list(range(steps))
     assert len(done) <= steps + 5 * (len(events(run_dir, "restart")) + len(events(run_dir, "resized")))
 
 
 def in_background(run: Callable[[], int]) -> tuple[threading.Thread, list[int]]:
-    """The supervisor in a thread, where it catches no signals."""
+    """Run the supervisor in a thread, where it handles no signals."""
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(run()), daemon=True)
     thread.start()
@@ -89,11 +89,11 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     require_every_step(run_dir)
     (restart,) = events(run_dir, "restart")
     assert (restart["ranks"], restart["hosts"], restart["step"], restart["in_a_row"]) == ([1], ["local-0"], 7, 1)
-    assert "rank 1 on local-0" in restart["reason"] and "ended without a word" in restart["reason"]
+    assert "rank 1 on local-0" in restart["reason"] and "ended without an error message" in restart["reason"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "told"), [("hang", "was alive but did not come"), ("freeze", "did not answer any more")])
+@pytest.mark.parametrize(("kind", "told"), [("hang", "was alive but did not enter the collective"), ("freeze", "stopped responding")])
 def test_a_hang_in_a_collective_is_named_with_the_rank_and_the_collective(tmp_path: Path, kind: str, told: str) -> None:
     run_dir = tmp_path / "run"
     recipe = prepare(run_dir, {"rank": 1, "step": 7, "kind": kind})
@@ -115,16 +115,16 @@ def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) 
 def test_ranks_that_never_meet_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     recipe = prepare(run_dir, {"rank": 0, "step": -1, "kind": "error", "once": False})
-    begin = Folder.begin
+    begin = LaunchDir.begin
 
-    def nearly(folder: Folder) -> None:
+    def nearly(folder: LaunchDir) -> None:
         begin(folder)
-        folder.unmet.write_bytes(b"." * 19)  # one more is allowed
+        folder.failed_starts.write_bytes(b"." * 19)  # one more is allowed
 
-    monkeypatch.setattr(Folder, "begin", nearly)
+    monkeypatch.setattr(LaunchDir, "begin", nearly)
     assert local(run_dir, recipe, "2").run() == 1
-    outcome = Folder.of(run_dir).outcome()
-    assert outcome is not None and outcome["message"].startswith("the ranks were started 20 times and never met; see ")
+    outcome = LaunchDir.of(run_dir).outcome()
+    assert outcome is not None and outcome["message"].startswith("the ranks were started 20 times without a successful rendezvous; see ")
 
 
 @pytest.mark.slow
@@ -142,22 +142,22 @@ def test_a_request_to_stop_reaches_all_ranks_and_they_save_and_leave(tmp_path: P
 
 @pytest.mark.slow
 def test_a_world_shrinks_and_grows_back(tmp_path: Path) -> None:
-    """An agent is killed with its rank, the rest goes on; the place is taken back, and the world is whole again."""
+    """An agent is killed with its rank, and the run continues on the others; after the host is readmitted, it runs on all again."""
     run_dir = tmp_path / "run"
     launch = local(run_dir, prepare(run_dir, timeout="20 s"), "2:3", steps=3000)
     thread, codes = in_background(launch.run)
     widths = lambda: [event["ranks"] for event in events(run_dir, "step")]  # noqa: E731
     wait_for(lambda: widths()[-3:] == [3, 3, 3])
-    victim = next(beat for beat in read_beats(Folder.of(run_dir).beats) if beat.rank == 2)
+    victim = next(beat for beat in read_beats(LaunchDir.of(run_dir).heartbeats) if beat.rank == 2)
     agent = psutil.Process(victim.pid).ppid()
     os.kill(agent, signal.SIGKILL)
     os.kill(victim.pid, signal.SIGKILL)
     wait_for(lambda: widths()[-3:] == [2, 2, 2])
-    assert [host.name for host in read_table(Folder.of(run_dir).hosts) if host.excluded] == [victim.host]
+    assert [host.name for host in read_table(LaunchDir.of(run_dir).hosts) if host.excluded] == [victim.host]
     assert events(run_dir, "restart")[-1]["ranks"] == [2] and (events(run_dir, "restart")[-1]["now"] == 2)
     launcher.readmit(run_dir, victim.host)
     wait_for(lambda: widths()[-3:] == [3, 3, 3])
-    Folder.of(run_dir).ask_to_stop(signal.SIGTERM)
+    LaunchDir.of(run_dir).request_stop(signal.SIGTERM)
     thread.join(PATIENCE)
     assert codes == [75]
     saved = events(run_dir, "checkpoint")[-1]["step"]
@@ -184,8 +184,8 @@ def test_a_host_that_cannot_be_reached_is_excluded_with_the_reason(tmp_path: Pat
     assert launch.run() == 0
     require_every_step(run_dir)
     assert {event["ranks"] for event in events(run_dir, "step")} == {2}
-    table = {host.name: host.excluded for host in read_table(Folder.of(run_dir).hosts)}
-    assert table["n1"] is table["n3"] is None and "ended with code 255" in str(table["n2"])
+    table = {host.name: host.excluded for host in read_table(LaunchDir.of(run_dir).hosts)}
+    assert table["n1"] is table["n3"] is None and "exited with code 255" in str(table["n2"])
 
 
 SSHD = """\
@@ -242,7 +242,7 @@ def told(number: str) -> str:
 @pytest.mark.slow
 @pytest.mark.needs("slurm")
 def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First as before the limit of its time, then by a job of a partition that goes before; each time it goes on where it saved."""
+    """First a warning before the time limit, then a preemption by a job of a partition with priority; the run resumes each time."""
     (tmp_path / "slurm").mkdir()
     run_dir, steps = tmp_path / "the run", 200
     recipe = prepare(run_dir, slurm={"gpus_per_node": 2, "memory": "all", "time_limit": "1:00:00", "partition": "all"})
@@ -256,7 +256,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
     def wait_for_the_next(requeues: int) -> None:
         wait_for(lambda: len(events(run_dir, "requeue")) == requeues)
         before = done()
-        # Slurm lets a job that is queued again wait for two minutes, and does not take it back within the same second.
+        # Slurm delays a requeued job by two minutes, and cannot requeue it within the same second.
         asked = ["scontrol", "update", f"JobId={number}", "StartTime=now+10"]
         wait_for(lambda: "PENDING" in told(number) and subprocess.run(asked, check=False).returncode == 0)
         wait_for(lambda: done() > before + 3)
@@ -272,7 +272,7 @@ def test_a_slurm_job_that_is_warned_or_pre_empted_saves_and_is_queued_again(tmp_
         before = subprocess.run(urgent, capture_output=True, encoding="utf-8", check=True).stdout.strip()
         wait_for(lambda: "COMPLETED" in told(before))
         wait_for_the_next(2)
-        wait_for(lambda: (Folder.of(run_dir).outcome() or {}).get("code") == 0)
+        wait_for(lambda: (LaunchDir.of(run_dir).outcome() or {}).get("code") == 0)
         wait_for(lambda: not subprocess.run(["squeue", "--noheader"], capture_output=True, encoding="utf-8", check=True).stdout.strip())
 
         cancelled = tmp_path / "cancelled"

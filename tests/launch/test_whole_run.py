@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lmworks.launch import launcher
-from lmworks.launch.folder import Folder
+from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import CountRange
 from lmworks.watch.heartbeat import Beat, read_beats
 from lmworks.watch.ledger import read_ledger
@@ -39,7 +39,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def await_rank(run_dir: Path, rank: int, step: int, world: int) -> Beat:
     """Its heartbeat, as soon as it is at the step in a world of that size."""
     while True:
-        beats = read_beats(Folder.of(run_dir).beats)
+        beats = read_beats(LaunchDir.of(run_dir).heartbeats)
         for beat in beats if len(beats) == world else ():
             if beat.rank == rank and beat.step >= step:
                 return beat
@@ -51,7 +51,7 @@ def meanwhile(act: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("by", "told"), [(signal.SIGKILL, "ended without a word"), (signal.SIGSTOP, "did not answer any more")])
+@pytest.mark.parametrize(("by", "told"), [(signal.SIGKILL, "ended without an error message"), (signal.SIGSTOP, "stopped responding")])
 def test_a_run_whose_rank_is_killed_or_frozen_ends_with_the_same_bits(
     tiny: Tiny, tmp_path: Path, by: signal.Signals, told: str
 ) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
-from lmworks.launch.folder import VARIABLE, Folder
-from lmworks.launch.rank import live
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir
+from lmworks.launch.rank import run_rank
 from lmworks.launch.rank_context import rank_context
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.watch.ledger import Ledger
@@ -83,4 +83,4 @@ def work() -> None:
 
 
 if __name__ == "__main__":
-    os._exit(live(Folder(Path(os.environ[VARIABLE])), int(os.environ["RANK"]), work))
+    os._exit(run_rank(LaunchDir(Path(os.environ[VARIABLE])), int(os.environ["RANK"]), work))

@@ -21,17 +21,10 @@ from lmworks.model.mla import LatentAttention
 from lmworks.model.rope import cos_sin, frequencies
 from lmworks.plan.memory import kv_cache_bytes
 from lmworks.recipe.schema.model import Mla, Model, Moe, Rope
+from small_config import small_config
 
 MLA = Mla(q_lora_rank=20, kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
-_SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 12,
-    "intermediate_size": 48,
-}
+_SMALL: dict[str, Any] = small_config(vocab_size=128, num_hidden_layers=3, num_key_value_heads=4, head_dim=12)
 CONFIGS = {
     "latent query": Model(**_SMALL, mla=MLA),
     "plain query": Model(**_SMALL, mla=MLA.model_copy(update={"q_lora_rank": None})),

@@ -21,16 +21,9 @@ from lmworks.model.loss import IGNORE
 from lmworks.model.mtp import look_ahead
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Mla, Model, Moe, Mtp
+from small_config import small_config
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
+_SMALL: dict[str, Any] = small_config(vocab_size=128)
 _QUIET = Moe(
     n_routed_experts=8,
     num_experts_per_tok=2,

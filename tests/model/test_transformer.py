@@ -22,16 +22,9 @@ from lmworks.model.loss import IGNORE
 from lmworks.recipe.derivation.parameters import count_parameters, parameters
 from lmworks.recipe.schema.model import Balance, Model, Moe, Rope
 from lmworks.shards.format.labels import IGNORE as SHARDS_IGNORE
+from small_config import small_config
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
+_SMALL: dict[str, Any] = small_config(vocab_size=128, num_hidden_layers=3)
 _MOE = Moe(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, routed_scaling_factor=2.5)
 CONFIGS = {
     "dense": Model(**_SMALL),

@@ -10,9 +10,10 @@ from lmworks.model.transformer import Transformer
 from lmworks.optim.groups import Group, group_parameters
 from lmworks.recipe.schema.model import Mla, Model, Moe, Mtp
 from lmworks.recipe.schema.optimizer import Optimizer as Options
+from small_config import small_config
 
 MODEL = Model(
-    vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,
+    **small_config(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16),
     use_qk_norm=True, attention_bias=True,
     moe=Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 )  # fmt: skip
@@ -101,13 +102,7 @@ def test_latent_attention_is_made_of_matrices() -> None:
     groups = by_name(
         Transformer(
             Model(
-                vocab_size=64,
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=8,
-                intermediate_size=48,
+                **small_config(num_hidden_layers=1, num_attention_heads=2),
                 mla=mla,
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from lmworks.optim.matrix_exchange import MatrixRun, _cut, _shared_out
+from lmworks.optim.matrix_exchange import MatrixRun, _assign_owners, _cut
 
 
 def run(rows: int, cols: int, replicas: int = 2, shards: int = 2, count: int = 1) -> MatrixRun:
@@ -29,7 +29,7 @@ def test_owners_have_alike_to_do() -> None:
     """The dearest first, each to the rank with the least: at most one matrix apart."""
     runs = [run(rows, 32) for rows in (8, 32, 16, 8, 24, 32, 8, 16, 8, 8, 24, 8)]
     load = np.zeros(4)
-    for owned in _shared_out(runs, 4):
+    for owned in _assign_owners(runs, 4):
         load[owned.owner_G] += owned.cost
     assert load.max() - load.min() <= min(one.cost for one in runs)
 
@@ -37,7 +37,7 @@ def test_owners_have_alike_to_do() -> None:
 def test_a_bucket_is_bounded() -> None:
     limit, size = 300, 4
     for replicas, shards in ((1, 4), (2, 2), (4, 1)):
-        runs = _shared_out([run(8, 16, replicas, shards) for _ in range(37)], size)
+        runs = _assign_owners([run(8, 16, replicas, shards) for _ in range(37)], size)
         buckets = _cut(runs, size, limit)
         assert [one for bucket in buckets for one in bucket] == runs
         for bucket in buckets:

@@ -15,9 +15,10 @@ from lmworks.model.transformer import Transformer
 from lmworks.optim import Optimizer, build_optimizer, clip_gradients
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.optimizer import Optimizer as Options
+from small_config import small_config
 
 MODEL = Model(
-    vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=48,
+    **small_config(num_attention_heads=2, num_key_value_heads=1, head_dim=16),
     use_qk_norm=True, attention_bias=True,
     moe=Moe(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 )  # fmt: skip

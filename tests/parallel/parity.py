@@ -22,10 +22,10 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.read.batch import Batch
 from lmworks.train.step import train_step
+from small_config import small_config
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 48, "attention_bias": True,
+_COMMON: dict[str, Any] = small_config(num_hidden_layers=4) | {
+    "attention_bias": True,
     "use_qk_norm": True, "rope": {"partial_rotary_factor": 0.5}, "z_loss_weight": 1e-3, "initializer_range": 0.1,
 }  # fmt: skip
 _MOE = {

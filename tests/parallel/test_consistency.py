@@ -37,9 +37,9 @@ def meet(other: dict[str, Any], odd: tuple[int, ...]) -> str | tuple[bool, str]:
 @pytest.mark.parametrize(
     ("other", "odd", "message"),
     [
-        ({"torch": "2.12.0"}, (2,), f"rank 2 (on node-1) with torch 2.12.0, the others with {torch.__version__}; install the same version"),
-        ({"lmworks": "0.0.1"}, (1, 3), "ranks 1, 3 (on node-0, node-1) with lmworks 0.0.1, the others with "),
-        ({"layout": Layout(tp=4)}, (3,), "rank 3 (on node-1) with another layout than the others; start all with the same recipe"),
+        ({"torch": "2.12.0"}, (2,), f"torch is 2.12.0 on rank 2 (on node-1) and {torch.__version__} on the others; install the same"),
+        ({"lmworks": "0.0.1"}, (1, 3), "lmworks is 0.0.1 on ranks 1, 3 (on node-0, node-1) and "),
+        ({"layout": Layout(tp=4)}, (3,), "the layout of rank 3 (on node-1) differs from that of the others; start all with"),
     ],
 )
 def test_ranks_that_differ_are_named_by_all(ranks, other: dict[str, Any], odd: tuple[int, ...], message: str) -> None:
@@ -72,15 +72,15 @@ def sparse(expert_size: int, number: str, hidden: int = 32) -> Recipe:
             20,
             "bf16",
             32,
-            "model.moe.moe_intermediate_size 20 is not a multiple of 8, which grouped products of 16-bit numbers need; take 24",
+            "model.moe.moe_intermediate_size 20 is not a multiple of 8, which grouped products of 16-bit numbers require; set 24",
         ),
         (
             18,
             "fp32",
             32,
-            "model.moe.moe_intermediate_size 18 is not a multiple of 4, which grouped products of 32-bit numbers need; take 20",
+            "model.moe.moe_intermediate_size 18 is not a multiple of 4, which grouped products of 32-bit numbers require; set 20",
         ),
-        (16, "bf16", 36, "model.hidden_size 36 is not a multiple of 8, which grouped products of 16-bit numbers need"),
+        (16, "bf16", 36, "model.hidden_size 36 is not a multiple of 8, which grouped products of 16-bit numbers require"),
     ],
 )
 def test_sizes_that_grouped_products_cannot_take(expert_size: int, number: str, hidden: int, message: str) -> None:
@@ -100,7 +100,7 @@ def built(expert_size: int, number: str) -> str:
 
 def test_slices_of_experts_that_grouped_products_cannot_take(ranks) -> None:
     message = (
-        "model.moe.moe_intermediate_size 24 / tp 2 = 12 is not a multiple of 8, which grouped products of 16-bit numbers need; take 32"
+        "model.moe.moe_intermediate_size 24 / tp 2 = 12 is not a multiple of 8, which grouped products of 16-bit numbers require; set 32"
     )
     assert ranks.run(built, 2, 24, "bf16") == [message] * 2
     assert ranks.run(built, 2, 24, "fp32") == ["built"] * 2

@@ -134,8 +134,8 @@ def _kept(layout: dict[str, Any], lengths: tuple[int, ...]) -> list[int]:
 
 def test_what_cannot_be_shared_is_refused(ranks: RankPool) -> None:
     odd, dropout, sinkhorn = ranks.run(_refusals, 2)[0]
-    assert odd == "sequences of 22 tokens cannot be shared by layout.cp 2: the length must be a multiple of 4"
-    assert dropout == "model.attention_dropout does not go with layout.cp above 1; set it to 0"
+    assert odd == "layout.cp 2 cannot split sequences of 22 tokens; the length must be a multiple of 4"
+    assert dropout == "model.attention_dropout cannot be combined with layout.cp above 1; set it to 0"
     assert sinkhorn == "model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1"
 
 

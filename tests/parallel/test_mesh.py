@@ -52,5 +52,5 @@ def test_more_ranks_than_were_started_are_refused(layout: dict[str, int]) -> Non
 
 
 def test_experts_that_do_not_fold_are_refused() -> None:
-    with pytest.raises(UserError, match="ep 3 does not fold out of cp 2"):
+    with pytest.raises(UserError, match="ep 3 does not fit cp 2"):
         Ranks(Layout(dp_shard=3, cp=2, ep=3))

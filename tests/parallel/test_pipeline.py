@@ -120,7 +120,7 @@ def test_a_rank_holds_its_stages_and_no_more(ranks: RankPool) -> None:
 
 
 def test_a_layout_that_cannot_be_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(UserError, match="layout: pipeline_stages_per_rank and layers_per_pipeline_stage say how a pipeline is cut"):
+    with pytest.raises(UserError, match="layout: pipeline_stages_per_rank and layers_per_pipeline_stage need a pipeline"):
         build(recipe_of("dense"), Ranks(Layout(pipeline_stages_per_rank=2)), torch.device("cpu"))
 
 

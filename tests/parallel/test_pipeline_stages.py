@@ -12,17 +12,10 @@ from lmworks.parallel.pipeline_stages import _balanced, pipeline_stage_layers, r
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
+from small_config import small_config
 
 MODEL = Model.model_validate(
-    {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-    }
+    small_config(num_hidden_layers=12)
 )
 
 

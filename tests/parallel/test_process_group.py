@@ -48,7 +48,7 @@ def test_the_data_axis_takes_what_is_there(layout: dict[str, int], world: int, a
     ],
 )
 def test_ranks_that_do_not_divide_are_refused_with_numbers_that_do(layout: dict[str, int], world: int, legal: str) -> None:
-    with pytest.raises(UserError, match=rf"^{world} ranks do not divide by layout .*; start {legal} ranks$") as refused:
+    with pytest.raises(UserError, match=rf"^{world} ranks are not a multiple of .*; start {legal} ranks$") as refused:
         layout_for(Layout(**layout), world)
     for size in map(int, re.findall(r"\d+", str(refused.value).rpartition("start")[2])):
         assert world_size(layout_for(Layout(**layout), size)) == size

@@ -91,16 +91,16 @@ def _seen(layout: dict[str, Any]) -> list[Any]:
 
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(ranks: RankPool) -> None:
-    heads = "layout: tp 4 does not divide model.num_key_value_heads 2; the nearest that divides all is tp 2"
+    heads = "layout: tp 4 does not divide model.num_key_value_heads 2; the nearest valid size is tp 2"
     assert set(ranks.run(_refused, 4, {"tp": 4}, 24)) == {heads}
-    length = "sequences of 23 tokens cannot be shared by layout.tp 2: use a multiple of 2"
+    length = "layout.tp 2 does not divide sequences of 23 tokens; use a multiple of 2"
     assert set(ranks.run(_refused, 2, {"tp": 2}, 23)) == {length}
     assert problems(recipe_of("mla").model, 4) == [], "latent attention has no key heads of its own"
 
 
 def test_a_norm_over_all_heads_is_not_shared(ranks: RankPool) -> None:
-    said = "layout: model.qk_norm_over all_heads norms all heads at once, and under tp each rank has only some of them; "
-    assert set(ranks.run(_refused, 2, {"tp": 2}, 24, "post_norm")) == {said + "the nearest that divides all is tp 1"}
+    said = "layout: model.qk_norm_over all_heads normalizes all heads at once, and with tp each rank has only some of them; "
+    assert set(ranks.run(_refused, 2, {"tp": 2}, 24, "post_norm")) == {said + "the nearest valid size is tp 1"}
 
 
 def _refused(layout: dict[str, Any], length: int, kind: str = "dense") -> str:

@@ -11,16 +11,9 @@ from lmworks.recipe.derivation.parameters import count_parameters as total
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.loading.load import load_recipe, shipped
 from lmworks.recipe.schema.model import Model, Moe
+from small_config import small_config
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
+SMALL = small_config(vocab_size=96, num_hidden_layers=3)
 LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 VARIANTS = [
     Model.model_validate(SMALL),
@@ -86,13 +79,7 @@ def test_shipped_models_are_built_as_counted(name: str) -> None:
 def test_active_parameters_by_hand() -> None:
     moe = Moe(n_routed_experts=4, num_experts_per_tok=1, moe_intermediate_size=10, n_shared_experts=1, first_k_dense_replace=1)
     model = Model(
-        vocab_size=100,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        intermediate_size=16,
+        **small_config(vocab_size=100, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=16),
         moe=moe,
     )
     attention = 8 * 8 + 2 * 4 * 8 + 8 * 8

@@ -20,9 +20,9 @@ from lmworks.recipe.schema.layout import Layout
             {"pp": 16, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 3},
             "pp 16 x pipeline_stages_per_rank 3 exceeds the 36 layers",
         ),
-        ({"pp": 4, "layers_per_pipeline_stage": (9, 9, 9, 8)}, "layers_per_pipeline_stage must be 4 numbers from 1 that add up to 36"),
-        ({"pp": 4, "layers_per_pipeline_stage": (12, 12, 12)}, "layers_per_pipeline_stage must be 4 numbers"),
-        ({"pp": 4, "layers_per_pipeline_stage": (18, 18, 0, 0)}, "layers_per_pipeline_stage must be 4 numbers"),
+        ({"pp": 4, "layers_per_pipeline_stage": (9, 9, 9, 8)}, "layers_per_pipeline_stage must be 4 positive numbers that add up to 36"),
+        ({"pp": 4, "layers_per_pipeline_stage": (12, 12, 12)}, "layers_per_pipeline_stage must be 4 positive numbers"),
+        ({"pp": 4, "layers_per_pipeline_stage": (18, 18, 0, 0)}, "layers_per_pipeline_stage must be 4 positive numbers"),
         (
             {"pp": 4, "pipeline_stages_per_rank": 2},
             "schedule 1f1b has one stage on each rank; set pipeline_stages_per_rank=1, or schedule=interleaved",
@@ -31,8 +31,8 @@ from lmworks.recipe.schema.layout import Layout
             {"pp": 4, "pipeline_schedule": "interleaved"},
             "schedule interleaved needs several stages on each rank; set pipeline_stages_per_rank=2",
         ),
-        ({"pipeline_stages_per_rank": 2}, "say how a pipeline is cut; leave them out, or set pp"),
-        ({"pp": 4, "pipeline_schedule": "zero-bubble"}, "schedule zero-bubble cuts the backward in two, which compiled layers cannot"),
+        ({"pipeline_stages_per_rank": 2}, "need a pipeline; remove them, or set pp"),
+        ({"pp": 4, "pipeline_schedule": "zero-bubble"}, "schedule zero-bubble splits the backward pass, which compiled layers cannot"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(layout: dict[str, Any], reason: str) -> None:
@@ -53,7 +53,7 @@ def test_rounds_that_are_not_equal_are_refused_with_settings_that_are() -> None:
     recipe, cluster = load_recipe("smollm3-3b").recipe, load_cluster("8192xh800").model_copy(update={"nodes": 32})
     wanted = Layout(pp=4, dp_shard=64, pipeline_schedule="interleaved", pipeline_stages_per_rank=2)
     (found,) = problems(recipe, cluster, wanted, recipe.train.phases[0])
-    assert found.startswith("the 9 sequences that a rank has of a step")
+    assert found.startswith("the 9 sequences per rank and step of phase")
     assert "set train.micro_batch_size=3 or schedule=1f1b and pipeline_stages_per_rank=1" in found
     larger = load_recipe("smollm3-3b", ["train.micro_batch_size=3"]).recipe
     assert not list(problems(larger, cluster, wanted, larger.train.phases[0]))

@@ -29,6 +29,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from lmworks.shards.order.timeline import Timeline
 from lmworks.train import calibrate
+from small_config import small_config
 
 FITS = {
     "2-cores": {"quickstart", "dense-125m"},
@@ -80,13 +81,13 @@ def test_tensor_parallelism_is_as_small_as_fits() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tp": 16}, "tp 16 must lie within a node of 8"),
-        ({"tp": 3}, "tp 3 must lie within a node of 8"),
+        ({"tp": 16}, "tp 16 must fit within a node of 8 devices"),
+        ({"tp": 3}, "tp 3 must fit within a node of 8 devices"),
         ({"pp": 128}, "pp 128 exceeds the 92 layers"),
         ({"ep": 7}, "ep 7 does not divide the 160 experts"),
         ({"dp_shard": 63}, "is 8,064 ranks, the cluster has 8,192 devices"),
-        ({"zero": 3}, "ZeRO-3 does not combine with a pipeline"),
-        ({"dp_replicate": 64}, "the 2,048 sequences of a step of phase general do not divide over 4,096 data ranks"),
+        ({"zero": 3}, "ZeRO-3 cannot be combined with a pipeline"),
+        ({"dp_replicate": 64}, "the 2,048 sequences of a step of phase general are not divisible by 4,096 data ranks"),
     ],
 )
 def test_illegal_layouts_are_named(change: dict[str, int], reason: str) -> None:
@@ -99,13 +100,13 @@ def test_tensor_ranks_share_the_tokens_of_a_sequence() -> None:
     recipe, cluster = load_recipe("glm46-355b-a32b").recipe, load_cluster("8192xh800")
     phase = recipe.train.phases[0].model_copy(update={"sequence_length": 2052})
     found = list(problems(recipe, cluster, Layout(pp=16, tp=8, dp_shard=64, ep=32), phase))
-    assert "tp 8 does not divide the 2,052 tokens of a sequence that a rank of cp has" in found
+    assert "tp 8 does not divide the 2,052 tokens of a sequence on a rank of cp" in found
 
 
 def test_a_norm_over_all_heads_has_no_tensor_ranks() -> None:
     recipe, cluster = load_recipe("smollm3-3b", ["model.use_qk_norm=true", "model.qk_norm_over=all_heads"]).recipe, load_cluster("64xh100")
     found = list(problems(recipe, cluster, Layout(dp_shard=32, tp=2)))
-    assert found == ["tp 2 gives each rank some of the heads, and model.qk_norm_over all_heads norms all at once"]
+    assert found == ["with tp 2 each rank has only some of the heads, and model.qk_norm_over all_heads normalizes all at once"]
     assert not list(problems(recipe, cluster, Layout(dp_shard=64)))
 
 
@@ -183,7 +184,7 @@ def test_deepspeed_gets_data_ranks_only() -> None:
         make_plan(recipe, "", small, Layout(dp_shard=32, tp=2, zero=2))
     said = io.StringIO()
     Console(file=said, width=120).print(render(make_plan(recipe, "", small)))
-    assert "beside it: CPU memory" in said.getvalue()
+    assert "offloaded: CPU memory" in said.getvalue()
 
 
 def test_zero_shards_one_thing_after_the_other() -> None:
@@ -249,15 +250,7 @@ def test_flops_of_a_forward_are_a_third() -> None:
     from lmworks.model.transformer import Transformer
 
     model = Model.model_validate(
-        {
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 48,
-        }
+        small_config()
     )
     network, length = Transformer(model), 24
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -282,7 +275,7 @@ def test_measured_mfu_replaces_the_assumption() -> None:
 def test_an_idle_pipeline_is_warned_of() -> None:
     resolved = load_recipe("smollm3-3b")
     (line, *_) = make_plan(resolved.recipe, "", load_cluster("8192xh800")).warnings()
-    assert "the pipeline stands idle 78% of each step, so 40% MFU is out of reach" in line
+    assert "the pipeline is idle for 78% of each step, so 40% MFU cannot be reached" in line
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +296,7 @@ def invoke(*arguments: str) -> str:
 
 def test_plan_command() -> None:
     text = invoke("plan", "glm46-355b-a32b", "--cluster", "8192xh800")
-    for said in ("352.8B", "33.63B (32.86B without the embedding look-up)", "20.9 days (16.2 days for 6N alone)", "12 times less than",
+    for said in ("352.8B", "33.63B (32.86B without the embedding look-up)", "20.9 days (16.2 days for 6N alone)", "12 times smaller than",
                  "3,988,069,632", "356.8B"):
         assert said in text
     narrow = io.StringIO()

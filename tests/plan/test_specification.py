@@ -86,7 +86,7 @@ def test_documented_layout_is_legal(recipe: Recipe, cluster: Cluster) -> None:
     product = DOCUMENTED.model_copy(update={"dp_shard": 2})  # TP8 x PP16 x EP32 = 4,096 with the rest, 2, data parallel
     (first, *_) = problems(recipe, cluster, product, general)
     assert "is 256 ranks, the cluster has 8,192 devices" in first
-    with pytest.raises(UserError, match=r"ep 32 does not divide dp_shard x cp = 16; expert ranks lie inside the data"):
+    with pytest.raises(UserError, match=r"ep 32 does not divide dp_shard x cp = 16; expert ranks are a subset of the data"):
         choose(recipe, cluster.model_copy(update={"nodes": 256}), general, DOCUMENTED.model_copy(update={"dp_shard": 16}))
 
 
@@ -102,7 +102,7 @@ def test_zero3_with_a_pipeline_is_refused(recipe: Recipe, cluster: Cluster) -> N
     general = recipe.train.phases[0]
     for level in (2, 3):
         with pytest.raises(
-            UserError, match=f"ZeRO-{level} does not combine with a pipeline.*; ZeRO-1 does; the nearest legal layout is TP8"
+            UserError, match=f"ZeRO-{level} cannot be combined with a pipeline.*; set ZeRO-1; the nearest legal layout is TP8"
         ):
             choose(recipe, cluster, general, DOCUMENTED.model_copy(update={"zero": level}))
 

@@ -36,7 +36,7 @@ def test_figures_are_those_of_the_plan() -> None:
     assert row["embedding_share"] == pytest.approx(2 * row["entries"] * model.hidden_size / count_by_component(model).total)
     text = io.StringIO()
     Console(width=200, file=text).print(table(compare_sizes(recipe.model, 4096, MEASURED)))
-    assert "the smallest vocabulary within 1% of the least" in " ".join(text.getvalue().split())
+    assert "the smallest vocabulary within 1% of the fewest FLOPs per byte" in " ".join(text.getvalue().split())
 
 
 def test_equal_costs_go_to_the_smaller_vocabulary() -> None:

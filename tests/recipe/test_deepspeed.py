@@ -40,7 +40,7 @@ def recipe(tmp_path) -> Any:
 @pytest.mark.parametrize(
     ("overrides", "key", "advice"),
     [
-        (["layout.pp=2"], "layout.pp", "ZeRO-3 does not combine with a pipeline"),
+        (["layout.pp=2"], "layout.pp", "ZeRO-3 cannot be combined with a pipeline"),
         (["layout.pp=2", "layout.zero=1"], "layout.pp", "set pp=1"),
         (["layout.tp=2"], "layout.tp", "set tp=1"),
         (["layout.cp=2"], "layout.cp", "set cp=1"),

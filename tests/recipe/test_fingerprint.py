@@ -82,7 +82,7 @@ def test_a_resume_refuses_by_name(write: Write) -> None:
         require_allowed(changes, ["train.micro_batch_size"])
     message = str(caught.value)
     assert "train.phases.general.global_batch_size (8192 tokens -> 16384 tokens)" in message
-    assert message.endswith("go on with --allow train.phases.general.global_batch_size")
+    assert message.endswith("continue with --allow train.phases.general.global_batch_size")
     assert "keep_last" not in message and "micro_batch_size" not in message
     allowed = require_allowed(changes, ["train.micro_batch_size", "train.phases"])
     assert {change.path for change in allowed} == {"train.phases.general.global_batch_size", "train.micro_batch_size"}

@@ -80,8 +80,8 @@ def test_keys_of_the_recipe_go_over_those_of_the_config(write: Callable[..., Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "config.json is of class GPT2LMHeadModel; lmworks reads DeepseekV3ForCausalLM, "),
-        ({"mlp_bias": True}, "config.json has mlp_bias; in lmworks feed-forward layers have no biases"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "config.json is of class GPT2LMHeadModel; lmworks supports DeepseekV3ForCausalLM, "),
+        ({"mlp_bias": True}, "config.json has mlp_bias; lmworks does not support biases in feed-forward layers"),
         (
             {"num_attention_heads": 5},
             "config.json describes no model that lmworks has: model.num_key_value_heads 8 must divide model.num_attention_heads 5",

@@ -80,10 +80,10 @@ def test_other_text_reaches_the_later_stages_and_a_started_run_refuses_it(tmp_pa
     made.walk(last="pretrain")
     with open(made.texts / "docs.jsonl", "a", encoding="utf-8") as lines:
         lines.writelines(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)[60:])
-    with pytest.raises(UserError, match=r"sources\.docs\.files \(1 file -> 1 changed .* go on with --allow corpus.sources.docs.files$"):
+    with pytest.raises(UserError, match=r"sources\.docs\.files \(1 file -> 1 changed .* continue with --allow corpus.sources.docs.files$"):
         made.walk()
     (made.run_dir / "sources.json").unlink()  # had nobody looked at the files
-    with pytest.raises(UserError, match=r"token files in .*shards are not those that this run began with; .* go on with --allow shards$"):
+    with pytest.raises(UserError, match=r"token files in .*shards are not those that this run began with; .* with --allow shards$"):
         made.walk(last="pretrain")
     assert done(made.walk(last="shards")) == [], "the new text was tokenized before training refused it"
     made.walk(last="pretrain", allow=["shards"])
@@ -148,7 +148,7 @@ def test_a_changed_recipe_is_refused_by_name_until_it_is_allowed(run: Tiny) -> N
     before = hashes(run.run_dir)
     said = (
         r"the recipe changed since this run began: optimizer.max_grad_norm \(1.0 -> 0.5\), "
-        r"train.phases.long.learning_rate_scale \(0.5 -> 0.25\); undo it, choose another run_dir, or go on with "
+        r"train.phases.long.learning_rate_scale \(0.5 -> 0.25\); undo it, choose another run_dir, or continue with "
         r"--allow optimizer.max_grad_norm --allow train.phases.long.learning_rate_scale$"
     )
     with pytest.raises(UserError, match=said):

@@ -303,7 +303,7 @@ def test_training_longer_needs_one_word(tiny: Tiny, tmp_path: Path, monkeypatch:
     run.walk(last="pretrain")
     said = (
         r"began: train.phases.long.tokens \(3072 tokens -> 4096 tokens\), from which optimizer.learning_rate \(.*\), "
-        r"optimizer.adam_learning_rate \(.*\) follow; .* go on with --allow train.phases.long.tokens$"
+        r"optimizer.adam_learning_rate \(.*\) follow; .* continue with --allow train.phases.long.tokens$"
     )
     with pytest.raises(UserError, match=said):
         run.walk(LONGER, last="pretrain")
@@ -323,7 +323,7 @@ def test_a_new_phase_needs_one_word(tiny_copy: Tiny, tmp_path: Path) -> None:
     last = "    - {name: last, tokens: 1024 tokens, mixture: {code: 1.0}, sequence_length: 32 tokens, global_batch_size: 256 tokens}\n"
     recipe.write_text(tiny_copy.recipe.read_text().replace("tune:\n", f"{last}tune:\n"))
     longer = Tiny(recipe, tiny_copy.run_dir)
-    with pytest.raises(UserError, match=r"began: train.phases.last \(added\); undo it, .* go on with --allow train.phases.last$"):
+    with pytest.raises(UserError, match=r"began: train.phases.last \(added\); undo it, .* continue with --allow train.phases.last$"):
         longer.walk(last="pretrain")
     tokenizer = sha256_file(tiny_copy.run_dir / "tokenizer" / "tokenizer.json")
     assert done(told_by(longer, last="pretrain", allow=("train.phases.last",))) == ["tokenizer", "pretrain"]  # whose sample it would weigh

@@ -147,7 +147,7 @@ def test_a_message_that_is_too_long_comes_back(page: Page, server: Any) -> None:
     say(page, "word " * 400)
     alert = page.get_by_role("alert")
     alert.wait_for()
-    assert "this model's context is 256" in alert.inner_text()
+    assert "the context of this model is 256" in alert.inner_text()
     assert page.get_by_label("Your message").input_value() == ("word " * 400).strip()
     assert page.locator(".turn.user").count() == 1
     say(page, "Short")

@@ -14,7 +14,8 @@ import torch
 from lmworks.model import Transformer
 from lmworks.model.generate import GenerateOptions, generate
 from lmworks.serve import engine as engine_module
-from lmworks.serve.engine import Delta, Engine, PromptTooLong, Request, Scores
+from lmworks.serve.engine import Engine
+from lmworks.serve.requests import Delta, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
@@ -145,7 +146,7 @@ def test_the_context_is_the_limit(engine: Engine, vocabulary: Vocabulary) -> Non
     full = Request(((token,) * (CONTEXT - 4),), GenerateOptions(max_new_tokens=50))
     last = list(engine.stream(full))[-1]
     assert (last.generated, last.finish) == (4, "length")
-    with pytest.raises(PromptTooLong, match="the prompt has 256 tokens and this model's context is 256: shorten it to at most 255 tokens"):
+    with pytest.raises(PromptTooLong, match="the prompt has 256 tokens, and the context of this model is 256; shorten it to at most 255"):
         engine.submit(Request(((token,) * CONTEXT,), GenerateOptions()), print)
 
 

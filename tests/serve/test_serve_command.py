@@ -21,11 +21,12 @@ import torch
 
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation
-from lmworks.serve.engine import Delta, Engine
+from lmworks.serve.engine import Engine
 from lmworks.serve.loading import load_engine, load_models
 from lmworks.serve.middleware import ServerOptions
-from lmworks.serve.models import Closed, Models
-from lmworks.serve.protocol import CompletionRequest
+from lmworks.serve.models import LazyModel, Models
+from lmworks.serve.openai.protocol import CompletionRequest
+from lmworks.serve.requests import Delta
 from patience import PATIENCE
 
 LMWORKS = [sys.executable, "-m", "lmworks.cli.main"]
@@ -160,7 +161,7 @@ def test_a_tokenizer_of_another_run_is_refused(run_dir: Path, tmp_path: Path) ->
     spec = json.loads(path.read_text())
     spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 512, "content": "<|more|>"})
     path.write_text(json.dumps(spec))
-    with pytest.raises(UserError, match="has 513 entries, but the model 512: one of them is not of this run"):
+    with pytest.raises(UserError, match="has 513 entries, but the model has 512: one of them is not from this run"):
         load_engine(mixed)
 
 
@@ -170,7 +171,7 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["talker", "talker-base"]
     assert client.models.retrieve("talker-base").model_extra["max_model_len"] == models.first.context  # type: ignore[index]
-    assert isinstance(models.known["talker-base"], Closed), "nobody has asked it anything"
+    assert isinstance(models.known["talker-base"], LazyModel), "nobody has asked it anything"
     whole = models.first.max_groups
 
     def answer(name: str) -> str:
@@ -205,7 +206,7 @@ def test_answers_that_wait_for_one_model_count_for_the_other(run_dir: Path, serv
     request = CompletionRequest(prompt=["a"] * 2, max_tokens=1).request(models.first)
     job = models.first.submit(request, lambda event: None)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.RateLimitError, match="2 answers are waiting already, of at most 3, and this request asks for 2"):
+    with pytest.raises(openai.RateLimitError, match="2 of at most 3 answers are waiting, and this request asks for 2 more"):
         client.completions.create(model="talker", prompt="a", n=2, max_tokens=1)
     job.cancel()
     assert client.completions.create(model="talker", prompt="a", n=2, max_tokens=1).model == "talker"

@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from lmworks.model import Transformer
 from lmworks.serve.models import Models
-from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, parse
+from lmworks.serve.openai.errors import BadRequest
+from lmworks.serve.openai.parsing import parse
+from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
 from lmworks.serve.vocabulary import Vocabulary
 from patience import PATIENCE
 
@@ -179,7 +181,7 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        ({"messages": LONG}, "this model's context is 256: shorten it to at most 255 tokens", "messages"),
+        ({"messages": LONG}, "the context of this model is 256; shorten it to at most 255 tokens", "messages"),
         ({"messages": []}, "messages: List should have at least 1 item", "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: Input should be", "messages.0.role"),
         ({"messages": HELLO, "temperature": 3}, "temperature: Input should be less than or equal to 2", "temperature"),
@@ -190,14 +192,14 @@ def test_echo_scores_a_text_like_a_direct_forward(client: openai.OpenAI, model: 
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format other than text", "response_format"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
         ({"messages": IMAGE}, "Input should be 'text'", "messages.0.content.0.type"),
-        ({"messages": HELLO, "temprature": 1}, "temprature is not known to this server; did you mean temperature?", "temprature"),
-        ({"messages": HELLO, "prompt": "a"}, "prompt is a parameter of /v1/completions and not of this", "prompt"),
-        ({"messages": HELLO, "zzz": {}}, "zzz is not known to this server; leave it out", "zzz"),
+        ({"messages": HELLO, "temprature": 1}, "temprature is not a known parameter; did you mean temperature?", "temprature"),
+        ({"messages": HELLO, "prompt": "a"}, "prompt is a parameter of /v1/completions, not of this endpoint", "prompt"),
+        ({"messages": HELLO, "zzz": {}}, "zzz is not a known parameter; remove it", "zzz"),
         ({"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls: false is not supported", "parallel_tool_calls"),
-        ({"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "takes only enable_thinking there", "chat_template_kwargs.x"),
+        ({"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "only enable_thinking is", "chat_template_kwargs.x"),
         ({"messages": HELLO, "tools": [{"function": "x"}]}, "a tool needs function.name", "tools"),
-        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": [1]}}]}, "is a JSON schema", "tools"),
-        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": {"properties": [1]}}}]}, "is a JSON schema", "tools"),
+        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": [1]}}]}, "must be a JSON schema", "tools"),
+        ({"messages": HELLO, "tools": [{"function": {"name": "x", "parameters": {"properties": [1]}}}]}, "must be a JSON schema", "tools"),
         ({"messages": HELLO, "tools": [DEEP]}, "more than 64 deep", None),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": [1]}]}]}, "a tool call without a function name", None),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "a tool call without a function name", None),
@@ -220,18 +222,18 @@ def test_bad_chat_requests(client: openai.OpenAI, body: dict, message: str, para
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": [999_999]}, "prompt has the token id 999999, but this model's ids end at 511"),
+        ({"prompt": [999_999]}, "prompt has the token id 999999, but the largest id is 511"),
         ({"prompt": [-1]}, "prompt has the token id -1"),
         ({"prompt": []}, "prompt is an empty list"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0, which only makes sense with echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0, which is allowed only with echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
         ({"prompt": "a", "best_of": 3}, "best_of is not supported"),
         ({"prompt": ["a"] * 100, "n": 2}, "prompts times n is 200; at most 128"),
-        ({"prompt": "a " * 600}, "this model's context is 256"),
+        ({"prompt": "a " * 600}, "the context of this model is 256"),
         ({"prompt": ["a"] * 129}, "prompt lists 129 prompts; at most 128"),
         ({"prompt": ["a", 3]}, r"prompt\.1: Input should be a valid string"),
-        ({"messages": HELLO}, "messages is a parameter of /v1/chat/completions and not of this"),
-        ({"prompt": "a", "temprature": 1}, "temprature is not known to this server; did you mean temperature"),
+        ({"messages": HELLO}, "messages is a parameter of /v1/chat/completions, not of this endpoint"),
+        ({"prompt": "a", "temprature": 1}, "temprature is not a known parameter; did you mean temperature"),
     ],
 )  # fmt: skip
 def test_bad_completion_requests(client: openai.OpenAI, body: dict, message: str) -> None:

@@ -17,8 +17,9 @@ import pytest
 
 from lmworks.errors import UserError
 from lmworks.serve.chat import Conversation, command
-from lmworks.serve.engine import Engine, PromptTooLong
+from lmworks.serve.engine import Engine
 from lmworks.serve.loading import load_engine
+from lmworks.serve.requests import PromptTooLong
 from lmworks.terminal import plain
 from patience import PATIENCE
 
@@ -54,7 +55,7 @@ def test_the_model_is_told_the_whole_conversation(conversation: Conversation) ->
 def test_the_oldest_exchanges_make_room(conversation: Conversation) -> None:
     for number in range(12):
         ask(conversation, f"{number} and some more words to fill the context")
-    assert conversation.forgotten > 0
+    assert conversation.dropped > 0
     assert conversation.turns[-2]["content"].startswith("11 ")
     assert conversation.turns[0]["role"] == "user"
 
@@ -62,10 +63,10 @@ def test_the_oldest_exchanges_make_room(conversation: Conversation) -> None:
 def test_a_message_that_is_too_long_changes_nothing(conversation: Conversation) -> None:
     ask(conversation, "One")
     kept = list(conversation.turns)
-    with pytest.raises(PromptTooLong, match=r"the prompt has [\d,]+ tokens and this model's context is 256: shorten it"):
+    with pytest.raises(PromptTooLong, match=r"the prompt has [\d,]+ tokens, and the context of this model is 256; shorten it"):
         ask(conversation, "word " * 600)
     assert conversation.turns == kept
-    assert conversation.forgotten == 0
+    assert conversation.dropped == 0
 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(conversation: Conversation) -> None:
@@ -99,7 +100,7 @@ def test_a_pipe_gets_one_answer_per_line(run_dir: Path) -> None:
     lines = [b"/temperature 0", b"Hello", b"", b"bad \xff bytes", b"word " * 600, b"never reached"]
     arguments = [*LMWORKS, "chat", str(run_dir), "--max-tokens", "8"]
     done = subprocess.run(arguments, input=b"\n".join(lines), capture_output=True, env=ENVIRONMENT, check=False)
-    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens and this model's context is 256: .*\n", done.stderr.decode()), done.stderr
+    assert re.fullmatch(r"error: the prompt has [\d,]+ tokens, and the context of this model is 256.*\n", done.stderr.decode()), done.stderr
     assert done.returncode == 2
     engine = load_engine(run_dir)
     expected = Conversation(engine, temperature=0, max_tokens=8)
@@ -190,11 +191,11 @@ def test_a_terminal(terminal: Terminal) -> None:
     terminal.type("\x03")  # Ctrl-C stops the answer only
     assert re.search(r"(\d+) tokens, \d+ tokens/s · stopped", terminal.until("you › "))
     terminal.type("word " * 600 + "\r")
-    assert re.search(r"the prompt has [\d,]+ tokens and this model's\s+context is 256", terminal.until("shorten(?s:.*)you › "))
+    assert re.search(r"has [\d,]+ tokens, and the context\s+of\s+this\s+model\s+is\s+256", terminal.until("shorten(?s:.*)you › "))
     terminal.type("half a line")
     terminal.until("half a line")
-    terminal.until(r"Ctrl-D leaves(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line
+    terminal.until(r"Ctrl-D exits(?s:.*)you › ", key="\x03")  # at the prompt Ctrl-C clears the line
     terminal.type("/reset\r")
-    terminal.until(r"The conversation is forgotten(?s:.*)you › ")
+    terminal.until(r"The conversation was cleared(?s:.*)you › ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=PATIENCE) == 0

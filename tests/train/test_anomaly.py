@@ -23,6 +23,7 @@ from lmworks.recipe.schema.model import Model
 from lmworks.run.replay import replay
 from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.watch.ledger import read_ledger
+from small_config import small_config
 from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -32,15 +33,7 @@ MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_he
 
 
 def model(**options: Any) -> Transformer:
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-    }
+    shape = small_config(num_hidden_layers=3, num_key_value_heads=4, head_dim=12)
     return initialize(Transformer(Model(**shape, max_position_embeddings="64 tokens", **options)), 3)
 
 

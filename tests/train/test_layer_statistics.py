@@ -17,12 +17,13 @@ from lmworks.recipe.schema.model import Model
 from lmworks.shards.read.batches import Batches
 from lmworks.train.observe.layer_statistics import largest_score, observe_pass, record_activations
 from lmworks.train.pretrain import build_model
+from small_config import small_config
 from tiny_run import Tiny
 
 
 def model() -> Transformer:
     config = Model(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48, vocab_size=64,
+        **small_config(num_hidden_layers=3),
         use_qk_norm=True, max_position_embeddings="64 tokens",
     )  # fmt: skip
     return initialize(Transformer(config), 3).eval()

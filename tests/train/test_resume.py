@@ -124,7 +124,7 @@ def test_ctrl_c_saves_and_the_rest_is_the_same(tiny_copy: Tiny, undisturbed: Tin
     """In the ramp, at the border of the phases, in the second phase, and in the very last step, after which nothing else may begin."""
     with monkeypatch.context() as patch:
         stop_in(patch, step)
-        with pytest.raises(Interrupted, match=rf"stopped by SIGINT and saved at step {step + 1}; go on with: lmworks run tiny.yaml"):
+        with pytest.raises(Interrupted, match=rf"stopped by SIGINT and saved at step {step + 1}; resume with: lmworks run tiny.yaml"):
             tiny_copy.pretrain(*OPTIONS)
     assert listing.directories(tiny_copy.run_dir / "checkpoints")[-1].name == f"step-{step + 1:08d}"
     assert [line["step"] for line in curve(tiny_copy.run_dir)] == list(range(1, step + 2))
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(
     tiny_copy.pretrain(*OPTIONS)
     said = capsys.readouterr().err.replace("\n", "")
     assert f"{newest} is not used: data-00000-00000.bin " in said
-    assert f"pretrain goes on from step {listing.step_of(before)} of {STEPS}" in said
+    assert f"pretrain resumes from step {listing.step_of(before)} of {STEPS}" in said
     ledger = read_ledger(tiny_copy.run_dir / "ledger.jsonl")
     (refused,) = [event for event in ledger if event["event"] == "checkpoint_refused"]
     assert refused["path"] == str(newest) and (newest.parent / f"{newest.name}.bad-1").is_dir()

@@ -63,5 +63,5 @@ def test_a_batch_comes_back_as_it_was(tmp_path):
 def test_nothing_is_kept_when_nothing_is_wanted(tmp_path):
     policy = BadSteps(tmp_path / "bad_batches", 1, 0)
     policy.observe(1, NAN, 1.0, BATCH)
-    assert policy.where == "no batch was kept (stability.save_bad_batches is 0)"
+    assert policy.where == "no batch was saved (stability.save_bad_batches is 0)"
     assert not (tmp_path / "bad_batches").exists()

@@ -40,8 +40,8 @@ def test_the_first_signal_lets_the_run_end_well(number):
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
-    assert out == f"stopped by {number.name} and saved at step 12; go on with: lmworks run r.yaml\n"
-    more = "; once more to stop at once, without saving" if number == signal.SIGINT else ""
+    assert out == f"stopped by {number.name} and saved at step 12; resume with: lmworks run r.yaml\n"
+    more = "; press Ctrl-C again to stop at once, without saving" if number == signal.SIGINT else ""
     assert err == f"\nstopping after this step{more}\n"
 
 

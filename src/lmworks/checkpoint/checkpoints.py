@@ -144,7 +144,7 @@ class Checkpoints:
         """The newest checkpoint whose files all match their hashes, or None.
 
         Damaged checkpoints are renamed to `step-00000100.bad-1`, reported, and added to `refused`. Checkpoints for which
-        `undone(step, meta)` is true were taken back by a rollback; they are renamed to `step-00000100.undone-1` and reported. With
+        `undone(step, meta)` is true were undone by a rollback; they are renamed to `step-00000100.undone-1` and reported. With
         `at_most`, checkpoints of later steps are skipped."""
         self.wait()
         self._finish_local_copies()

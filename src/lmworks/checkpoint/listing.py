@@ -107,7 +107,7 @@ def parse_meta(data: bytes) -> dict[str, Any]:
 
 
 def saved(directory: Path) -> list[Saved]:
-    """The facts that retention needs. Checkpoints whose meta.json cannot be read are left out, and so are never pruned."""
+    """The facts that retention needs. Checkpoints whose meta.json cannot be read are omitted, and so are never pruned."""
     found = []
     for path in directories(directory):
         try:

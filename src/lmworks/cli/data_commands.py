@@ -92,7 +92,7 @@ def mixture(
         int | None, typer.Option("--at", metavar="STEP", help="First step with the new mixture; by default the next one.")
     ] = None,
 ) -> None:
-    """MixtureOverride the mixture of a started run, until the end of the phase or its next planned change."""
+    """Override the mixture of a started run, until the end of the phase or its next planned change."""
     from lmworks.shards.order.order import MixtureOverride
     from lmworks.train.data.mixture import next_step, request_change, validate_change
 

@@ -15,7 +15,7 @@ from lmworks.cli.layouts import settled
 from lmworks.cli.options import AllowOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, spread, within
 from lmworks.cli.output import console
 from lmworks.errors import UserError
-from lmworks.launch.folder import COMMAND
+from lmworks.launch.launch_dir import COMMAND
 from lmworks.masking import mask
 
 
@@ -69,7 +69,7 @@ class _Run:
         self.run_dir = Path(self.recipe.run_dir)
         if to != "preflight":
             stages_for(self.recipe, to)
-        # What the ranks say to go on with.
+        # The command that the ranks print for resuming.
         os.environ[COMMAND] = shlex.join(["lmworks", *(word for word in sys.argv[1:] if word != "--dry-run")])
 
     def settle(self, ranks: int, per_host: int) -> None:
@@ -102,7 +102,7 @@ def local(
         raise UserError("layout: auto needs the number of ranks: add --ranks N, or a cluster (--cluster C)")
     usual = run.cluster.devices_per_node if run.cluster and of_cluster else world_size(run.recipe.layout)
     sizes = CountRange.parse(ranks or str(usual))
-    run.settle(sizes.most, sizes.most)
+    run.settle(sizes.maximum, sizes.maximum)
     _start(launcher.launch_local(run.recipe, run.run_dir, sizes, run.work), asked.dry_run)
 
 
@@ -140,7 +140,7 @@ def slurm(
     if count is None or each is None:
         raise UserError("the number of ranks is missing: add --nodes N --ranks-per-node M, or a cluster (--cluster C)")
     sizes = CountRange.parse(count)
-    run.settle(sizes.most * each, each)
+    run.settle(sizes.maximum * each, each)
     gpus = each if run.cluster and not run.cluster.on_cpu else None
     made = job_for(run.recipe, run.run_dir, sizes, each, run.work, gpus)
     if asked.dry_run:
@@ -169,7 +169,7 @@ def job(
     if what == "begin":
         slurm.begin(Path(run))
         return
-    decided = slurm.after(require_run(Path(run)), Path(run), code)
+    decided = slurm.finish_job(require_run(Path(run)), Path(run), code)
     print(decided.reason, file=sys.stderr)
     print(",".join(decided.excluded))
     raise typer.Exit(decided.code)

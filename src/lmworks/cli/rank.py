@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from lmworks.cli.main import main
-from lmworks.launch.folder import VARIABLE, Folder
-from lmworks.launch.rank import live
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir
+from lmworks.launch.rank import run_rank
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     if rank and "--debug" not in sys.argv:
         sys.argv.append("--debug")  # into its log
-    code = live(Folder(Path(os.environ[VARIABLE])), rank, main)
+    code = run_rank(LaunchDir(Path(os.environ[VARIABLE])), rank, main)
     # Not sys.exit: after a failed collective, the end of the interpreter would wait for threads of the group.
     os._exit(code)

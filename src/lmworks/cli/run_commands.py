@@ -95,7 +95,7 @@ def _run_stages(recipe: str, overrides: Sequence[str], size: str | None, allow: 
 
 def _resume_command() -> str:
     """The command that resumes the run, as the user typed it, also if a launcher has started this process as a rank."""
-    from lmworks.launch.folder import COMMAND
+    from lmworks.launch.launch_dir import COMMAND
 
     return os.environ.get(COMMAND) or shlex.join(["lmworks", *sys.argv[1:]])
 

@@ -1,6 +1,6 @@
 """Charts as geometry: paths, ticks and marks in shares of the plot, which the template draws at any size.
 
-The plot is an SVG of 1000 x 1000 units stretched over its frame, with strokes that do not stretch; all text stands beside it as
+The plot is an SVG of 1000 x 1000 units stretched over its frame, with strokes that do not stretch; all text is beside it as
 HTML. So a chart is sharp on a phone and on a wall, and needs no script. page.js draws the same lines again from `Chart.data`, on the axis,
 the range and the smoothing that the reader chooses.
 """
@@ -188,7 +188,7 @@ class Grid:
 
 
 def path(points: Sequence[Point], x: Axis, y: Axis) -> str:
-    """A polyline; what lies far outside stays near the edge, since some browsers lose their way in huge numbers."""
+    """A polyline; points far outside are clamped near the edge, because some browsers fail with huge numbers."""
     pairs = (f"{_unit(x.place(px))} {_unit(1 - y.place(py))}" for px, py in points)
     text = "L".join(pairs)
     # a line of one point would not be seen
@@ -231,7 +231,7 @@ def raw_and_smooth(series: Series, name: str, tone: str) -> list[Line]:
 
 
 def _spread(marks: list[Mark], x: Axis) -> list[dict[str, Any]]:
-    """Places of the marks; where they crowd, one stands for all and says how many."""
+    """Positions of the marks; crowded marks are merged into one with their number."""
     placed: list[dict[str, Any]] = []
     newest: dict[str, dict[str, Any]] = {}
     for mark in sorted(marks, key=lambda mark: mark.step):

@@ -62,7 +62,7 @@ def _stage_seconds(run: Run) -> dict[str, float]:
 
 
 def tiles(run: Run, cluster: Cluster | None) -> list[tuple[str, str, str]]:
-    """Key figures: label, value, what stands under it."""
+    """Key figures: label, value, the text below it."""
     part = run.pretrain
     found: list[tuple[str, str, str]] = []
     if run.recipe is not None and run.recipe.model.hidden_size:

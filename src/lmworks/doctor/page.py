@@ -24,7 +24,8 @@ from lmworks.doctor import overview, tables
 from lmworks.doctor.charts import Chart, Grid
 from lmworks.doctor.curves import Curves
 from lmworks.doctor.heatmap import Heatmap
-from lmworks.doctor.run_records import Run, Training, read_run
+from lmworks.doctor.read_run import read_run
+from lmworks.doctor.run_records import Run, Training
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
 from lmworks.recipe.schema.cluster import Cluster
@@ -122,7 +123,7 @@ def _template() -> Template:
 
 
 def _json_for_html(value: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON that cannot close the HTML element that contains it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return (
         text.replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Schemas of the records that the run page reads. Values that do not match are left out, whoever wrote them.
+"""Schemas of the records that the run page reads. Values that do not match are omitted.
 
 A form is a type (float takes whole numbers too, nothing takes true and false), a list of one form, or a map of forms by key, in which "*"
 stands for every other key. A key that a form does not have is left as it is.

@@ -44,7 +44,7 @@ STAGE_WORDS = {
 
 
 def timeline(run: Run) -> Json:
-    """Entries by day, oldest first, with the number of those left out in the middle."""
+    """Entries by day, oldest first, with the number of omitted ones in the middle."""
     days: list[Json] = []
     for event in run.events:
         when = event.get("time")
@@ -61,7 +61,7 @@ def timeline(run: Run) -> Json:
                 "text": text[:_LONGEST],
             }
         )
-    return {"days": days, "left_out": run.events_left_out} if days else {}
+    return {"days": days, "left_out": run.events_omitted} if days else {}
 
 
 def _words(event: Json) -> tuple[str, str]:

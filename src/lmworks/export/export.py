@@ -1,8 +1,8 @@
-"""The export stage: the trained model in the formats that other programs read, each checked before it counts as done.
+"""The export stage: writes the trained model in the formats of other programs, and verifies each before it counts as done.
 
     out_dir/huggingface/      safetensors, config, generation_config, tokenizer, README.md: transformers, vLLM, SGLang
     out_dir/gguf/model.gguf   llama.cpp
-    out_dir/parity.json       how the exports compare with what was trained
+    out_dir/parity.json       comparison of the exports with the trained model
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 _ROWS = 4  # sequences compared, at least; each domain gives one or more
-_LONGEST = 1024  # tokens of each; enough to see a wrong rotation
+_LONGEST = 1024  # tokens of each; enough to detect a wrong rotation
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written and how it compares. `tensors` counts the GGUF tensors that were read back and found equal bit for bit."""
+    """The exports and their comparison with the model. `tensors` counts GGUF tensors that were read back and are equal bit for bit."""
 
     model: str
     dtype: str
@@ -75,10 +75,10 @@ class Report:
 
 
 def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
-    """Write the tuned model, or the base model where there is none, in every format that `recipe.export` asks for.
+    """Write the tuned model, or the base model if there is none, in every format that `recipe.export` requests.
 
-    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if an export does not
-    compute what was trained.
+    Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if an export is not equal to
+    the trained model.
     """
     run_dir, out_dir = Path(run_dir), Path(out_dir)
     options = recipe.export
@@ -109,7 +109,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` if a format that the recipe asks for cannot express the model, before anything is trained or written."""
+    """Raise `UserError` if a format that the recipe requests cannot express the model, before anything is trained or written."""
     if recipe.export.huggingface:
         class_for(recipe.model)
     if recipe.export.gguf:
@@ -118,7 +118,7 @@ def check(recipe: Recipe) -> None:
 
 
 def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:
-    """Everything that `transformers`, vLLM and SGLang read from a model's directory."""
+    """Write all files that `transformers`, vLLM and SGLang read from a model directory."""
     stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
     write_model(model, directory, stops, dtype)
     write_json(directory / "generation_config.json", stops | {"do_sample": True} | SAMPLING)
@@ -139,7 +139,7 @@ def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:
 
 def _fresh(directory: Path) -> Path:
     if directory.is_dir():
-        shutil.rmtree(directory)  # left by a try that was stopped
+        shutil.rmtree(directory)  # left by an interrupted export
     directory.mkdir(parents=True)
     return directory
 

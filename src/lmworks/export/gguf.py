@@ -1,8 +1,8 @@
-"""GGUF, the one-file format of llama.cpp, written with the `gguf` package alone.
+"""Writes GGUF, the single-file format of llama.cpp, with the `gguf` package only.
 
-llama.cpp's own converter comes with its source tree only, and knows a tokenizer by the hash of a published one, so it refuses one
-trained here. For the architectures that families name (`lmworks.recipe.families`) this module writes what it writes, field by field
-(`tests/export/test_llama_cpp.py`).
+llama.cpp's own converter is only part of its source tree, and it identifies a tokenizer by the hash of a published one, so it rejects
+tokenizers trained here. For the architectures that families name (`lmworks.recipe.families`) this module writes the same fields as the
+converter (`tests/export/test_llama_cpp.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.names import has_place, huggingface_name
+from lmworks.export.names import huggingface_name, is_exported
 from lmworks.files import atomic_path, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -38,8 +38,9 @@ _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\
 
 
 @dataclass(frozen=True)
-class _Item:
-    """A tensor on its way: its name there, our tensor, the type it is written in, and how many heads its rows are reordered in (0: not)."""
+class _GgufTensor:
+    """A tensor to write: its name in the file, our tensor, the dtype in the file, and the number of heads whose rows are reordered (0 for
+    no reordering)."""
 
     name: str
     tensor: Tensor
@@ -51,7 +52,7 @@ class _Item:
         return self.tensor.numel() * self.dtype.itemsize
 
     def bits(self) -> np.ndarray:
-        """The values as they lie in the file; bfloat16, which numpy lacks, as int16."""
+        """The values as stored in the file; bfloat16, which numpy lacks, as int16."""
         tensor = self.tensor.detach().cpu()
         if self.heads:
             rows = len(tensor) // self.heads
@@ -61,35 +62,34 @@ class _Item:
 
 
 def architecture_for(model: Model) -> str:
-    """llama.cpp's name for this mathematics; `UserError` with the reason if it has none."""
-    return _known(model).architecture
+    """llama.cpp's architecture of a model. Raises `UserError` with the reason if it has none."""
+    return _gguf_of(model).architecture
 
 
-def _known(model: Model) -> Gguf:
+def _gguf_of(model: Model) -> Gguf:
     try:
         return family_of(model).gguf(model)
-    except NoClass as no:
-        raise _refused(no.reason) from None
+    except NoClass as error:
+        raise UserError(
+            f"no architecture of llama.cpp expresses this model: {error.reason}; change the recipe's model, or set export.gguf=false"
+        ) from None
 
 
-def _final(model: Transformer) -> Model:
-    """The model with the positions of its last phase."""
+def _final_config(model: Transformer) -> Model:
+    """The config with the RoPE of the last phase."""
     return model.config.model_copy(update={"rope": model.rope})
 
 
-def _refused(reason: str) -> UserError:
-    return UserError(f"no architecture of llama.cpp expresses this model: {reason}; change the recipe's model, or set export.gguf=false")
-
-
 def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torch.dtype, name: str) -> None:
-    """Weights, tokenizer and chat template in one file. Matrices in `dtype`; norms, biases and the router in fp32, as llama.cpp wants them.
+    """Write weights, tokenizer and chat template to one file: matrices in `dtype`; norms, biases and the router in fp32, as llama.cpp
+    requires.
 
-    One tensor at a time is converted, so the model is not held twice. Raises `UserError` if llama.cpp cannot express it.
+    Tensors are converted one at a time, so the model is not in memory twice. Raises `UserError` if llama.cpp cannot express it.
     """
     gguf = _package()
     items = list(_items(model, dtype))
     with atomic_path(path) as aside, bar("gguf", sum(item.nbytes for item in items)) as progress:
-        writer = gguf.GGUFWriter(aside, architecture_for(_final(model)))
+        writer = gguf.GGUFWriter(aside, architecture_for(_final_config(model)))
         for item in items:
             kind = gguf.GGMLQuantizationType.BF16 if item.dtype == torch.bfloat16 else gguf.GGMLQuantizationType.F32
             writer.add_tensor_info(item.name, item.tensor.shape, np.dtype(np.float32), item.nbytes, kind)
@@ -106,12 +106,13 @@ def write_gguf(model: Transformer, tokenizer: Tokenizer, path: Path, dtype: torc
 
 
 def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
-    """Read the file again and compare every value with the model's, bit for bit. Returns how many tensors; `UserError` if one differs."""
+    """Read the file and compare every value with the model's, bit for bit. Returns the number of tensors; raises `UserError` if one
+    differs."""
     reader = _package().GGUFReader(path)
     found = {tensor.name: tensor for tensor in reader.tensors}
     expected = {item.name: item for item in _items(model, dtype)}
     if found.keys() != expected.keys():
-        raise _damaged(path, f"tensor {min(found.keys() ^ expected.keys())} is on one side only")
+        raise _damaged(path, f"tensor {min(found.keys() ^ expected.keys())} is only in the file or only in the model")
     for name, item in expected.items():
         if list(reversed(found[name].shape.tolist())) != list(item.tensor.shape):
             raise _damaged(path, f"tensor {name} has shape {list(reversed(found[name].shape.tolist()))}, not {list(item.tensor.shape)}")
@@ -121,7 +122,7 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
 
 
 def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{path} is not what was trained: {why}; delete it and export again")
+    return UserError(f"{path} differs from the trained model: {why}; delete it and export again")
 
 
 def _package() -> Any:
@@ -132,32 +133,32 @@ def _package() -> Any:
     return gguf
 
 
-def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_Item]:
+def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
     gguf = _package()
-    config = _final(model)
-    known, family = _known(config), family_of(config)
+    config = _final_config(model)
+    known, family = _gguf_of(config), family_of(config)
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == known.architecture)
     names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
     for ours, tensor in model.state_dict().items():
         if ours == "head.weight" and model.config.tie_word_embeddings:
-            continue  # llama.cpp takes the embedding where there is no output
+            continue  # llama.cpp uses the embedding if there is no output
         if ours.startswith("mtp."):
-            continue  # llama.cpp would keep multi-token prediction and not run it
-        if not has_place(ours, family):
+            continue  # llama.cpp would load multi-token prediction but not run it
+        if not is_exported(ours, family):
             continue
-        # the package's map goes by Hugging Face's names, with stacked experts and the bias as a tensor of its own
+        # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
         theirs = huggingface_name(ours, family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name, f"gguf has no name for {theirs}"
-        wide = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
-        match = _QUERY_OR_KEY.match(ours) if known.neighbors else None
+        is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
+        match = _QUERY_OR_KEY.match(ours) if known.interleaved_rope else None
         heads = 0 if match is None else model.config.num_attention_heads if match[1] == "query" else model.config.num_key_value_heads
-        yield _Item(name, tensor, dtype if wide else torch.float32, heads or 0)
-    if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a factor of its own
+        yield _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0)
+    if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a stored factor
         assert config.head_dim
         plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})
         factors = frequencies(plain, config.head_dim)[0] / frequencies(model.rope, config.head_dim)[0]
-        yield _Item("rope_freqs.weight", factors, torch.float32, 0)
+        yield _GgufTensor("rope_freqs.weight", factors, torch.float32, 0)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
@@ -198,17 +199,17 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    for key, value in _known(_final(model)).metadata.items():
+    for key, value in _gguf_of(_final_config(model)).metadata.items():
         getattr(writer, f"add_{key}")(gguf.ExpertGatingFuncType[value] if key == "expert_gating_func" else value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> None:
-    """`rows` of the embedding; those that the tokenizer does not use become unused tokens."""
+    """Write the tokenizer for `rows` rows of the embedding; rows that the tokenizer does not use become unused tokens."""
     kinds = _package().TokenType
     path = tokenizer.directory / "tokenizer.json"
     spec = read_json(path)
     if bpe.read(spec, str(path)).pattern != special.SPLIT:
-        raise UserError(f"{path} splits text by a rule that llama.cpp does not have under the name glm4; set export.gguf=false")
+        raise UserError(f"{path} splits text by another rule than llama.cpp's pre-tokenizer glm4; set export.gguf=false")
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [int(kinds.UNUSED)] * rows
     for text, number in spec["model"]["vocab"].items():
@@ -223,7 +224,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> 
     ids = tokenizer.special
     writer.add_bos_token_id(ids["[gMASK]"])
     writer.add_eos_token_id(tokenizer.eos_id)
-    # the two roles that end an answer; llama.cpp stops at eos, eot and eom
+    # the two role tokens that end an answer; llama.cpp stops at eos, eot and eom
     writer.add_eot_token_id(ids[special.USER])
     writer.add_eom_token_id(ids[special.OBSERVATION])
     writer.add_unk_token_id(tokenizer.eos_id)

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: written, read, and compared with the library they are for."""
+"""Writes and reads Hugging Face checkpoints, and compares an export with `transformers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks.checkpoint.save_plan import TensorSlice, local_slice
 from lmworks.errors import UserError
-from lmworks.export.names import carries_mtp, from_huggingface, from_interleaved, refuse_foreign, rotates, sources, to_huggingface
+from lmworks.export.names import exports_mtp, from_interleaved, is_interleaved, original_of, refuse_foreign, sources, to_huggingface
 from lmworks.files import atomic_path, explain_damage, read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.router import Router
@@ -25,15 +25,15 @@ from lmworks.recipe.loading.huggingface import from_config, to_config
 from lmworks.recipe.schema.model import Model as Config
 
 _SHARD_BYTES = 5 * 10**9
-_LITTLE = 1 << 20  # numbers, for which it is not worth while to look twice
+_SMALL = 1 << 20  # elements; smaller models are not checked
 TOLERANCE = 2e-5
-"""Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries add in another
-order, which costs 5e-7 at 4 layers and grows with the root of their number; one wrong row of one expert costs more than 1e-4."""
+"""Largest difference of logits, relative to the largest logit, that still counts as equal in fp32. The two libraries sum in different
+orders, which costs 5e-7 with 4 layers and grows with the square root of their number; one wrong row of one expert costs more than 1e-4."""
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How an export compares with what was trained, in fp32 on the same tokens."""
+    """The difference between an export and the trained model, in fp32 on the same tokens."""
 
     tokens: int
     max_difference: float
@@ -42,7 +42,7 @@ class Parity:
 
 
 def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dtype: torch.dtype) -> None:
-    """config.json, generation_config.json and safetensors (in files of at most 5 GB); `tokens` holds eos_token_id and pad_token_id."""
+    """Write config.json and safetensors (in files of at most 5 GB); `tokens` has eos_token_id and pad_token_id."""
     from safetensors.torch import save_file
 
     config = to_config(model.config, model.rope, tokens) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -50,7 +50,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         state.pop("head.weight", None)
-    if not carries_mtp(model.config):
+    if not exports_mtp(model.config):
         state = {name: tensor for name, tensor in state.items() if not name.startswith("mtp.")}
     files = list(_split(state, dtype))
     index: dict[str, str] = {}
@@ -62,7 +62,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
             chosen = {name: _cast(name, tensor, dtype) for name, tensor in to_huggingface(part, model.config)}
             with atomic_path(directory / file) as aside:
                 save_file(chosen, aside, metadata={"format": "pt"})
-                aside.chmod(directory.stat().st_mode & 0o666)  # safetensors lets nobody else read it; a server may be somebody else
+                aside.chmod(directory.stat().st_mode & 0o666)  # safetensors makes it unreadable for others, such as a server's user
             index |= dict.fromkeys(chosen, file)
             total += sum(tensor.nbytes for tensor in chosen.values())
             progress.advance(sum(state[key].numel() for key in names))
@@ -72,7 +72,7 @@ def write_model(model: Transformer, directory: Path, tokens: dict[str, Any], dty
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # the selection bias decides near-ties: rounding it would choose other experts
+    # not rounded: the selection bias decides near-ties between experts
     return tensor.detach().to("cpu", torch.float32 if name.endswith("e_score_correction_bias") else dtype).contiguous()
 
 
@@ -89,11 +89,12 @@ def _split(state: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
 
 
 @torch.no_grad()
-def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
-    """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` by our names, of which this rank may hold parts: only
-    what it holds is read. Rows of the vocabulary, and layers of multi-token prediction, that the checkpoint lacks stay as they are.
+def load_weights(directory: Path, state: Mapping[str, Tensor], model: Config, *, extend: bool = False) -> None:
+    """Copy the weights of a Hugging Face checkpoint into `state`, tensors of `model` under our names. This rank may hold slices of them;
+    only these are read.
 
-    Raises `UserError` if the weights are not those of `model`.
+    `extend`: `model` may have more vocabulary rows, and layers of multi-token prediction, than the checkpoint; these keep their values.
+    Raises `UserError` if the weights do not match `model`.
     """
     with ExitStack() as stack:
         handles = {name: handle for handle in _open_all(directory, stack) for name in handle.keys()}  # noqa: SIM118
@@ -107,79 +108,74 @@ def fill(directory: Path, state: Mapping[str, Tensor], model: Config) -> None:
             part = local_slice(ours, tensor)
             for theirs, box in sources(part, model, family) if part is not None else ():
                 if theirs in handles:
-                    order = partial(from_interleaved, ours, model=model) if interleaved and rotates(ours, model) else None
-                    _read(handles[theirs].get_slice(theirs), theirs, box, order)
-                elif not name.startswith("mtp."):
+                    reorder = partial(from_interleaved, ours, model=model) if interleaved and is_interleaved(ours, model) else None
+                    _read_slice(handles[theirs].get_slice(theirs), theirs, box, reorder, extend)
+                elif not (extend and name.startswith("mtp.")):
                     raise UserError(f"{directory} has no tensor {theirs}; the config and the weights are of different models")
+        if not extend:
+            _refuse_unequal_copies(handles, state)
 
 
-def _read(source: Any, theirs: str, box: TensorSlice, order: Callable[[Tensor], Tensor] | None) -> None:
-    """Copy what of a tensor of theirs is in `box`; where its rows have another `order` there, the whole is read."""
-    there = tuple(source.get_shape())
-    fewer = box.name in ("embedding.weight", "head.weight") and there[0] < box.shape[0]
-    if there[1:] != box.shape[1:] or (there != box.shape and not fewer):
-        raise UserError(f"tensor {theirs} has shape {there}, but the config says {box.shape}")
-    begin, count = box.offsets[0], max(0, min(box.sizes[0], there[0] - box.offsets[0]))
-    places = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
+def _read_slice(source: Any, theirs: str, box: TensorSlice, reorder: Callable[[Tensor], Tensor] | None, extend: bool) -> None:
+    """Copy the slice `box` of a Hugging Face tensor; with `reorder`, which permutes its rows, the whole tensor is read."""
+    shape = tuple(source.get_shape())
+    fewer_rows = extend and box.name in ("embedding.weight", "head.weight") and shape[0] < box.shape[0]
+    if shape[1:] != box.shape[1:] or (shape != box.shape and not fewer_rows):
+        raise UserError(f"tensor {theirs} has shape {shape}, but the config says {box.shape}")
+    begin, count = box.offsets[0], max(0, min(box.sizes[0], shape[0] - box.offsets[0]))
+    slices = (slice(begin, begin + count), *(slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True)))
     if count:
-        box.values()[:count].copy_(order(source[:])[places] if order else source[places])
+        box.values()[:count].copy_(reorder(source[:])[slices] if reorder else source[slices])
+
+
+def _refuse_unequal_copies(handles: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` if a layer of multi-token prediction has an embedding or a head that differs from the model's own."""
+    for theirs, handle in handles.items():
+        if (ours := original_of(theirs)) is not None:
+            own, copy = state.get(ours, state["embedding.weight"]), handle.get_tensor(theirs)
+            if copy.shape != own.shape or not torch.equal(copy.to(own.dtype), own):
+                raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
 
 
 def read_model(directory: Path) -> Transformer:
-    """Our model from a Hugging Face checkpoint; `UserError` if it is of a class or with options that we do not have."""
+    """Read a model from a Hugging Face checkpoint. Raises `UserError` if lmworks does not support its class or options."""
     directory = Path(directory)
     config = read_json(directory / "config.json")
     with explain_damage(directory / "config.json"):
         described = from_config(config)
     sizes = _sizes(directory)
     if described.mtp and not any(name.startswith(f"model.layers.{described.num_hidden_layers}.") for name in sizes):
-        described = described.model_copy(update={"mtp": None})  # transformers leaves the layer behind, and its number in the config
-    _refuse_empty_promises(described, sizes, directory)
+        described = described.model_copy(update={"mtp": None})  # transformers drops the layer when it saves, but not the config key
+    _refuse_wrong_size(described, sizes, directory)
     model = Transformer(described)
-    state = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        state.pop("head.weight", None)
-    interleaved = bool(config.get("rope_interleave", True))
-    from_huggingface(_tensors(directory), state, model.config, family_in(config), interleaved=interleaved)
+    load_weights(directory, dict(model.state_dict()), model.config)
     return model.eval()
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    for handle in _open(directory):
-        for name in handle.keys():  # noqa: SIM118
-            yield name, handle.get_tensor(name)
-
-
 def _sizes(directory: Path) -> dict[str, int]:
-    """The numbers of each tensor, from the heads of the files."""
-    return {name: math.prod(handle.get_slice(name).get_shape()) for handle in _open(directory) for name in handle.keys()}  # noqa: SIM118
+    """The number of elements of each tensor, from the headers of the files."""
+    with ExitStack() as stack:
+        handles = _open_all(directory, stack)
+        return {name: math.prod(handle.get_slice(name).get_shape()) for handle in handles for name in handle.keys()}  # noqa: SIM118
 
 
-def _refuse_empty_promises(described: Config, sizes: dict[str, int], directory: Path) -> None:
-    """Raise `UserError` if the config describes far more weights than there are, before memory is taken for them. Whether each fits is
-    seen when they are read."""
-    there, wanted = sum(sizes.values()), None
+def _refuse_wrong_size(described: Config, sizes: dict[str, int], directory: Path) -> None:
+    """Raise `UserError` if the config describes far more weights than the files have, before memory is allocated for them. Exact shapes
+    are checked when the weights are read."""
+    stored, wanted = sum(sizes.values()), None
     if (described.num_hidden_layers or 0) <= len(sizes) and (described.moe is None or described.moe.n_routed_experts <= len(sizes)):
         try:
             with torch.device("meta"):
                 wanted = sum(tensor.numel() for tensor in Transformer(described).state_dict().values())
-        except (RuntimeError, OverflowError, TypeError):  # more numbers than can be counted
+        except (RuntimeError, OverflowError, TypeError):  # sizes overflow
             wanted = None
-    if wanted is None or wanted > 2 * there + _LITTLE:
-        raise UserError(f"{directory / 'config.json'} describes a model of other size than the {there:,} weights beside it; they belong to "
-                        "different models")
-
-
-def _open(directory: Path) -> Iterator[Any]:
-    """The safetensors files, one at a time."""
-    for file in files_of(directory):
-        with ExitStack() as stack:
-            yield _opened(file, stack)
+    if wanted is None or wanted > 2 * stored + _SMALL:
+        raise UserError(f"{directory / 'config.json'} does not describe the {stored:,} weights beside it; they belong to different models")
 
 
 def _open_all(directory: Path, stack: ExitStack) -> list[Any]:
-    """The safetensors files, all open; they are mapped, not read."""
-    return [_opened(file, stack) for file in files_of(directory)]
+    """Open all safetensors files; they are memory-mapped, not read."""
+    return [_open(file, stack) for file in files_of(directory)]
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -190,7 +186,7 @@ def files_of(directory: Path) -> list[Path]:
     return files
 
 
-def _opened(file: Path, stack: ExitStack) -> Any:
+def _open(file: Path, stack: ExitStack) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -201,10 +197,10 @@ def _opened(file: Path, stack: ExitStack) -> Any:
 
 @torch.no_grad()
 def compare(model: Transformer, directory: Path, tokens_BT: Tensor, dtype: torch.dtype) -> Parity:
-    """Load the export in `transformers` and compare logits in fp32 with `model`, its weights rounded to the export's type.
+    """Load the export in `transformers` and compare logits in fp32 with `model`, its weights rounded to the export's dtype.
 
-    Two libraries add in another order, and now and then that lets a near-tie between two experts fall the other way, which is no
-    fault and changes the logits. So our side chooses by the router logits that `transformers` computed: both take the same experts
+    The two libraries sum in different orders. Occasionally this decides a near-tie between two experts differently, which changes the
+    logits but is not an error. Our model therefore selects experts by the router logits of `transformers`: both use the same experts
     unless the selection itself differs.
     """
     theirs = _load_in_transformers(directory)
@@ -237,7 +233,7 @@ def _load_in_transformers(directory: Path) -> Any:
     logging.disable_progress_bar()
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    except Exception as error:  # whatever it is, the export is not usable
+    except Exception as error:  # any failure means that the export is unusable
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"transformers cannot load the export in {directory} ({reason}); delete it and export again") from error
     finally:
@@ -247,11 +243,11 @@ def _load_in_transformers(directory: Path) -> Any:
 
 
 def require_parity(parity: Parity, directory: Path) -> None:
-    """Raise `UserError` if the export does not compute what was trained (promise 8)."""
+    """Raise `UserError` if the export is not equal to the trained model (promise 8)."""
     if not parity.relative <= TOLERANCE:
         raise UserError(
             f"the export in {directory} differs from the trained model: logits by {parity.relative:.1e} of the largest, "
-            f"over {TOLERANCE:.0e}; it is not usable, please report it with resolved.json"
+            f"more than {TOLERANCE:.0e}; do not use it, and please report this with resolved.json"
         )
 
 

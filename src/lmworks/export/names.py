@@ -1,8 +1,8 @@
-"""Our parameter names and Hugging Face's, which a family declares once (`lmworks.recipe.families`), read in both directions.
+"""Converts between our parameter names and those of Hugging Face, from the table of a family (`lmworks.recipe.families`).
 
-Our stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging Face's format. Layers of multi-token prediction continue
-the layer numbers there, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are interleaved
-there, in pairs (2i, 2i + 1), and here they are halves, in pairs (i, i + R/2).
+Stacked expert weights (E, out, in) are E separate weights (out, in) in Hugging Face's format. There, layers of multi-token prediction
+continue the layer numbers, and each has its own copy of the embedding and the head. The rotated dimensions of latent attention are
+interleaved there, in pairs (2i, 2i + 1); here they are halves, in pairs (i, i + R/2).
 """
 
 from __future__ import annotations
@@ -46,104 +46,64 @@ def _zero(family: Family) -> list[re.Pattern[str]]:
 _COPY_OF = [(_pattern(theirs), ours) for ours, theirs in _COPIES.items()]
 
 
-def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> tuple[str, int | None] | None:
-    """The name on the other side, with `{e}` left in it for stacked experts, and the expert that the given name speaks of."""
+def _translate(name: str, table: list[tuple[re.Pattern[str], str]]) -> str | None:
+    """The corresponding name, with the placeholder `{e}` for stacked experts; None if there is none."""
     for pattern, template in table:
-        match = pattern.match(name)
-        if match:
-            groups = match.groupdict()
-            expert = groups.get("e")
-            return template.replace("{i}", groups.get("i") or ""), None if expert is None else int(expert)
+        if match := pattern.match(name):
+            return template.replace("{i}", match.groupdict().get("i") or "")
     return None
 
 
-def _our_name(theirs: str, family: Family) -> tuple[str, int | None]:
+def _our_name(theirs: str, family: Family) -> str:
     if found := _translate(theirs, _to_ours(family)):
         return found
     raise UserError(f"tensor {theirs} has no counterpart; this is not a model of a class that lmworks converts")
 
 
 def huggingface_name(ours: str, family: Family) -> str:
-    """Their name for one of our tensors; `{e}` stands for the expert in a stacked one."""
+    """Hugging Face's name of one of our tensors; `{e}` is a placeholder for the expert in a stacked one."""
     if found := _translate(ours, _to_theirs(family)):
-        return found[0]
+        return found
     raise UserError(f"{family.name} has no tensor for {ours}; the config and the weights are of different models")
 
 
-def has_place(ours: str, family: Family) -> bool:
-    """Whether one of our tensors has a place there; one that has none is zero in a model of the family."""
+def is_exported(ours: str, family: Family) -> bool:
+    """Whether one of our tensors exists in models of the family; if not, it must be zero."""
     return not any(pattern.match(ours) for pattern in _zero(family))
 
 
 def to_huggingface(state: Mapping[str, Tensor], model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never held twice."""
+    """Tensors of `model` under Hugging Face's names, one at a time, so that a large model is never in memory twice."""
     assert model.num_hidden_layers
     family = family_of(model)
     for name, tensor in state.items():
-        numbered = _outward(name, model.num_hidden_layers)
-        if not has_place(numbered, family):
+        numbered = _number_mtp_layers(name, model.num_hidden_layers)
+        if not is_exported(numbered, family):
             if tensor.any():
-                raise UserError(f"{name} is not zero, and {family.name} has no place for it; this model cannot be exported as that class")
+                raise UserError(f"{name} is not zero, and {family.name} has no such tensor; this model cannot be exported as that class")
             continue
         theirs = huggingface_name(numbered, family)
         if "{e}" in theirs:
             yield from ((theirs.replace("{e}", str(expert)), weight) for expert, weight in enumerate(tensor.unbind(0)))
         else:
             yield theirs, _interleave(numbered, tensor, model)
-        if name in _COPIES and carries_mtp(model) and model.mtp:
+        if name in _COPIES and exports_mtp(model) and model.mtp:
             yield from (
                 (_COPIES[name].replace("{i}", str(model.num_hidden_layers + depth)), tensor.clone())
                 for depth in range(model.mtp.num_nextn_predict_layers)
             )
 
 
-@torch.no_grad()
-def from_huggingface(
-    tensors: Iterator[tuple[str, Tensor]], state: Mapping[str, Tensor], model: Model, family: Family, *, interleaved: bool = True
-) -> None:
-    """Copy tensors with the names of `family` into `state`, the tensors of `model`; raises `UserError` if the two do not match.
-
-    `interleaved`: whether the rotated dimensions of latent attention are interleaved in `tensors`.
-    """
-    assert model.num_hidden_layers
-    missing = {
-        (name, expert)
-        for name, tensor in state.items() if has_place(_outward(name, model.num_hidden_layers), family)
-        for expert in (range(len(tensor)) if ".experts." in name else (None,))
-    }  # fmt: skip
-    copies: list[tuple[str, str, Tensor]] = []
-    for theirs, tensor in tensors:
-        if theirs.endswith("rotary_emb.inv_freq"):
-            continue
-        original = next((ours for pattern, ours in _COPY_OF if pattern.match(theirs)), None)
-        if original is not None:
-            copies.append((theirs, original, tensor))
-            continue
-        numbered, expert = _our_name(theirs, family)
-        ours = _inward(numbered, model.num_hidden_layers)
-        if ours == "head.weight" and ours not in state:
-            continue  # tied, and stored twice
-        if (ours, expert) not in missing:
-            raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
-        target = state[ours] if expert is None else state[ours][expert]
-        if target.shape != tensor.shape:
-            raise UserError(f"tensor {theirs} has shape {tuple(tensor.shape)}, but the config says {tuple(target.shape)}")
-        target.copy_(_interleave(numbered, tensor, model, back=True) if interleaved else tensor)
-        missing.discard((ours, expert))
-    if missing:
-        name, expert = min(missing, key=str)
-        raise UserError(f"{len(missing)} tensors are missing, the first is {name}{'' if expert is None else f' of expert {expert}'}")
-    for theirs, original, tensor in copies:
-        own = state.get(original, state["embedding.weight"])
-        if tensor.shape != own.shape or not torch.equal(tensor.to(own.dtype), own):
-            raise UserError(f"tensor {theirs} is not equal to the model's own; multi-token prediction shares it in lmworks")
+def original_of(theirs: str) -> str | None:
+    """Our name of the tensor of which a Hugging Face tensor is a copy, for a layer of multi-token prediction; None if it is no copy."""
+    return next((ours for pattern, ours in _COPY_OF if pattern.match(theirs)), None)
 
 
 def sources(part: TensorSlice, model: Model, family: Family) -> Iterator[tuple[str, TensorSlice]]:
-    """What this rank holds of one of our tensors as parts of tensors of theirs, by their names; of stacked experts one each."""
+    """This rank's slice of one of our tensors, as slices of Hugging Face tensors by name; a stack of experts gives one per expert."""
     assert model.num_hidden_layers
-    numbered = _outward(part.name, model.num_hidden_layers)
-    if not has_place(numbered, family):
+    numbered = _number_mtp_layers(part.name, model.num_hidden_layers)
+    if not is_exported(numbered, family):
         return
     theirs = huggingface_name(numbered, family)
     if "{e}" not in theirs:
@@ -159,39 +119,40 @@ def _row(part: TensorSlice, at: int) -> Tensor:
 
 
 def refuse_foreign(names: Iterable[str], state: Mapping[str, object], model: Model, family: Family) -> None:
-    """Raise `UserError` for a tensor of theirs that is none of `state`, all tensors of `model`."""
+    """Raise `UserError` for a Hugging Face tensor without a counterpart in `state`, which has all tensors of `model`."""
     assert model.num_hidden_layers
     for theirs in names:
-        if theirs.endswith("rotary_emb.inv_freq") or any(pattern.match(theirs) for pattern, _ in _COPY_OF):
+        if theirs.endswith("rotary_emb.inv_freq") or original_of(theirs) is not None:
             continue
-        if _inward(_our_name(theirs, family)[0], model.num_hidden_layers) not in state:
+        if _restore_mtp_layers(_our_name(theirs, family), model.num_hidden_layers) not in state:
             raise UserError(f"tensor {theirs} does not belong to this model; the config and the weights are of different models")
 
 
-def rotates(name: str, model: Model) -> bool:
-    """Whether rows of one of our tensors lie in another order there."""
+def is_interleaved(name: str, model: Model) -> bool:
+    """Whether one of our tensors has rotated rows, which are interleaved in Hugging Face's format."""
     assert model.num_hidden_layers
-    return model.mla is not None and _ROTATED.match(_outward(name, model.num_hidden_layers)) is not None
+    return model.mla is not None and _ROTATED.match(_number_mtp_layers(name, model.num_hidden_layers)) is not None
 
 
 def from_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """A whole tensor of theirs in our order of rows."""
+    """Reorder the rows of a full Hugging Face tensor to our order."""
     assert model.num_hidden_layers
-    return _interleave(_outward(name, model.num_hidden_layers), tensor, model, back=True)
+    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model, back=True)
 
 
-def carries_mtp(model: Model) -> bool:
-    """Whether the model's class has a place for multi-token prediction beside experts; elsewhere it stays behind."""
+def exports_mtp(model: Model) -> bool:
+    """Whether multi-token prediction is exported: only with experts, and if the model's class supports it."""
     return model.mtp is not None and model.moe is not None and family_of(model).mtp
 
 
-def _outward(name: str, layers: int) -> str:
-    """Our name with the numbers that layers of multi-token prediction have there, its block as one of the layers."""
+def _number_mtp_layers(name: str, layers: int) -> str:
+    """Our name with the layer numbers that layers of multi-token prediction have in Hugging Face's format, their blocks as layers."""
     match = re.match(r"mtp\.(\d+)\.(block\.)?(.*)", name)
     return f"{'layers' if match[2] else 'mtp'}.{layers + int(match[1])}.{match[3]}" if match else name
 
 
-def _inward(name: str, layers: int) -> str:
+def _restore_mtp_layers(name: str, layers: int) -> str:
+    """The inverse of `_number_mtp_layers`."""
     match = re.match(r"(layers|mtp)\.(\d+)\.(.*)", name)
     if match is None or int(match[2]) < layers:
         return name
@@ -204,6 +165,6 @@ def _interleave(name: str, tensor: Tensor, model: Model, back: bool = False) -> 
     if mla is None or not _ROTATED.match(name):
         return tensor
     heads = tensor.unflatten(0, (1, -1) if "kv_down" in name else (-1, mla.qk_nope_head_dim + mla.qk_rope_head_dim))
-    still, turned = heads.split((heads.shape[1] - mla.qk_rope_head_dim, mla.qk_rope_head_dim), dim=1)
-    turned = turned.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((still, turned), dim=1).flatten(0, 1)
+    nope, rotated = heads.split((heads.shape[1] - mla.qk_rope_head_dim, mla.qk_rope_head_dim), dim=1)
+    rotated = rotated.unflatten(1, (-1, 2) if back else (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((nope, rotated), dim=1).flatten(0, 1)

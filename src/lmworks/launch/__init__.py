@@ -1,1 +1,1 @@
-"""Starts the ranks of a run with `torchrun`, here, on hosts or under Slurm, and keeps them going."""
+"""Starts the ranks of a run with `torchrun` (on this machine, on hosts, or under Slurm) and restarts them after failures."""

@@ -1,10 +1,10 @@
-"""The hosts of a launch: the file that names them, and the table of who takes part."""
+"""The hosts of a launch: the host file, and the table of active and excluded hosts."""
 
 from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lmworks.errors import UserError
@@ -15,7 +15,8 @@ _LINE = re.compile(r"^(\S+?)(?:\s+slots\s*=\s*(\d+))?$")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the ranks that it can run; with the reason and the time (seconds since 1970) where it does not take part."""
+    """A machine and the number of ranks that it can run. `excluded` is the reason why it is not used, `since` the time (seconds since
+    1970)."""
 
     name: str
     slots: int
@@ -24,7 +25,7 @@ class Host:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """One host per line, `NAME slots=N` (1 where left out); # begins a remark. Raises `UserError` naming the line."""
+    """Read one host per line, `NAME slots=N` (default 1); # starts a comment. Raises `UserError` that names the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
@@ -36,49 +37,46 @@ def read_hosts(path: Path) -> list[Host]:
             if not found or found[2] == "0" or found[1].startswith("-"):
                 raise UserError(f"{path}:{number}: {text!r} is not a host; write for example: node-1 slots=8")
             if found[1] in hosts:
-                raise UserError(f"{path}:{number}: {found[1]} stands there twice; give it all its slots in one line")
+                raise UserError(f"{path}:{number}: {found[1]} is listed twice; give all of its slots on one line")
             hosts[found[1]] = Host(found[1], int(found[2] or 1))
     if not hosts:
         raise UserError(f"{path} names no host; write one per line, such as: node-1 slots=8")
     return list(hosts.values())
 
 
-class Table:
-    """Who takes part, in RUN/launch/hosts.json: hosts that were excluded stay so in later launches, until they are readmitted."""
+class HostTable:
+    """Active and excluded hosts, stored in RUN/launch/hosts.json. Excluded hosts stay excluded in later launches until they are
+    readmitted."""
 
     def __init__(self, path: Path, hosts: list[Host]) -> None:
         self.path = path
-        before = {one.name: one for one in read_table(path)}
-        self._hosts = {one.name: Host(one.name, one.slots, *_fate(before.get(one.name))) for one in hosts}
+        before = {host.name: host for host in read_table(path)}
+        self._hosts = {host.name: replace(before.get(host.name, host), slots=host.slots) for host in hosts}
         self._write()
 
     def all(self) -> list[Host]:
         return list(self._hosts.values())
 
-    def taking_part(self) -> list[Host]:
-        return [one for one in self.all() if one.excluded is None]
+    def active(self) -> list[Host]:
+        return [host for host in self.all() if host.excluded is None]
 
     def exclude(self, name: str, reason: str) -> None:
         self._hosts[name] = Host(name, self._hosts[name].slots, reason, round(time.time(), 3))
         self._write()
 
     def readmit(self, name: str) -> bool:
-        """Whether the host was there and excluded."""
-        one = self._hosts.get(name)
-        if one is None or one.excluded is None:
+        """Make a host active again; False if it is unknown or was not excluded."""
+        host = self._hosts.get(name)
+        if host is None or host.excluded is None:
             return False
-        self._hosts[name] = Host(name, one.slots)
+        self._hosts[name] = Host(name, host.slots)
         self._write()
         return True
 
     def _write(self) -> None:
-        write_json(self.path, {"hosts": [asdict(one) for one in self.all()]})
-
-
-def _fate(before: Host | None) -> tuple[str | None, float | None]:
-    return (before.excluded, before.since) if before else (None, None)
+        write_json(self.path, {"hosts": [asdict(host) for host in self.all()]})
 
 
 def read_table(path: Path) -> list[Host]:
-    """The table of an earlier launch; empty where there was none."""
-    return [Host(**one) for one in read_json(path)["hosts"]] if path.exists() else []
+    """Read the table of an earlier launch; empty if there was none."""
+    return [Host(**host) for host in read_json(path)["hosts"]] if path.exists() else []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lmworks.errors import UserError
 from lmworks.files import write_text
-from lmworks.launch.folder import Folder
-from lmworks.launch.hosts import Host, Table, read_table
+from lmworks.launch.hosts import Host, HostTable, read_table
+from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.supervise import Supervisor, rendezvous_store
 from lmworks.launch.torchrun import Agent, CountRange
 from lmworks.parallel.process_group import layout_for, min_world_size
@@ -23,22 +23,23 @@ _THIS_MACHINE = ("localhost", _LOOPBACK)
 
 @dataclass(frozen=True)
 class Launch:
-    """`least` is a number of places; `address` is where the agents find this process; `ssh` is None on this machine."""
+    """`min_hosts`: hosts without which the run ends; `address`: where the agents reach this process; `arguments`: those of every rank;
+    `ssh`: the ssh command, None for this machine."""
 
     recipe: Recipe
     run_dir: Path
     hosts: Sequence[Host]
-    least: int
+    min_hosts: int
     address: str
-    work: Sequence[str]
+    arguments: Sequence[str]
     ssh: str | None = None
     module: str = "lmworks.cli.rank"
 
     def agent(self, host: Host, port: int) -> Agent:
-        at_home = _LOOPBACK if self.address == _LOOPBACK else None
+        loopback = _LOOPBACK if self.address == _LOOPBACK else None
         return Agent(
-            Folder.of(self.run_dir), CountRange(self.least, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name,
-            self.work, float(self.recipe.launch.grace_period), at_home, hosts_it=False, module=self.module,
+            LaunchDir.of(self.run_dir), CountRange(self.min_hosts, len(self.hosts)), host.slots, f"{self.address}:{port}", self.recipe.name,
+            self.arguments, float(self.recipe.launch.grace_period), loopback, is_store_host=False, module=self.module,
         )  # fmt: skip
 
     def script(self, host: Host, port: int) -> str:
@@ -48,56 +49,57 @@ class Launch:
         return ["sh", "-c", script] if self.ssh is None else [*shlex.split(self.ssh), host.name, script]
 
     def run(self) -> int:
-        """Start the ranks and keep them going; returns the exit code of the run."""
-        folder, node = Folder.of(self.run_dir), self.recipe.launch
+        """Start the ranks, and restart them after failures; returns the exit code of the run."""
+        folder, options = LaunchDir.of(self.run_dir), self.recipe.launch
         folder.begin()
-        table = Table(folder.hosts, list(self.hosts))
-        for name in folder.readmitted():
+        table = HostTable(folder.hosts, list(self.hosts))
+        for name in folder.take_readmissions():
             table.readmit(name)
         with rendezvous_store(self.address) as port:
 
             def start(host: Host) -> list[str]:
                 script = self.script(host, port)
-                # overrides may have credentials in them
+                # overrides may contain credentials
                 write_text(folder.path / f"{host.name.replace('/', '_')}.sh", script, private=True)
                 return self.command(script, host)
 
-            return Supervisor(folder, self.run_dir, table, self.least, node.exclude_after, start).run()
+            return Supervisor(folder, self.run_dir, table, self.min_hosts, options.exclude_after, start).run()
 
 
-def launch_local(recipe: Recipe, run_dir: Path, ranks: CountRange, work: Sequence[str]) -> Launch:
-    """Ranks of this machine. A fixed number has one agent; between two numbers each agent has as few ranks as the layout allows."""
-    for size in {ranks.least, ranks.most}:
+def launch_local(recipe: Recipe, run_dir: Path, ranks: CountRange, arguments: Sequence[str]) -> Launch:
+    """Launch ranks on this machine. A fixed number of ranks gets one agent; with a range, each agent has as few ranks as the layout
+    allows."""
+    for size in {ranks.minimum, ranks.maximum}:
         layout_for(recipe.layout, size)
-    each = ranks.most if ranks.least == ranks.most else min_world_size(recipe.layout)
-    hosts = [Host(f"local-{number}", each) for number in range(ranks.most // each)]
-    # What was excluded here was a process, not a machine: a new launch begins with all.
-    Folder.of(run_dir).hosts.unlink(missing_ok=True)
-    return Launch(recipe, run_dir, hosts, ranks.least // each, _LOOPBACK, work)
+    each = ranks.maximum if ranks.minimum == ranks.maximum else min_world_size(recipe.layout)
+    hosts = [Host(f"local-{number}", each) for number in range(ranks.maximum // each)]
+    # Entries excluded here were processes, not machines: a new launch uses all of them.
+    LaunchDir.of(run_dir).hosts.unlink(missing_ok=True)
+    return Launch(recipe, run_dir, hosts, ranks.minimum // each, _LOOPBACK, arguments)
 
 
 def launch_on_hosts(
-    recipe: Recipe, run_dir: Path, hosts: Sequence[Host], least: int | None, work: Sequence[str], address: str | None
+    recipe: Recipe, run_dir: Path, hosts: Sequence[Host], min_hosts: int | None, arguments: Sequence[str], address: str | None
 ) -> Launch:
-    """Ranks of the hosts, `slots` on each; the run goes on while `least` hosts (all, where left out) take part."""
+    """Launch `slots` ranks on each host. The run continues while at least `min_hosts` hosts (default: all) are active."""
     each = min_world_size(recipe.layout)
     for host in hosts:
         if host.slots % each:
             raise UserError(
-                f"{host.name} has {host.slots} slots, but the layout comes in {each} ranks at a time, also when another host is gone; "
+                f"{host.name} has {host.slots} slots, but the layout needs a multiple of {each} ranks, also after another host has failed; "
                 f"give each host a multiple of {each} slots"
             )
-    least = len(hosts) if least is None else least
-    if not 0 < least <= len(hosts):
-        raise UserError(f"--least {least} is not between 1 and the {len(hosts)} hosts of the file")
+    min_hosts = len(hosts) if min_hosts is None else min_hosts
+    if not 0 < min_hosts <= len(hosts):
+        raise UserError(f"--least {min_hosts} is not between 1 and the {len(hosts)} hosts of the file")
     here = all(host.name in _THIS_MACHINE for host in hosts)
-    return Launch(recipe, run_dir, hosts, least, address or (_LOOPBACK if here else socket.getfqdn()), work, recipe.launch.ssh)
+    return Launch(recipe, run_dir, hosts, min_hosts, address or (_LOOPBACK if here else socket.getfqdn()), arguments, recipe.launch.ssh)
 
 
 def readmit(run_dir: Path, name: str) -> None:
-    """Take an excluded host back, at once where the run is under way. Raises `UserError` if there is no such host."""
-    folder = Folder.of(run_dir)
-    out = [host.name for host in read_table(folder.hosts) if host.excluded]
-    if name not in out:
-        raise UserError(f"{name} is not excluded from {run_dir}; {'these are: ' + ', '.join(out) if out else 'no host is'}")
+    """Readmit an excluded host; a running launch uses it at once. Raises `UserError` if there is no such host."""
+    folder = LaunchDir.of(run_dir)
+    excluded = [host.name for host in read_table(folder.hosts) if host.excluded]
+    if name not in excluded:
+        raise UserError(f"{name} is not excluded from {run_dir}; {'these are: ' + ', '.join(excluded) if excluded else 'no host is'}")
     folder.readmit(name)

@@ -1,7 +1,7 @@
-"""One rank under `torchrun`, which starts all ranks again when one ends with another code than 0.
+"""One rank under `torchrun`, which restarts all ranks when one exits with a nonzero code.
 
-So a rank that ends for good (done, the user's fault, stopped by the launcher's request) writes down how, and ends with 0. A rank that
-`torchrun` itself stops with SIGTERM, because another has failed or one more has come, must not end the run.
+A rank that ends the run (done, a user error, a stop request of the launcher) therefore records the outcome and exits with 0. When
+`torchrun` itself stops a rank with SIGTERM, because another rank has failed or a node has joined, the run must not end.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lmworks.interrupt import Preempted
-from lmworks.launch.folder import Folder
+from lmworks.launch.launch_dir import LaunchDir
 
-_LOOK = 0.5  # seconds
+_POLL_INTERVAL = 0.5  # seconds
 _STOPPED = (Preempted.EXIT_CODE, 130)
-_USERS_FAULT = 2
-_UNMET = 20  # starts of the first rank since the ranks last met, after which there is none
-_PATIENCE = {_USERS_FAULT: 10.0}  # seconds that a rank has to end by itself once the run is over
-_USUALLY = 60.0
+_USER_ERROR = 2
+_MAX_FAILED_STARTS = 20  # starts of rank 0 without a successful rendezvous, after which the run ends
+_EXIT_SECONDS = {_USER_ERROR: 10.0}  # that a rank has to exit by itself once the run is over, by exit code of the run
+_DEFAULT_EXIT_SECONDS = 60.0
 
 
-def live(folder: Folder, rank: int, work: Callable[[], None]) -> int:
-    """Do the work of a rank, which ends as a command does; returns the exit code for `torchrun`."""
+def run_rank(folder: LaunchDir, rank: int, work: Callable[[], None]) -> int:
+    """Run `work`, the command of a rank; returns the exit code for `torchrun`."""
     if folder.outcome() is not None:
         return 0
-    if rank == 0 and _starts_in_vain(folder) > _UNMET:
-        folder.conclude(1, rank, f"the ranks were started {_UNMET} times and never met; see {folder.logs}, mend the cause and launch again")
+    if rank == 0 and _count_start(folder) > _MAX_FAILED_STARTS:
+        reason = f"the ranks were started {_MAX_FAILED_STARTS} times without a successful rendezvous; see {folder.logs}"
+        folder.conclude(1, rank, f"{reason}, fix the cause and launch again")
         return 0
     with _output(folder, rank), _messages(folder):
-        code = _code(work)
-        if code == _USERS_FAULT:
-            _conclude_unless_the_first_does(folder, code, rank)
-        elif code and (code not in _STOPPED or folder.stop() is None):
+        code = _exit_code(work)
+        if code == _USER_ERROR:
+            _conclude_unless_rank_0_does(folder, code, rank)
+        elif code and (code not in _STOPPED or folder.stop_signal() is None):
             return code
-        elif rank == 0:  # all ranks end alike, and the first speaks for them
+        elif rank == 0:  # all ranks end with the same code, so rank 0 records it for all
             folder.conclude(code, rank)
         return 0
 
 
-def _code(work: Callable[[], None]) -> int:
+def _exit_code(work: Callable[[], None]) -> int:
     try:
         work()
     except SystemExit as stop:
@@ -57,15 +58,16 @@ def _code(work: Callable[[], None]) -> int:
     return 0
 
 
-def _starts_in_vain(folder: Folder) -> int:
-    """How often this rank has been started since the ranks last met, now included. What ends ranks that have met is counted by `world`."""
-    with open(folder.unmet, "ab") as file:
+def _count_start(folder: LaunchDir) -> int:
+    """Count a start of rank 0 and return the number since the last successful rendezvous. Failures after a rendezvous are counted in
+    `rank_context`."""
+    with open(folder.failed_starts, "ab") as file:
         file.write(b".")
         return file.tell()
 
 
-def _conclude_unless_the_first_does(folder: Folder, code: int, rank: int) -> None:
-    """What is wrong with a recipe all ranks find out, and one message is enough; a disk may be full for one rank alone."""
+def _conclude_unless_rank_0_does(folder: LaunchDir, code: int, rank: int) -> None:
+    """Record a user error. All ranks find an invalid recipe, and one message is enough, but a disk may be full for one rank only."""
     deadline = time.monotonic() + (0 if rank == 0 else 3)
     while folder.outcome() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -74,8 +76,8 @@ def _conclude_unless_the_first_does(folder: Folder, code: int, rank: int) -> Non
 
 
 @contextmanager
-def _output(folder: Folder, rank: int) -> Iterator[None]:
-    """The first rank speaks to the terminal, where the launcher keeps standard error for a log; the others write to logs/rank-N.log."""
+def _output(folder: LaunchDir, rank: int) -> Iterator[None]:
+    """Rank 0 writes to standard output, because the launcher redirects standard error to a log; other ranks write to logs/rank-N.log."""
     sys.stdout.flush()
     sys.stderr.flush()
     if rank:
@@ -92,28 +94,28 @@ def _output(folder: Folder, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _messages(folder: Folder) -> Iterator[None]:
-    """While the rank works, a thread looks for what the launcher and the other ranks have to say.
+def _messages(folder: LaunchDir) -> Iterator[None]:
+    """While the rank runs, a thread polls the directory for messages of the launcher and of other ranks.
 
-    A request to stop becomes the signal that it names. Until the trainer takes over the signals, and after it, they end the process:
-    there is nothing to save.
+    A stop request is turned into the signal that it names. Before the trainer installs its signal handlers, and after it removes them,
+    the signals end the process: there is nothing to save.
     """
     parent, done = os.getppid(), threading.Event()
 
     def leave(*_: object) -> None:
-        sys.exit(1 if folder.stop() is None else Preempted.EXIT_CODE)
+        sys.exit(1 if folder.stop_signal() is None else Preempted.EXIT_CODE)
 
     def listen() -> None:
-        asked, over = False, 0.0
-        while not done.wait(_LOOK):
+        stopping, over_since = False, 0.0
+        while not done.wait(_POLL_INTERVAL):
             if os.getppid() != parent:
-                os._exit(1)  # the agent is gone, and nobody would end this process
-            if not asked and (by := folder.stop()) is not None:
-                asked = True
+                os._exit(1)  # the agent has died, and nothing else would end this process
+            if not stopping and (by := folder.stop_signal()) is not None:
+                stopping = True
                 os.kill(os.getpid(), by)
             if (outcome := folder.outcome()) is not None:
-                over = over or time.monotonic()
-                if time.monotonic() - over > _PATIENCE.get(outcome["code"], _USUALLY):
+                over_since = over_since or time.monotonic()
+                if time.monotonic() - over_since > _EXIT_SECONDS.get(outcome["code"], _DEFAULT_EXIT_SECONDS):
                     os._exit(0)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""The context in which a rank works: it joins the others, writes heartbeats, and reports failures."""
+"""The context manager around the work of a rank: it joins the process group, writes heartbeats, and reports failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted
-from lmworks.launch.folder import VARIABLE, Folder
+from lmworks.launch.launch_dir import VARIABLE, LaunchDir
 from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.process_group import init_ranks, is_launched
 from lmworks.progress import console
@@ -23,32 +23,32 @@ from lmworks.watch.diagnosis import classify_error, diagnose_failure
 from lmworks.watch.heartbeat import Heartbeat, entered_collectives, read_beats
 from lmworks.watch.ledger import Ledger
 
-_LOOK = 0.5  # seconds
-_LAST_WORDS = 2.0  # seconds that a rank has to end by itself once another has failed
+_POLL_INTERVAL = 0.5  # seconds
+_EXIT_SECONDS = 2.0  # that a rank has to exit by itself once another has failed
 
 
 @contextmanager
 def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbeat]]:
-    """Within the block this process is a rank of `recipe.layout`; one that nobody launched is alone. The group of the ranks stays, for
+    """Within the block this process is a rank of `recipe.layout`, or the only rank if it was not launched. The process group is kept for
     the next block.
 
-    If the last world of this run broke, the first rank writes an event `restart` to the ledger, with what the ranks had left behind: the
-    ranks and hosts at fault, the step, and the reason. When one rank fails, the others end within seconds instead of waiting for it in a
-    collective. Raises `UserError` when the world has broken `launch.max_restarts` times in a row without a new checkpoint.
+    If the ranks failed last time, rank 0 diagnoses their heartbeats and writes an event `restart` to the ledger: the ranks and hosts
+    that caused it, the step, and the reason. When one rank fails, the others exit within seconds instead of waiting for it in a
+    collective. Raises `UserError` after more than `launch.max_restarts` failures in a row without a new checkpoint.
     """
-    node, threads = recipe.launch, recipe.threads
+    options, threads = recipe.launch, recipe.threads
     if not is_launched():
-        yield init_ranks(recipe.layout, float(node.timeout), threads), Heartbeat(None)
+        yield init_ranks(recipe.layout, float(options.timeout), threads), Heartbeat(None)
         return
-    folder, rank = Folder.of(run_dir), int(os.environ["RANK"])
+    folder, rank = LaunchDir.of(run_dir), int(os.environ["RANK"])
     if rank == 0:
-        _report_failure(folder, run_dir, int(os.environ["WORLD_SIZE"]), node.max_restarts)
-    ranks = init_ranks(recipe.layout, float(node.timeout), threads)
-    if rank == 0:  # which alone writes it
-        folder.unmet.unlink(missing_ok=True)
-    heartbeat = Heartbeat(folder.beats, rank)
+        _report_failure(folder, run_dir, int(os.environ["WORLD_SIZE"]), options.max_restarts)
+    ranks = init_ranks(recipe.layout, float(options.timeout), threads)
+    if rank == 0:  # the only rank that writes the file
+        folder.failed_starts.unlink(missing_ok=True)
+    heartbeat = Heartbeat(folder.heartbeats, rank)
     try:
-        with _witness(folder, heartbeat):
+        with _monitor(folder, heartbeat):
             yield ranks, heartbeat
     except (Interrupted, UserError, KeyboardInterrupt, SystemExit):
         heartbeat.end("left")
@@ -56,16 +56,16 @@ def rank_context(recipe: Recipe, run_dir: Path) -> Iterator[tuple[Ranks, Heartbe
     except BaseException as error:
         heartbeat.end(classify_error(error), f"{type(error).__name__}: {error}"[:2000], entered_collectives())
         folder.failed.touch()
-        _end_the_frozen(folder)
+        _kill_frozen_ranks(folder)
         raise
     heartbeat.end("left")
 
 
-def _report_failure(folder: Folder, run_dir: Path, size: int, most: int) -> None:
-    """By the first rank, before the others can have joined: what broke the last world."""
-    beats = read_beats(folder.beats)
+def _report_failure(folder: LaunchDir, run_dir: Path, size: int, max_restarts: int) -> None:
+    """On rank 0, before the other ranks can have joined: write to the ledger why the ranks were restarted."""
+    beats = read_beats(folder.heartbeats)
     found = diagnose_failure(beats)
-    for path in folder.beats.glob("*.json"):
+    for path in folder.heartbeats.glob("*.json"):
         path.unlink()
     folder.failed.unlink(missing_ok=True)
     if found is None:
@@ -83,18 +83,18 @@ def _report_failure(folder: Folder, run_dir: Path, size: int, most: int) -> None
             "restart", step=found.step, ranks=found.ranks, hosts=found.hosts, reason=found.reason,
             before=len(beats), now=size, in_a_row=in_a_row,
         )  # fmt: skip
-    console.print(f"started again: {found.reason}", style="yellow")
-    if in_a_row > most:
+    console.print(f"restarted: {found.reason}", style="yellow")
+    if in_a_row > max_restarts:
         raise UserError(
             f"the ranks have failed {in_a_row} times in a row without a new checkpoint (launch.max_restarts): {found.reason}; "
-            "mend the cause and run the same command again"
+            "fix the cause and run the same command again"
         )
 
 
-def _end_the_frozen(folder: Folder) -> None:
-    """Ranks of this machine that do not even end themselves; `torchrun` would give them half a minute."""
-    time.sleep(_LAST_WORDS)
-    for beat in read_beats(folder.beats):
+def _kill_frozen_ranks(folder: LaunchDir) -> None:
+    """Kill ranks of this machine that do not exit by themselves; `torchrun` would wait half a minute for them."""
+    time.sleep(_EXIT_SECONDS)
+    for beat in read_beats(folder.heartbeats):
         if beat.state == "running" and beat.machine == socket.gethostname():
             with suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
@@ -103,19 +103,19 @@ def _end_the_frozen(folder: Folder) -> None:
 
 
 @contextmanager
-def _witness(folder: Folder, heartbeat: Heartbeat) -> Iterator[None]:
-    """A thread that keeps the heartbeat fresh and, when another rank has failed, says where this one is and ends it."""
+def _monitor(folder: LaunchDir, heartbeat: Heartbeat) -> Iterator[None]:
+    """A thread that refreshes the heartbeat and, when another rank has failed, records where this rank is and ends it."""
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(_LOOK):
+        while not done.wait(_POLL_INTERVAL):
             heartbeat.touch()
             if folder.failed.exists():
                 heartbeat.record_witness(entered_collectives())
-                if not done.wait(_LAST_WORDS):
+                if not done.wait(_EXIT_SECONDS):
                     os._exit(1)
 
-    thread = threading.Thread(target=watch, daemon=True, name="witness")
+    thread = threading.Thread(target=watch, daemon=True, name="monitor")
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Keeps the agents of a launch going: starts them, passes on a request to stop, excludes hosts that fail, takes them back."""
+"""Supervises the agents of a launch: starts them, forwards stop requests, excludes hosts that fail, and readmits them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from types import FrameType
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.launch.folder import Folder
-from lmworks.launch.hosts import Host, Table
+from lmworks.launch.hosts import Host, HostTable
+from lmworks.launch.launch_dir import LaunchDir
 from lmworks.launch.torchrun import log_of
 from lmworks.progress import console
 from lmworks.watch.ledger import read_ledger
 
-_LOOK = 0.3  # seconds
-_SAME = 1.0  # seconds within which a signal that comes again is the same request
-_LAST_WORDS = 10.0  # seconds that an agent has to end its ranks at once
+_POLL_INTERVAL = 0.3  # seconds
+_SAME_REQUEST = 1.0  # seconds within which a repeated signal counts as the same request
+_EXIT_SECONDS = 10.0  # that an agent has to kill its ranks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
 def rendezvous_store(address: str) -> Iterator[int]:
-    """The store where the agents meet, kept by this process, so that no agent is dearer than another; yields its port.
+    """The rendezvous store of the agents; yields its port. This process hosts it, so that the loss of any agent can be survived.
 
-    It listens on `address` alone.
+    It listens on `address` only.
     """
     from torch.distributed import TCPStore
 
@@ -46,56 +46,58 @@ def rendezvous_store(address: str) -> Iterator[int]:
 
 @dataclass
 class Supervisor:
-    """`start(host)` is the command of a host's agent. The run goes on while `least` hosts take part.
+    """`start(host)` returns the command of a host's agent. The run continues while at least `min_hosts` hosts are active.
 
-    `exclude_after`: failures in a row by the ranks of one host after which it is excluded, if the others suffice.
+    `exclude_after`: number of failures in a row, caused by the ranks of one host, after which the host is excluded if enough hosts are
+    left.
     """
 
-    folder: Folder
+    folder: LaunchDir
     run_dir: Path
-    table: Table
-    least: int
+    table: HostTable
+    min_hosts: int
     exclude_after: int
     start: Callable[[Host], Sequence[str]]
     _agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _asked: float | None = None
+    _stop_time: float | None = None
     _forced: bool = False
-    _judged: int = 0
+    _restarts_seen: int = 0
 
     def run(self) -> int:
-        """Until the run is over; returns its exit code. Raises `UserError` if too few hosts are left."""
-        self._judged = len(self._restarts())
+        """Supervise until the run is over; returns its exit code. Raises `UserError` if too few hosts are left."""
+        self._restarts_seen = len(self._restarts())
         self._require_enough()
-        caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python catches none elsewhere
+        caught = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # Python allows handlers only there
         before = {number: signal.signal(number, self._receive) for number in caught}
         try:
-            for host in self.table.taking_part():
-                self._begin(host)
+            for host in self.table.active():
+                self._start_agent(host)
             while self._agents:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
                 self._collect()
-                self._judge()
+                self._exclude_failing()
                 self._readmit()
-            return self._code()
+            return self._exit_code()
         finally:
             self._end(list(self._agents))
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _begin(self, host: Host) -> None:
-        # Sessions of their own: Ctrl-C reaches this process alone, and the ranks once, through the folder. The pipe tells them of our end.
+    def _start_agent(self, host: Host) -> None:
+        # In a session of its own: Ctrl-C reaches only this process, and the ranks once, through the launch directory. When this process
+        # dies, the pipe closes and the agent ends.
         self._agents[host.name] = subprocess.Popen(self.start(host), stdin=subprocess.PIPE, start_new_session=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked is None:
-            self._asked = now
-            self.folder.ask_to_stop(signal.Signals(number))
-        elif number == signal.SIGINT and now - self._asked > _SAME:
+        if self._stop_time is None:
+            self._stop_time = now
+            self.folder.request_stop(signal.Signals(number))
+        elif number == signal.SIGINT and now - self._stop_time > _SAME_REQUEST:
             self._forced = True
 
     def _collect(self) -> None:
-        """Agents that have ended: for good, or as a host that has failed."""
+        """Handle agents that have exited, because the run is over or because their host has failed."""
         if self._forced:
             self._end(list(self._agents))
             return
@@ -104,50 +106,50 @@ class Supervisor:
             if code is None:
                 continue
             self._forget(name)
-            if code and self._asked is None and self.folder.outcome() is None:
-                self._exclude(name, self._why(name, code))
+            if code and self._stop_time is None and self.folder.outcome() is None:
+                self._exclude(name, self._agent_failure(name, code))
 
-    def _judge(self) -> None:
-        """A host whose ranks have failed time and again is not given another try."""
+    def _exclude_failing(self) -> None:
+        """Exclude a host whose ranks have failed `exclude_after` times in a row."""
         restarts = self._restarts()
-        if len(restarts) == self._judged or self._asked is not None:
+        if len(restarts) == self._restarts_seen or self._stop_time is not None:
             return
-        self._judged = len(restarts)
-        hosts = [event.get("hosts", ()) for event in restarts]
-        last = hosts[-1][0] if len(hosts[-1]) == 1 else None
-        times = sum(1 for _ in takewhile(lambda one: list(one) == [last], reversed(hosts)))
-        if last in self._agents and times >= self.exclude_after and len(self._agents) > self.least:
+        self._restarts_seen = len(restarts)
+        causes = [event.get("hosts", ()) for event in restarts]
+        last = causes[-1][0] if len(causes[-1]) == 1 else None
+        times = sum(1 for _ in takewhile(lambda hosts: list(hosts) == [last], reversed(causes)))
+        if last in self._agents and times >= self.exclude_after and len(self._agents) > self.min_hosts:
             self._end([str(last)])
-            self._exclude(str(last), f"its ranks failed {times} times in a row; at last: {restarts[-1].get('reason')}")
+            self._exclude(str(last), f"its ranks failed {times} times in a row, most recently: {restarts[-1].get('reason')}")
 
     def _readmit(self) -> None:
-        for name in self.folder.readmitted():
-            if self._asked is None and self.table.readmit(name):
-                console.print(f"{name} takes part again", style="yellow")
-                self._begin(next(host for host in self.table.all() if host.name == name))
+        for name in self.folder.take_readmissions():
+            if self._stop_time is None and self.table.readmit(name):
+                console.print(f"{name} is readmitted", style="yellow")
+                self._start_agent(next(host for host in self.table.all() if host.name == name))
 
     def _exclude(self, name: str, reason: str) -> None:
         self.table.exclude(name, reason)
         if len(self.table.all()) > 1:
-            console.print(f"{name} is excluded: {reason}; take it back with: lmworks launch readmit {self.run_dir} {name}", style="yellow")
+            console.print(f"{name} is excluded: {reason}; readmit it with: lmworks launch readmit {self.run_dir} {name}", style="yellow")
         self._require_enough()
 
     def _require_enough(self) -> None:
-        left = self.table.taking_part()
-        if len(left) < self.least:
-            out = "; ".join(f"{host.name}: {host.excluded}" for host in self.table.all() if host.excluded)
+        left = self.table.active()
+        if len(left) < self.min_hosts:
+            excluded = "; ".join(f"{host.name}: {host.excluded}" for host in self.table.all() if host.excluded)
             if len(self.table.all()) == 1:
-                raise UserError(f"the ranks could not be kept going: {out}")
+                raise UserError(f"the ranks cannot be restarted: {excluded}")
             raise UserError(
-                f"{len(left)} of at least {self.least} hosts are left ({out}); mend them and take each back with: "
+                f"{len(left)} hosts are left, and at least {self.min_hosts} are needed ({excluded}); repair them and readmit each with: "
                 f"lmworks launch readmit {self.run_dir} HOST"
             )
 
-    def _why(self, name: str, code: int) -> str:
+    def _agent_failure(self, name: str, code: int) -> str:
         log = log_of(self.folder, name)
-        what = f"its agent was ended by {signal.Signals(-code).name}" if code < 0 else f"its agent ended with code {code}"
+        how = f"its agent was killed by {signal.Signals(-code).name}" if code < 0 else f"its agent exited with code {code}"
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()] if log.exists() else []
-        return f"{what} (see {log}{': ' + lines[-1].strip()[:200] if lines else ''})"
+        return f"{how} (see {log}{': ' + lines[-1].strip()[:200] if lines else ''})"
 
     def _restarts(self) -> list[dict[str, Any]]:
         return [event for event in read_ledger(self.run_dir / "ledger.jsonl") if event["event"] == "restart"]
@@ -159,11 +161,11 @@ class Supervisor:
             agent.stdin.close()
 
     def _end(self, names: Sequence[str]) -> None:
-        """End agents and their ranks, at once."""
+        """Stop agents, which kill their ranks."""
         ending = {name: self._agents[name] for name in names}
         for name in ending:
             self._forget(name)
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + _EXIT_SECONDS
         for agent in ending.values():
             try:
                 agent.wait(max(0.1, deadline - time.monotonic()))
@@ -171,10 +173,10 @@ class Supervisor:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         outcome = self.folder.outcome()
         if outcome is None:
-            return 130 if self._asked is not None else 1
+            return 130 if self._stop_time is not None else 1
         if outcome["message"]:
             console.print(outcome["message"])
         if outcome["rank"]:

@@ -1,4 +1,4 @@
-"""The command that starts the ranks of one place (this machine, a host, a node): a `torchrun` agent."""
+"""The command that starts the ranks of one node (this machine, a host, a Slurm node): a `torchrun` agent."""
 
 from __future__ import annotations
 
@@ -10,77 +10,78 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmworks.errors import UserError
-from lmworks.launch.folder import COMMAND, VARIABLE, Folder
+from lmworks.launch.launch_dir import COMMAND, VARIABLE, LaunchDir
 from lmworks.watch.heartbeat import HOST
 
-_ALWAYS = 1_000_000  # restarts: the ranks themselves end a run that makes no progress
-_LAST_CALL = 10  # seconds that a world of the least size waits for more places before it begins
-_KEEP_ALIVE = 3  # seconds; three missed ones, and a place is gone
+_UNLIMITED = 1_000_000  # restarts: the ranks themselves end a run that makes no progress
+_LAST_CALL = 10  # seconds to wait for more nodes once the minimum number has joined
+_KEEP_ALIVE = 3  # seconds between keep-alives; a node that misses three is lost
 
 
 @dataclass(frozen=True)
 class CountRange:
-    """Least and most, of ranks or places."""
+    """Minimum and maximum number of ranks or nodes."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     @classmethod
     def parse(cls, text: str) -> CountRange:
-        """`4`, or `2:4` for anything between."""
+        """Parse `4`, or `2:4` for a range."""
         first, colon, last = text.partition(":")
         if not first.isdigit() or (colon and not last.isdigit()) or not 0 < int(first) <= int(last or first):
             raise UserError(f"{text!r} is not a number of ranks; write for example 4, or 2:4 for any number from 2 to 4")
         return cls(int(first), int(last or first))
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}"
+        return f"{self.minimum}:{self.maximum}"
 
 
 @dataclass(frozen=True)
 class Agent:
-    """One `torchrun` of `ranks` processes.
+    """One `torchrun` agent with `ranks` processes, for a run on `nodes` nodes.
 
-    `module` is what Python runs as a rank, with `work` as its arguments. `endpoint` (HOST:PORT) is where the places meet; `hosts_it` is
-    None where `torchrun` finds out itself who keeps the meeting's store.
+    Each rank runs the Python module `module` with `arguments`. `endpoint` (HOST:PORT) is the rendezvous endpoint; `is_store_host` is None
+    if `torchrun` decides which agent hosts the rendezvous store. `grace` is in seconds.
     """
 
-    folder: Folder
-    places: CountRange
+    folder: LaunchDir
+    nodes: CountRange
     ranks: int
     endpoint: str
     name: str
-    work: Sequence[str]
+    arguments: Sequence[str]
     grace: float
     address: str | None = None
-    hosts_it: bool | None = None
+    is_store_host: bool | None = None
     module: str = "lmworks.cli.rank"
 
     def command(self) -> list[str]:
-        meeting = {"last_call_timeout": _LAST_CALL, "keep_alive_interval": _KEEP_ALIVE}
-        if self.hosts_it is not None:
-            meeting["is_host"] = int(self.hosts_it)
+        rendezvous = {"last_call_timeout": _LAST_CALL, "keep_alive_interval": _KEEP_ALIVE}
+        if self.is_store_host is not None:
+            rendezvous["is_host"] = int(self.is_store_host)
         options = {
-            "nnodes": str(self.places), "nproc-per-node": self.ranks, "rdzv-backend": "c10d", "rdzv-endpoint": self.endpoint,
-            "rdzv-id": self.name, "rdzv-conf": ",".join(f"{key}={value}" for key, value in meeting.items()), "max-restarts": _ALWAYS,
+            "nnodes": str(self.nodes), "nproc-per-node": self.ranks, "rdzv-backend": "c10d", "rdzv-endpoint": self.endpoint,
+            "rdzv-id": self.name, "rdzv-conf": ",".join(f"{key}={value}" for key, value in rendezvous.items()), "max-restarts": _UNLIMITED,
             "monitor-interval": 0.2, "local-addr": self.address,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [sys.executable, "-m", "torch.distributed.run", *given, "-m", self.module, *self.work]
+        return [sys.executable, "-m", "torch.distributed.run", *given, "-m", self.module, *self.arguments]
 
     def environment(self, host: str | None = None) -> Mapping[str, str]:
-        always = {
+        variables = {
             VARIABLE: str(self.folder.path),
-            "PYTHONSAFEPATH": "1",  # no file in the working directory is a module, for the agent or its ranks
+            "PYTHONSAFEPATH": "1",  # neither the agent nor its ranks import files of the working directory
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace)),
-            # The agents' store outlives a world: the ranks of the next one would find in it what those of the last have left.
+            # The agents' store outlives the process group: restarted ranks would find keys of the last group in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        always |= {COMMAND: os.environ[COMMAND]} if COMMAND in os.environ else {}
-        return always | ({HOST: host} if host else {}) | ({"GLOO_SOCKET_IFNAME": "lo"} if self.address == "127.0.0.1" else {})
+        variables |= {COMMAND: os.environ[COMMAND]} if COMMAND in os.environ else {}
+        return variables | ({HOST: host} if host else {}) | ({"GLOO_SOCKET_IFNAME": "lo"} if self.address == "127.0.0.1" else {})
 
     def script(self, host: str, directory: Path) -> str:
-        """Shell commands for a host: the agent, its remarks in a log, ended when whoever started the shell is gone (its input ends)."""
+        """Shell commands for a host: run the agent with its standard error in a log, and kill it when standard input closes, which is when
+        the process that started the shell has ended."""
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment(host).items())
         log = shlex.quote(str(log_of(self.folder, host)))
         return "\n".join((
@@ -93,6 +94,6 @@ class Agent:
         ))  # fmt: skip
 
 
-def log_of(folder: Folder, host: str) -> Path:
-    """Where the remarks of an agent go."""
+def log_of(folder: LaunchDir, host: str) -> Path:
+    """The log of an agent's standard error."""
     return folder.logs / f"{host.replace('/', '_')}.log"

@@ -43,20 +43,20 @@ class MetricLog:
             sink.write(step, values)
 
     def rewind(self, resume_step: int) -> None:
-        """Cut the lines of `resume_step` and later: the run has gone back, and writes them again or leaves them out."""
+        """Remove the lines of `resume_step` and later steps, which the resumed run writes again."""
         self.dropped += jsonl.cut_tail(self._fd, lambda record: record["step"] >= resume_step)
         for sink in self._sinks:
             sink.rewind(resume_step)
 
     def flush(self) -> None:
-        """Bring everything written so far to the disk; called with each checkpoint."""
+        """Sync everything written so far to disk; called with each checkpoint."""
         with explain_os_errors(self.path):
             os.fsync(self._fd)
         for sink in self._sinks:
             sink.flush()
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
         if self._fd < 0:
             return
         self.flush()
@@ -73,7 +73,7 @@ class MetricLog:
 
 
 class NoMetrics(MetricLog):
-    """For the ranks that leave writing to the first."""
+    """Discards all metrics: on ranks other than 0."""
 
     def __init__(self) -> None:
         self.dropped, self._fd, self._sinks = 0, -1, []
@@ -89,5 +89,5 @@ class NoMetrics(MetricLog):
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines of a run's metrics, oldest first; a line that is just being written is left out."""
+    """All lines of a run's metrics, oldest first, without an incomplete last line."""
     return jsonl.read(Path(run_dir) / FILE)

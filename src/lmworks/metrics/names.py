@@ -65,7 +65,7 @@ _TABLE = (
     ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows", _DETAIL),
     ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", _DETAIL),
     ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", _DETAIL),
-    ("perf/tokens_per_second", "tokens/s", "since the metrics line before, saves and validation left out"),
+    ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation"),
     ("perf/step_seconds", "s", "wall time of the step"),
     ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine"),
     ("perf/memory", "bytes", "largest memory in use: of the GPU if there is one, else resident memory of the process"),
@@ -95,7 +95,7 @@ _PATTERNS = [
 
 @cache
 def describe(name: str) -> Metric:
-    """The metric of a name; `KeyError` if there is none, so that no second name for one thing slips in."""
+    """The metric with this name. Raises `KeyError` for names that are not in the table."""
     if name in METRICS and "{" not in name:
         return METRICS[name]
     for pattern, metric in _PATTERNS:

@@ -15,7 +15,7 @@ from lmworks.recipe.schema.metrics import Metrics
 
 
 class Sink(Protocol):
-    """A place that takes numbers."""
+    """A destination for metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run goes on in it."""
+    """One W&B run per run directory; its id is kept in `run_dir/wandb_id`, so that a resumed run continues it."""
 
     def __init__(self, run_dir: Path, project: str) -> None:
         wandb = _import("wandb", "metrics.wandb_project", "wandb")
@@ -123,7 +123,7 @@ class Prometheus:
         """Only the newest values are shown."""
 
     def flush(self) -> None:
-        """Values are there as soon as they are set."""
+        """Does nothing: values are visible as soon as they are set."""
 
     def close(self) -> None:
         self._server.shutdown()

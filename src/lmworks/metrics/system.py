@@ -1,4 +1,4 @@
-"""What the machine says about itself: memory, heat, power, and its matrix-multiply peak."""
+"""System metrics: memory, temperature, power, and the matrix-multiply peak of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_bytes() -> int:
 
 
 def reset_memory_peak() -> None:
-    """Start a new largest value of GPU memory."""
+    """Reset the peak of GPU memory."""
     import torch
 
     if torch.cuda.is_available():
@@ -94,5 +94,5 @@ def _measure(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
 
 
 def mfu(model_flops: float, seconds: float, peak: float) -> float:
-    """Model FLOPs utilisation: the share of `peak` (FLOP/s) that `model_flops` in `seconds` are. Activation checkpointing adds none."""
+    """Model FLOPs utilization: `model_flops` per `seconds` as a fraction of `peak` (FLOP/s). Recomputation does not count."""
     return model_flops / seconds / peak

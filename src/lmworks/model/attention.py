@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v, causal where no mask is given, by the fastest way this device has."""
+    """softmax(q k^T / sqrt(C)) v with the fastest kernel of this device; causal if no mask is given."""
     if mask is None and _makes_all_scores(query_BHTC, value_BKSC) and not dropout:
         places = torch.arange(query_BHTC.shape[2], device=query_BHTC.device)
         mask = visible(places.expand(query_BHTC.shape[0], -1), key_BKSC.shape[2], None)
@@ -70,7 +70,7 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
 
 
 def _makes_all_scores(query_BHTC: Tensor, value_BKSC: Tensor) -> bool:
-    """Whether the fused kernel would not be used though the row is long: on CPUs it wants values as wide as keys, which MLA's are not."""
+    """Whether the fused CPU kernel cannot be used for a long row: it needs values as wide as keys, unlike those of MLA."""
     return query_BHTC.device.type == "cpu" and query_BHTC.shape[2] > _LONGEST_BLOCKED and query_BHTC.shape[3] != value_BKSC.shape[3]
 
 
@@ -78,7 +78,7 @@ _LONGEST_BLOCKED = 2048  # beyond, the kept probabilities (T * T / 2 per head) o
 
 
 def attend_plain(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: Visible | None, dropout: float) -> Tensor:
-    """The same, written out: the twin that tests compare with."""
+    """`attend_fast` in plain operations: the reference implementation for tests."""
     group = query_BHTC.shape[1] // key_BKSC.shape[1]
     key, value = key_BKSC.repeat_interleave(group, 1), value_BKSC.repeat_interleave(group, 1)
     scores = query_BHTC @ key.transpose(-1, -2) * query_BHTC.shape[-1] ** -0.5

@@ -17,14 +17,14 @@ from lmworks.recipe.schema.model import Balance, Moe
 
 
 def load_error(counts_LE: Tensor) -> Tensor:
-    """Mean load minus load, relative to the mean; positive where an expert is too idle. (L, E)"""
+    """Mean load minus load, relative to the mean; positive for underused experts. (L, E)"""
     mean = counts_LE.mean(-1, keepdim=True).clamp_min(1e-9)
     return (mean - counts_LE) / mean
 
 
 @torch.no_grad()
 def update_biases(layers: Sequence[MoE], counts_LE: Tensor, bias_update_rate: float, balance: Balance, apply: Tensor | None = None) -> None:
-    """Move the expert biases of each MoE layer by `bias_update_rate` towards an even load; where `apply` is False they stay as they are.
+    """Move the expert biases of each MoE layer by `bias_update_rate` towards an even load; unchanged where `apply` is False.
 
     `counts_LE` are the tokens per expert of the whole optimizer step: all ranks and micro-batches, each token counted once.
     """
@@ -69,7 +69,7 @@ def temperature(moe: Moe, step: int) -> float:
 
 @torch.no_grad()
 def set_temperature(layers: Sequence[MoE], moe: Moe | None, step: int) -> None:
-    """Router temperature warm-up; without one, nothing."""
+    """Set the router temperature of a step; does nothing without a warm-up."""
     if moe is None or not moe.temperature_steps:
         return
     for ffn in layers:

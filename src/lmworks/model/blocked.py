@@ -1,8 +1,8 @@
-"""Attention of short rows on CPUs: a block of queries at a time, by plain matrix products, keeping the probabilities for the backward pass.
+"""Attention of short rows on CPUs: one block of queries at a time with plain matrix products, saving the probabilities for backward.
 
-At T = 512 it takes 0.8 of the time of the same products under the compiler, and those took 0.4 of the fused kernel's (LOG.md): half the
-scores are never made, a block's scores stay in the cache, and nothing is written that is not needed. One operator for the compiler, which
-otherwise spends most of its time on the loops of every block.
+At T = 512 it takes 0.8 of the time of the same products when compiled, and those take 0.4 of the time of the fused kernel (LOG.md): half
+of the scores are never computed, and the scores of a block stay in the CPU cache. It is one operator for the compiler, which would
+otherwise spend most of its time on the loops of every block.
 
 Shapes: B batch, T queries and keys, H query heads, K key/value heads, G = H / K, C head dimension, V value dimension, Q queries of a
 block, E the end of the block, R = G * Q: the heads of a group share their keys, so that one product serves all.
@@ -22,7 +22,7 @@ _QUERIES = 64
 def attend_blocks(
     query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, mask_B1TT: Tensor | None, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """softmax(scale q k^T) v where the mask is true, no later key among it: (B, H, T, V), and each block's probabilities (B, K, R, E)."""
+    """softmax(scale q k^T) v under a causal mask: (B, H, T, V), and the probabilities of each block (B, K, R, E)."""
     B, H, T, _ = query_BHTC.shape
     query, hidden_B1TT = _grouped(query_BHTC, key_BKTC) * scale, ~_mask(mask_B1TT, query_BHTC)
     out = value_BKTV.new_empty(B, *query.shape[1:4], value_BKTV.shape[-1])
@@ -42,7 +42,7 @@ def attend_blocks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     query, grad = _grouped(query_BHTC, key_BKTC), _grouped(grad_BHTV, key_BKTC)
-    # what the softmax takes off each score's gradient: the sum over keys of weight times gradient
+    # the term that the softmax subtracts from each score's gradient: the sum over keys of weight times gradient
     mean = _grouped((grad_BHTV.float() * out_BHTV.float()).sum(-1, keepdim=True), key_BKTC)
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_key = torch.zeros(key_BKTC.shape, dtype=torch.float32, device=key_BKTC.device)

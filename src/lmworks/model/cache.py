@@ -28,11 +28,11 @@ class LayerCache:
 
 
 class Cache:
-    """Rows of different lengths in one tensor: row b holds `lengths[b]` tokens; what lies beyond is never looked at.
+    """KV cache with rows of different lengths: row b has `lengths[b]` tokens; entries beyond are never read.
 
-    Prompts are padded on the right: padding is overwritten as the row grows, and masked until then. Latent attention keeps one latent in
-    the place of all keys and values, and the rotated key beside it: (kv_lora_rank + rope_dim) numbers a token and layer.
-    `heads` are those of keys and values kept here, all where left out.
+    Prompts are padded on the right: padding is masked until it is overwritten. Latent attention stores one latent instead of all keys and
+    values, and the rotated key: (kv_lora_rank + rope_dim) numbers per token and layer.
+    `heads`: number of key/value heads on this rank; all by default.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Cache:
         return self.slots_BT
 
     def mask(self, window: int | None) -> Visible:
-        """The cached tokens that each new one sees: those before it in its row, and itself."""
+        """The mask of the new tokens: earlier tokens of their rows, and themselves."""
         return visible(self.slots_BT, self.end, window)
 
     def finish(self, counts_B: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Attention in linear memory: a block of queries at a time against the keys that they see.
+"""Attention in linear memory: one block of queries at a time, over the keys that they can see.
 
-Kept for the backward pass are queries, keys, values, the output and the log-sum-exp of each query; scores are made again there
-(FlashAttention, Dao et al. 2022, arXiv:2205.14135). The keys that a block of queries sees lie side by side, so that what no query sees,
-later tokens and other documents, costs nothing.
+Saved for the backward pass are queries, keys, values, the output and the log-sum-exp of each query; scores are recomputed
+(FlashAttention, Dao et al. 2022, arXiv:2205.14135). The keys that a block can see are contiguous, so later tokens and other documents cost
+nothing.
 
 Shapes: B batch, T queries, S keys, H query heads, K key/value heads, G = H / K, C head dimension, V value dimension, Q queries of a
 block, R keys that they see.
@@ -25,7 +25,7 @@ def attend_chunks(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v where query t of a row sees keys first[t] to last[t]: (B, H, T, V) and the log-sum-exp (B, H, T) in fp32.
 
-    One operator for the compiler: which keys a block sees is known only when it runs.
+    It is one operator for the compiler, because the keys of a block are known only at run time.
     """
     B, H, T, _ = query_BHTC.shape
     out = query_BHTC.new_empty(B, H, T, value_BKSV.shape[-1])
@@ -56,7 +56,7 @@ def chunks_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, first_BT: Tensor, last_BT: Tensor,
     out_BHTV: Tensor, lse_BHT: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, and in fp32, since they add up block by block, of key and value."""
+    """Gradients of query, and of key and value in fp32, because they accumulate over blocks."""
     K, C, V = key_BKSC.shape[1], key_BKSC.shape[-1], value_BKSV.shape[-1]
     grad_query = torch.empty(query_BHTC.shape, dtype=query_BHTC.dtype, device=query_BHTC.device)
     grad_key = torch.zeros(key_BKSC.shape, dtype=torch.float32, device=key_BKSC.device)
@@ -66,7 +66,7 @@ def chunks_backward(
         grad = grad_BHTV[row, :, rows]
         weights = _scores(query, key, first_BT[row, rows], last_BT[row, rows], keys.start, scale)
         weights.sub_(lse_BHT[row, :, rows].view(K, -1, weights.shape[2], 1)).exp_()
-        # what the softmax takes off each score's gradient: the sum over keys of weight times gradient
+        # the term that the softmax subtracts from each score's gradient: the sum over keys of weight times gradient
         mean = (grad.float() * out_BHTV[row, :, rows].float()).sum(-1).view(K, -1, weights.shape[2], 1)
         grad_KMV = grad.reshape(K, -1, V)
         grad_value[row, :, keys] += (weights.to(grad.dtype).view(K, -1, key.shape[1]).transpose(1, 2) @ grad_KMV).float()

@@ -1,4 +1,4 @@
-"""Where documents begin and end: the one source of positions and of who sees whom (promise 6).
+"""Document boundaries: the single source of positions and attention masks (promise 6).
 
 Shapes: B batch, T queries, S keys, N = B * T, n documents. `cu_seqlens` (n + 1,) are the starts of the documents in the flattened
 batch, then N. A row of the batch always starts a document.
@@ -20,10 +20,10 @@ _KEPT = 2048 * 2048  # pairs of query and key, up to which their mask is made on
 
 @dataclass(frozen=True)
 class Visible:
-    """What each query sees: the keys from place `first` to place `last` of its row, both (B, T), of `keys` in all.
+    """An attention mask as intervals: each query sees the keys from index `first` to index `last` of its row, both (B, T), of `keys` keys.
 
-    Causal attention, documents and windows are all of this kind, and it takes two numbers a query where a mask takes one per pair.
-    `kept` is that mask for short rows, and `blocks` what FlexAttention asks for on a GPU. A query sees itself at least.
+    Causal attention, documents and sliding windows all have this form, which needs two numbers per query instead of one per pair.
+    `kept` is the dense mask for short rows, and `blocks` the block mask of FlexAttention on a GPU. Every query sees at least itself.
     """
 
     first_BT: Tensor
@@ -40,18 +40,18 @@ class Visible:
         return ((self.first_BT[:, :, None] <= place_S) & (place_S <= self.last_BT[:, :, None]))[:, None]
 
     def whole(self, key_BKSC: Tensor) -> Tensor:
-        """All keys that are seen, for a layer's own: the same, unless others hold some."""
+        """All keys that can be seen; the same unless other ranks hold some (context parallelism)."""
         return key_BKSC
 
     def attend(self, query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(C)) v over what is seen, (B, H, T, V), in memory linear in the length."""
+        """softmax(q k^T / sqrt(C)) v over the visible keys, (B, H, T, V), in memory linear in the length."""
         if self.blocks is not None:
             return attend_flex(query_BHTC, key_BKSC, value_BKSV, self.blocks)
         return attend_chunks(query_BHTC, key_BKSC, value_BKSV, self.first_BT, self.last_BT, query_BHTC.shape[-1] ** -0.5)[0]
 
 
 def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | int = 0) -> Visible:
-    """What queries at places `last_BT` see of a document that begins at `start_BT`, under a window or without one."""
+    """The mask of queries at indices `last_BT` in documents that begin at `start_BT`, with or without a sliding window."""
     seen = Visible(first_seen(last_BT, window, start_BT), last_BT, keys)
     if last_BT.shape[1] * keys <= _KEPT:
         return replace(seen, kept_B1TS=seen.dense())
@@ -59,16 +59,16 @@ def visible(last_BT: Tensor, keys: int, window: int | None, start_BT: Tensor | i
 
 
 def first_seen(last_BT: Tensor, window: int | None, start_BT: Tensor | int = 0) -> Tensor:
-    """The first place that each query sees."""
+    """The index of the first key that each query sees."""
     first_BT = torch.zeros_like(last_BT) + start_BT
     return torch.maximum(first_BT, last_BT - window + 1) if window else first_BT
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions (B, T) within each token's document, and who sees whom.
+    """Positions (B, T) within each token's document, and attention masks.
 
-    `mask` is None where plain causal attention says the same; `window_mask` is that of the sliding layers.
+    `mask` is None if plain causal attention is equivalent; `window_mask` is that of layers with a sliding window.
     """
 
     positions_BT: Tensor
@@ -77,7 +77,7 @@ class Documents:
 
 
 def starts(shape: tuple[int, int], cu_seqlens: Tensor) -> Tensor:
-    """The place in its row at which each token's document begins; (B, T)."""
+    """The index in the row at which each token's document begins; (B, T)."""
     rows, length = shape
     flat = torch.arange(rows * length, device=cu_seqlens.device)
     begins = cu_seqlens[torch.searchsorted(cu_seqlens.to(flat.dtype), flat, right=True) - 1]
@@ -89,7 +89,7 @@ def from_cu_seqlens(shape: tuple[int, int], cu_seqlens: Tensor | None, window: i
     rows, length = shape
     places = torch.arange(length, device=device).expand(rows, length)
     slides = window is not None and window < length
-    # For short rows on CPUs a mask costs next to nothing, compiling the layers anew for a batch that by chance has no borders a lot.
+    # For short rows on CPUs a mask is cheap; recompiling the layers for a batch without document boundaries is not.
     cheap = device.type == "cpu" and length * length <= _KEPT
     if cu_seqlens is None or (cu_seqlens.numel() == rows + 1 and not cheap):
         return Documents(places, None, visible(places, length, window) if slides else None)

@@ -1,7 +1,9 @@
 """Attention by FlexAttention (Dong et al. 2024, arXiv:2412.05496), which has a backward pass on GPUs only.
 
-Its twin is `lmworks.model.chunked`. Shapes: B batch, T queries, S keys, H query heads, K key/value heads, C head dimension, V value
-dimension, n and m blocks of queries and keys.
+The reference implementation is `lmworks.model.chunked`.
+
+Shapes: B batch, T queries, S keys, H query heads, K key/value heads, C head dimension, V value dimension, n and m blocks of queries and
+keys.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ _SIZE = 128
 
 
 def has_flex(device: torch.device) -> bool:
-    """Whether the kernel, which Triton makes, runs here: NVIDIA GPUs from Ampere on, and AMD's."""
+    """Whether the Triton kernel runs on this device: NVIDIA GPUs from Ampere on, and AMD GPUs."""
     return device.type == "cuda" and (torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def attend_flex(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks: BlockMask) -> Tensor:
-    """softmax(q k^T / sqrt(C)) v over what `blocks` lets each query see; (B, H, T, V)."""
+    """softmax(q k^T / sqrt(C)) v under the block mask `blocks`; (B, H, T, V)."""
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     out: Tensor = attend(query_BHTC, key_BKSC, value_BKSV, block_mask=blocks, enable_gqa=query_BHTC.shape[1] != key_BKSC.shape[1])
     return out
@@ -30,12 +32,12 @@ def attend_flex(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSV: Tensor, blocks
 
 @cache
 def _compiled():  # type: ignore[no-untyped-def]
-    """Eager FlexAttention makes all scores; evaluation, which is not compiled, needs this."""
+    """FlexAttention, compiled: in eager mode, as in evaluation, it would compute all scores."""
     return torch.compile(flex_attention)
 
 
 def block_mask(first_BT: Tensor, last_BT: Tensor, keys: int) -> BlockMask:
-    """Which blocks of keys a block of queries sees wholly, in part or not at all, without a number per pair of query and key."""
+    """The block mask: which blocks of keys each block of queries sees fully, partly or not at all, without a dense mask."""
     T = first_BT.shape[1]
     n, m = -(-T // _SIZE), -(-keys // _SIZE)
     pad = (0, n * _SIZE - T)  # with queries that see nothing

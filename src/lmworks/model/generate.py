@@ -1,6 +1,6 @@
-"""Text from the model: batched, cached, streaming; greedy or sampled.
+"""Text generation: batched, with a KV cache, streaming; greedy or sampled.
 
-Shapes: B live rows, V vocabulary.
+Shapes: B active rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lmworks.model.transformer import Transformer
 
 _GREEDY_BELOW = 1e-5
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
-"""The settings that a person would chat with: samples are drawn so, and engines that load an export, unless they are told otherwise."""
+"""Default sampling options of chat and samples; also written to exports as defaults for engines."""
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How to choose tokens. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and
-    min_p 0 are off. `logprobs` asks for so many rivals."""
+    """Sampling options. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and min_p 0
+    are off. `logprobs`: how many of the most likely tokens to return with each token."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -52,7 +52,7 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
         ordered, order = logits.sort(dim=-1, descending=True)
         probability = ordered.softmax(-1)
         beyond = probability.cumsum(-1) - probability >= options.top_p
-        beyond[..., 0] = False  # the likeliest stays, also where top_p is too small for the tensor's type
+        beyond[..., 0] = False  # the most likely token is kept, even if top_p rounds to 0 in the tensor's dtype
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
     if options.min_p > 0:
         probability = logits.softmax(-1)
@@ -60,11 +60,11 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
     return logits
 
 
-@torch.no_grad()  # as a decorator it holds while a step is made and not while the caller has the step; FSDP2 has no inference mode
+@torch.no_grad()  # as a decorator it is active within the generator only, not in the caller; FSDP2 does not support inference mode
 def stream(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> Iterator[list[Token | None]]:
     """Yield one list per step with each prompt's next token, None for prompts that have ended.
 
-    A stop token is yielded before its row ends. Each row's draws depend on (seed, row) only, not on its neighbours.
+    A stop token is yielded before its row ends. Each row's draws depend on (seed, row) only, not on other rows.
     """
     if not prompts or not all(prompts):
         raise UserError("a prompt is empty; give at least one token")

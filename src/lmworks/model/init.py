@@ -1,6 +1,6 @@
 """Initial weights as a pure function of (seed, parameter name, position in the global tensor) (promise 2).
 
-Each element is drawn by hashing its own index, so any rank can make its own part of a tensor, and only that.
+Each element is drawn from a hash of its own index, so every rank can initialize its own part of a tensor, and only that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def normal(seed: int, name: str, start: int, count: int) -> Tensor:
 
 
 def normal_part(seed: int, name: str, shape: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """The box that begins at `begins` and has `sizes`, of a tensor of `shape` that is filled row by row from the stream of `name`; fp32.
+    """The slice at offsets `begins` with `sizes` of a tensor of `shape` that is filled in row-major order from the stream of `name`; fp32.
 
     SplitMix64 (Steele et al. 2014) of an element's index gives 53 uniform bits; the inverse error function makes them normal.
     """
@@ -46,7 +46,7 @@ def normal_part(seed: int, name: str, shape: Sequence[int], begins: Sequence[int
 
 
 def _row_starts(shape: Sequence[int], begins: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """The index, in the whole tensor, of the first element of each row of the box."""
+    """The index, in the full tensor, of the first element of each row of the slice."""
     first = np.full(1, begins[-1], dtype=np.uint64)
     stride = shape[-1]
     for dim in range(len(shape) - 2, -1, -1):
@@ -57,13 +57,14 @@ def _row_starts(shape: Sequence[int], begins: Sequence[int], sizes: Sequence[int
 
 
 def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
-    """The table of all initialisations; None means the constant of `constant`.
+    """The standard deviation of a parameter's initial values; None for constants.
 
-    | parameter                          | value                                                       |
-    | embedding, head, router            | normal, initializer_range                                            |
-    | query, key, value, gate, up        | normal, initializer_range                                            |
-    | output and down (into the residual)| normal, initializer_range / sqrt(2 * layers) (GPT-2)                 |
-    | norms 1, biases 0                  | constant                                                    |
+    | parameter                           | value                                                |
+    | embedding, head, router             | normal, initializer_range                            |
+    | query, key, value, gate, up         | normal, initializer_range                            |
+    | output and down (into the residual) | normal, initializer_range / sqrt(2 * layers) (GPT-2) |
+    | norms                               | 1                                                    |
+    | biases                              | 0                                                    |
     """
     if "norm" in name or name.endswith("bias"):
         return None
@@ -72,15 +73,15 @@ def standard_deviation(name: str, init_std: float, layers: int) -> float | None:
 
 
 def whole(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """The part of a parameter that one process holds: all of it, from its beginning."""
+    """The part of a parameter that a single process holds: all of it, at offset 0."""
     return parameter, (0,) * parameter.ndim
 
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int, part: Callable[[Tensor], tuple[Tensor, Sequence[int]]] = whole) -> Transformer:
-    """Fill all parameters; selection biases start at zero.
+    """Initialize all parameters; selection biases start at zero.
 
-    `part` says which box of a parameter lies here, as a plain tensor, and where in the whole it begins.
+    `part` returns this rank's slice of a parameter, as a plain tensor, and its offsets in the full tensor.
     """
     assert model.config.num_hidden_layers
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The small parts: linear maps that compute in the activation's precision, and the RMS norm."""
+"""Basic layers: linear layers that compute in the dtype of the activations, RMS norm, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RMSNorm(nn.Module):
 
 
 class _CachedNorm(torch.autograd.Function):
-    """The norm for eager code on CPUs: some rows at a time, in place, so that what it makes on the way stays in a core's cache.
+    """RMS norm for eager mode on CPUs: processes some rows at a time, in place, so that intermediate results stay in the CPU cache.
 
-    Forward and backward take 0.4 of the time of the same formula operator by operator, which is what the compiler gains with a norm.
+    Forward and backward take 0.4 of the time of separate operators, as with compiled code.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _CachedNorm(torch.autograd.Function):
             wide = grad_ND[rows].to(torch.float32, copy=True)
             product = wide * normed
             grad_weight += product.sum(0)
-            along_N1 = (product @ weight[:, None]).div_(-weight.numel())  # what of a row's gradient would only change its length
+            along_N1 = (product @ weight[:, None]).div_(-weight.numel())  # the component of the gradient along the row
             grad_x[rows] = wide.mul_(weight).addcmul_(normed, along_N1).mul_(scale)
         return grad_x.view(grad.shape), grad_weight.to(weight_D.dtype), None
 
@@ -81,7 +81,7 @@ def _pieces(x_ND: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, x_ND.shape[0], size))
 
 
-_CACHED = 1 << 19  # numbers, of which a piece has three in fp32 for each
+_CACHED = 1 << 19  # elements of a piece, for each of which three fp32 numbers are in the cache
 
 
 class SwiGLU(nn.Module):

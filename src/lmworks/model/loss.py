@@ -28,11 +28,11 @@ ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor,
 def head_loss(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, chunk: int, chunk_loss: ChunkLoss
 ) -> tuple[Tensor, HeadLoss]:
-    """The summed objective, cross-entropy + z_weight * z (`model.z_loss_weight`), to be differentiated, and its two terms, for the metrics.
+    """The summed loss, cross-entropy + z_weight * z (`model.z_loss_weight`), for the backward pass, and its two terms, for the metrics.
 
     `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form.
     """
-    if not torch.is_grad_enabled():  # a parameter asks for its gradient also where none will be taken
+    if not torch.is_grad_enabled():  # parameters require gradients even then
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
     total, cross_entropy, z = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
     return total, HeadLoss(cross_entropy, z)
@@ -47,12 +47,12 @@ def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, s
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), or the logits where cap is 0."""
+    """cap * tanh(logits / cap), or the unchanged logits if cap is 0."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Computes the gradient in the forward pass, chunk by chunk, so that no chunk's logits are kept or made twice."""
+    """Computes the gradient in the forward pass, chunk by chunk, so that logits are neither saved nor recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss):  # type: ignore[no-untyped-def, override]
@@ -95,7 +95,7 @@ def chunk_loss(
     if torch.compiler.is_compiling():
         lse_M = capped.logsumexp(-1)
         probability_MV = (capped - lse_M[:, None]).exp_()
-    else:  # one exponential for both, since a row's largest probability is exp(largest logit - lse)
+    else:  # lse from the softmax, since the largest probability of a row is exp(largest logit - lse)
         probability_MV = capped.softmax(-1)
         lse_M = capped.amax(-1) - probability_MV.amax(-1).log()
     ce = ((lse_M - capped.gather(1, target)[:, 0]) * valid).sum()
@@ -110,7 +110,7 @@ def logits_gradient(
     capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, valid_M: Tensor, softcap: float,
     z_weight: float,
 ) -> Tensor:  # fmt: skip
-    """d(ce + z_weight * z)/d(logits), made in place of the probabilities; `hit` is -1 where the target is among these logits, else 0."""
+    """d(ce + z_weight * z)/d(logits), computed in place of the probabilities; `hit` is -1 if the target is among these logits, else 0."""
     grad = probability_MV
     if z_weight:
         grad *= (1 + 2 * z_weight * lse_M)[:, None]

@@ -18,7 +18,7 @@ from lmworks.recipe.schema.model import Model
 
 
 class LatentAttention(nn.Module):
-    """Attention with the `forward` of `Attention`. The cache keeps the normed latent and the rotated key, which all heads share."""
+    """Latent attention with the interface of `Attention`. The cache stores the normed latent and the rotated key that all heads share."""
 
     slides = False
 
@@ -37,26 +37,26 @@ class LatentAttention(nn.Module):
         self.output = Linear(H * mla.v_head_dim, D)
         self.mla = mla
         self.dropout = config.attention_dropout
-        self.score_scale = 1.0  # beside 1 / sqrt(C); YaRN's, on the whole score where `Attention` has it in the rotation
+        self.score_scale = 1.0  # YaRN's factor, besides 1 / sqrt(C), on the whole score; `Attention` has it in the rotation
         self.plain = False
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Visible | None, cache: LayerCache | None = None) -> Tensor:
         query_BHTC = self._queries(x_BTD)
         if self.score_scale != 1:
             query_BHTC = query_BHTC * self.score_scale
-        nope_BHTN, turned = query_BHTC.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
-        turned_BHTR = rotate(turned, *rope)
+        nope_BHTN, unrotated = query_BHTC.split((self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim), dim=-1)
+        rotated_BHTR = rotate(unrotated, *rope)
         latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
         if cache is not None:
             latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
-        # Expanding all latents for one query would cost more than taking the query to them.
-        mix = self._mix_latents if turned_BHTR.shape[2] == 1 and not self.plain else self._mix
-        mixed_BHTV = mix(nope_BHTN, turned_BHTR, latent_B1SL, key_B1SR, mask)
+        # For a single query, projecting the query into the latent space is cheaper than expanding all latents.
+        mix = self._mix_latents if rotated_BHTR.shape[2] == 1 and not self.plain else self._mix
+        mixed_BHTV = mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
         return self.output(mixed_BHTV.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
-        """(B, H, T, C); as many heads as there are rows of the weight."""
+        """The queries (B, H, T, C); H is the number of heads on this rank."""
         if self.query is not None:
             query = self.query(x_BTD)
         else:
@@ -64,22 +64,22 @@ class LatentAttention(nn.Module):
             query = self.query_up(self.query_latent_norm(self.query_down(x_BTD)))
         return query.view(*query.shape[:2], -1, self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim).transpose(1, 2)
 
-    def _mix(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+    def _mix(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
         """Attention with keys and values expanded; (B, H, T, V)."""
         B, H, S = latent_B1SL.shape[0], nope_BHTN.shape[1], latent_B1SL.shape[2]
         expanded = self.kv_up(latent_B1SL[:, 0]).view(B, S, H, -1).transpose(1, 2)
         key_BHSN, value_BHSV = expanded.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=-1)
-        query_BHTC = torch.cat((nope_BHTN, turned_BHTR), dim=-1)
+        query_BHTC = torch.cat((nope_BHTN, rotated_BHTR), dim=-1)
         key_BHSC = torch.cat((key_BHSN, key_B1SR.expand(-1, H, -1, -1)), dim=-1)
         attend = attend_plain if self.plain else attend_fast
         return attend(query_BHTC, key_BHSC, value_BHSV, mask, self.dropout if self.training else 0.0)
 
-    def _mix_latents(self, nope_BHTN: Tensor, turned_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
-        """The same without expanding: q (U l) = (q U) l, so that all heads attend to the latents themselves."""
+    def _mix_latents(self, nope_BHTN: Tensor, rotated_BHTR: Tensor, latent_B1SL: Tensor, key_B1SR: Tensor, mask: Visible | None) -> Tensor:
+        """The same without expansion: q (U l) = (q U) l, so that all heads attend to the latents directly."""
         up_HXL = self.kv_up.weight.to(nope_BHTN.dtype).view(-1, self.mla.qk_nope_head_dim + self.mla.v_head_dim, self.mla.kv_lora_rank)
         key_up_HNL, value_up_HVL = up_HXL.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
-        query = torch.cat((nope_BHTN @ key_up_HNL, turned_BHTR), dim=-1)
-        # the scores are those of heads of C dimensions, and attention divides by the root of what it is given
+        query = torch.cat((nope_BHTN @ key_up_HNL, rotated_BHTR), dim=-1)
+        # scores must be scaled as for heads of C dimensions, but attention divides by the root of the size that it is given
         query = query * (query.shape[-1] / (self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim)) ** 0.5
         dropout = self.dropout if self.training else 0.0
         mixed_BHTL = attend_fast(query, torch.cat((latent_B1SL, key_B1SR), dim=-1), latent_B1SL, mask, dropout)

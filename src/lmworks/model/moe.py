@@ -1,4 +1,4 @@
-"""Mixture of experts: route, gather each expert's tokens, run them together, scatter back, add the shared expert.
+"""Mixture of experts: routing, dispatch of tokens to experts, grouped computation, combination, shared experts.
 
 Shapes: N tokens, D hidden, E experts, F expert hidden, K experts per token, M = N * K rows sorted by expert.
 """
@@ -32,7 +32,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward part of a sparse layer; returns its output and the routing."""
+    """The feed-forward block of an MoE layer; returns its output and the routing."""
 
     def __init__(self, moe: Moe, size: int) -> None:
         super().__init__()
@@ -47,26 +47,26 @@ class MoE(nn.Module):
 
 
 def has_grouped_mm(x: Tensor) -> bool:
-    """Whether PyTorch multiplies groups of this type here: bf16 everywhere, other types only on CPU."""
+    """Whether PyTorch supports grouped products of this dtype on this device: bf16 everywhere, other types only on CPU."""
     return x.dtype == torch.bfloat16 or x.device.type == "cpu"
 
 
 def grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows times its own weight, transposed: (M, F)."""
+    """The rows of each expert times its transposed weight: (M, F)."""
     if x_MD.dtype != torch.bfloat16 and torch.compiler.is_compiling():
         return _opaque_grouped_mm(x_MD, weight_EFD, ends_E)
     return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
 def experts_fast(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Sort rows by expert and multiply all experts at once; the sort makes sums independent of thread timing."""
+    """Sort rows by expert and compute all experts at once; the sort makes sums deterministic."""
     rows_MD, weights_M, places = dispatch(x_ND, routing)
     ends_E = routing.counts.cumsum(0).to(torch.int32)
     return combine(run_sorted(rows_MD, weights_M, ends_E, gate_EFD, up_EFD, down_EDF), places)
 
 
 class Places(NamedTuple):
-    """Which of the N * K rows lies where when they are sorted by expert, and where each is then found."""
+    """The permutation that sorts the N * K rows by expert, and its inverse."""
 
     order_M: Tensor
     place_M: Tensor
@@ -74,7 +74,7 @@ class Places(NamedTuple):
 
 
 def dispatch(x_ND: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Places]:
-    """A row (M, D) for each choice of each token and its weight (M,), sorted by expert, and the way back."""
+    """A row (M, D) and its weight (M,) for each chosen expert of each token, sorted by expert; and the permutation."""
     order_M = routing.experts.reshape(-1).argsort(stable=True)
     place_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(order_M.numel(), device=order_M.device))
     places = Places(order_M, place_M, routing.experts.shape[1])
@@ -88,21 +88,21 @@ def combine(rows_MD: Tensor, places: Places) -> Tensor:
 
 
 def run_sorted(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Weighted outputs (M, D) of rows that lie expert by expert, those of expert e up to row ends[e]."""
+    """Weighted outputs (M, D) of rows that are sorted by expert; the rows of expert e end at ends[e]."""
     hidden_MF = F.silu(grouped_mm(rows_MD, gate_EFD, ends_E)) * grouped_mm(rows_MD, up_EFD, ends_E)
     # weighting the hidden rows equals weighting the outputs, and they are narrower
     return grouped_mm(hidden_MF * weights_M[:, None], down_EDF, ends_E)
 
 
 def run_sorted_plain(rows_MD: Tensor, weights_M: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """The same, one expert at a time."""
+    """`run_sorted`, one expert at a time."""
     rows = rows_MD.tensor_split(ends_E[:-1].long().cpu())
     pieces = zip(rows, gate_EFD.unbind(), up_EFD.unbind(), down_EDF.unbind(), strict=True)
     return torch.cat([(F.silu(x @ gate.T) * (x @ up.T)) @ down.T for x, gate, up, down in pieces]) * weights_M[:, None]
 
 
 def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """The same, one expert at a time: the twin that tests compare with."""
+    """`experts_fast`, one expert at a time: the reference implementation for tests."""
     out_ND = torch.zeros_like(x_ND)
     for expert in range(gate_EFD.shape[0]):
         token, slot = (routing.experts == expert).nonzero(as_tuple=True)
@@ -114,7 +114,7 @@ def experts_plain(x_ND: Tensor, routing: Routing, gate_EFD: Tensor, up_EFD: Tens
 
 @torch.library.custom_op("lmworks::grouped_mm", mutates_args=())
 def _opaque_grouped_mm(x_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """`grouped_mm` as one operator: the compiler's own knows only bf16 (torch 2.13), though the eager kernel knows all types."""
+    """`grouped_mm` as an opaque operator: the compiler's own supports only bf16 (torch 2.13), the eager kernel all types."""
     return F.grouped_mm(x_MD, weight_EFD.transpose(1, 2), offs=ends_E)
 
 
@@ -175,7 +175,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_rows(rows_MD: Tensor, place_M: Tensor, K: int) -> Tensor:
-    """The sum of each K rows that `place` names: (M / K, D)."""
-    if rows_MD.device.type == "cpu" and not torch.compiler.is_compiling():  # one operator, which never writes the rows out
+    """The sum of each group of K rows in `place`: (M / K, D)."""
+    if rows_MD.device.type == "cpu" and not torch.compiler.is_compiling():  # one operator, without a copy of the rows
         return F.embedding_bag(place_M.view(-1, K), rows_MD, mode="sum")
     return rows_MD.index_select(0, place_M).view(-1, K, rows_MD.shape[-1]).sum(1)

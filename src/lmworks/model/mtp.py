@@ -1,7 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers that are trained to see one token further each.
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): further layers that each predict one more token ahead.
 
-Layer d (counted from 1) takes the hidden state at t of what is before it and the embedding of token t + d, and predicts token t + d + 1
-through the model's own head. The layers train the model below them; evaluation and generation leave them out.
+Layer d (counted from 1) combines the hidden state at t of the previous layer with the embedding of token t + d, and predicts token
+t + d + 1 with the model's own head. These layers are used only in training, not in evaluation and generation.
 
 Shapes: B batch, T time, D hidden.
 """
@@ -32,21 +32,21 @@ class MtpLayer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_BTD: Tensor, embedded_BTD: Tensor, *context: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The normed hidden state (B, T, D), and what the block says of its experts; `context` is what a block takes beside x."""
+        """The normed hidden state (B, T, D), and the expert counts and auxiliary loss of the block; `context`: its further arguments."""
         joined = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)), dim=-1)
         x_BTD, counts, aux = self.block(self.projection(joined), *context)
         return self.norm(x_BTD), counts, aux
 
 
 class Ahead(NamedTuple):
-    """What one layer reads and learns: the token so many places on, and the label there."""
+    """Input and target of one layer: the token d positions ahead, and its label."""
 
     tokens_BT: Tensor
     labels_BT: Tensor
 
 
 def look_ahead(tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, layers: int) -> list[Ahead]:
-    """Per layer, from whole rows and the positions in their documents; the label is IGNORE where that place is in another document."""
+    """`Ahead` of each layer, from full rows and the positions in their documents; labels in another document are IGNORE."""
     found = []
     for depth in range(1, layers + 1):
         same = _shift(positions_BT, depth, -1) == positions_BT + depth

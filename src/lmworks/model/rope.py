@@ -1,4 +1,4 @@
-"""Rotary positions and their extension to longer contexts.
+"""Rotary position embeddings (RoPE) and their extension to longer contexts.
 
 Shapes: B batch, T time, R rotated dimensions of a head (fraction * head_dim).
 """
@@ -29,7 +29,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     if rope.scaling == "linear":
         return base / rope.factor, 1.0
     if rope.scaling == "yarn":
-        assert rope.original_max_position_embeddings is not None  # the recipe refuses YaRN without it
+        assert rope.original_max_position_embeddings is not None  # checked in the recipe
         ramp = _yarn_ramp(rope, rotated, int(rope.original_max_position_embeddings))
         return base / rope.factor * ramp + base * (1 - ramp), 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
     if rope.scaling == "llama3":
@@ -41,7 +41,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _yarn_ramp(rope: Rope, rotated: int, original_length: int) -> Tensor:
-    """1 where a frequency is interpolated in full, 0 where it is left alone; (R/2,)."""
+    """1 for frequencies that are fully interpolated, 0 for unchanged ones; (R/2,)."""
 
     def dimension(rotations: float) -> float:
         return rotated * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

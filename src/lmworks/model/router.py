@@ -1,4 +1,4 @@
-"""Which experts see which token: gates, selection bias, and how the load is kept even.
+"""The router: gates, selection bias and load balancing.
 
 Shapes: B batch (sequences), T time, N = B * T tokens, E experts, G groups, K experts per token.
 """
@@ -16,10 +16,10 @@ from lmworks.recipe.schema.model import Moe
 
 @dataclass(frozen=True)
 class Routing:
-    """Chosen experts and their weights, both (N, K), with what training needs beside them.
+    """Selected experts and their weights, both (N, K), and statistics for training.
 
     `counts` (E,) are the tokens per expert of this forward pass; `aux` is the auxiliary loss summed over tokens, or None.
-    They are values that flow out of the forward, not state: a recomputed or an evaluating forward changes nothing.
+    They are outputs of the forward pass, not state: recomputation and evaluation change nothing.
     """
 
     experts: Tensor
@@ -29,7 +29,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Sigmoid (or softmax) gates with a bias that only selects (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    """Sigmoid (or softmax) gates with a bias that is used only for selection (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
     bias: Tensor
     temperature: Tensor
@@ -41,13 +41,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.n_routed_experts, size))
         self.register_buffer("bias", torch.zeros(moe.n_routed_experts))
         self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
-        # For method aux: the share of the whole step's tokens that chose each expert (E,); None where this forward is the whole batch.
+        # For method aux: the fraction of the step's tokens routed to each expert (E,); None if this forward pass is the whole batch.
         self.register_buffer("load", None, persistent=False)
 
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.moe
         B, T, D = x_BTD.shape
-        # fp32 throughout: a rounded gate picks another expert.
+        # fp32 throughout: a rounded gate could select another expert.
         logits_NE = F.linear(x_BTD.reshape(B * T, D).float(), self.weight.float()) / self.temperature
         gates_NE = self.gates(logits_NE)
         if moe.balance.method == "sinkhorn" and self.training:
@@ -63,7 +63,7 @@ class Router(nn.Module):
         return Routing(experts_NK, weights_NK * moe.routed_scaling_factor, chosen_NE.sum(0), aux)
 
     def gates(self, logits_NE: Tensor) -> Tensor:
-        """What the weights are made of."""
+        """The gate values from which the weights are computed."""
         return logits_NE.sigmoid() if self.moe.scoring_func == "sigmoid" else logits_NE.softmax(-1)
 
     def _select(self, gates_NE: Tensor, logits_NE: Tensor) -> Tensor:
@@ -77,11 +77,10 @@ class Router(nn.Module):
         return scores_NE.topk(moe.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def _auxiliary(self, gates_NE: Tensor, chosen_NE: Tensor, B: int, T: int) -> Tensor | None:
-        """E/K * sum_e f_e P_e with f the share of tokens that chose e and P the mean normalized gate, summed over tokens.
+        """E/K * sum_e f_e P_e with f the fraction of tokens routed to e and P the mean normalized gate, summed over tokens.
 
         Over each sequence (DeepSeek-V3, eq. 17-20), and for method `aux` over the tokens of the whole step (Switch, arXiv:2101.03961; over
-        the global batch, arXiv:2501.11873). With f known (`load`) the latter is a sum over tokens, so that how
-        a step is cut does not matter.
+        the global batch, arXiv:2501.11873). With f given (`load`) the latter is a sum over tokens, and so independent of micro-batches.
         """
         moe, balance = self.moe, self.moe.balance
         batch_weight = balance.aux_loss_weight if balance.method == "aux" else 0.0
@@ -96,15 +95,15 @@ class Router(nn.Module):
         return moe.n_routed_experts / moe.num_experts_per_tok * total
 
     def mean_load(self, chosen_BTE: Tensor) -> Tensor:
-        """The share of tokens that chose each expert, over whole sequences; (B, E)."""
+        """The fraction of tokens routed to each expert, over full sequences; (B, E)."""
         return chosen_BTE.mean(1)
 
 
 @torch.no_grad()
 def sinkhorn(logits_BTE: Tensor, iterations: int = 8) -> Tensor:
-    """Scale exp(logits) of each sequence until its tokens and experts are even (Clark et al. 2022, arXiv:2202.01169).
+    """Sinkhorn normalization of exp(logits) of each sequence over tokens and experts (Clark et al. 2022, arXiv:2202.01169).
 
-    Over sequences, which no layout but `cp` and no micro-batch cuts; a token's choice depends on later ones, so only for training.
+    It is per sequence, which only `cp` splits. A token's experts depend on later tokens, so it is used only in training.
     """
     cost_BTE = (logits_BTE - logits_BTE.amax((1, 2), keepdim=True)).exp()
     columns_B1E = cost_BTE.new_ones(cost_BTE.shape[0], 1, cost_BTE.shape[2])

@@ -27,13 +27,13 @@ from lmworks.recipe.schema.model import Model, Rope
 
 @dataclass(frozen=True)
 class ExpertStats:
-    """What the sparse layers did in one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens."""
+    """Expert statistics of one forward pass: tokens per expert (L, E), and the auxiliary loss, summed over tokens."""
 
     counts: Tensor | None
     aux: Tensor | None
 
     def joined(self, after: ExpertStats) -> ExpertStats:
-        """These layers and those after them."""
+        """The statistics of these layers and of the following ones."""
         counts = [part.counts for part in (self, after) if part.counts is not None]
         aux = [part.aux for part in (self, after) if part.aux is not None]
         return ExpertStats(torch.cat(counts) if counts else None, torch.stack(aux).sum() if aux else None)
@@ -41,8 +41,8 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class Loss:
-    """Sums over the valid tokens. `total` is what is differentiated: cross-entropy + z-loss + auxiliary loss, and in training the
-    weighted mean objective of multi-token prediction, whose mean cross-entropy is `mtp`.
+    """Sums over the valid tokens. `total` is the training loss: cross-entropy + z-loss + auxiliary loss and, in training, the weighted mean
+    loss of multi-token prediction, whose mean cross-entropy is `mtp`.
     """
 
     total: Tensor
@@ -52,8 +52,8 @@ class Loss:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); under post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
-    arXiv:2501.00656, section 3.3). Dense or sparse by its place.
+    """x + attention(norm(x)), then x + ffn(norm(x)); with post-norm x + norm(attention(x)), then x + norm(ffn(x)) (OLMo 2,
+    arXiv:2501.00656, section 3.3). The layer number decides whether it is dense or has experts.
     """
 
     def __init__(self, config: Model, layer: int) -> None:
@@ -72,7 +72,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: documents.Visible | None, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The new x, and for a sparse layer its tokens per expert and auxiliary loss."""
+        """The new x; for an MoE layer also its tokens per expert and its auxiliary loss."""
         read = x_BTD if self.post_norm else self.attention_norm(x_BTD)
         x_BTD = self._add(x_BTD, self.attention(read, rope, mask, cache), self.attention_norm)
         read = x_BTD if self.post_norm else self.ffn_norm(x_BTD)
@@ -89,9 +89,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model, dense or mixture-of-experts, as `config` says.
+    """A decoder-only language model, dense or mixture-of-experts according to `config`.
 
-    `compute_dtype` is the type of the activations; weights stay fp32. `plain(True)` swaps every fast path for its twin.
+    `compute_dtype` is the dtype of the activations; weights are fp32. `plain(True)` selects the reference implementations.
     """
 
     inverse_frequencies: Tensor
@@ -116,19 +116,19 @@ class Transformer(nn.Module):
         self.set_rope(config.rope)
 
     def set_rope(self, rope: Rope) -> None:
-        """Change the positions, at the start or at a phase boundary."""
+        """Set the RoPE parameters, at the start or at a phase boundary."""
         mla = self.config.mla
         assert self.config.head_dim
         self.rope = rope
         inverse, self.rope_scale = frequencies(rope, mla.qk_rope_head_dim if mla else self.config.head_dim)
-        if mla:  # only a part of each head rotates, and YaRN's scale is meant for the whole score
+        if mla:  # only a part of each head is rotated, but YaRN's factor applies to the whole score
             for block in self.every_block():
                 block.attention.score_scale = self.rope_scale**2
             self.rope_scale = 1.0
         self.register_buffer("inverse_frequencies", inverse.to(next(self.parameters()).device), persistent=False)
 
     def plain(self, on: bool = True) -> Transformer:
-        """Use the plain twins of attention, experts and loss."""
+        """Use the reference implementations of attention, experts and loss."""
         self._plain = on
         for module in self.modules():
             if hasattr(module, "plain") and not isinstance(module, Transformer):
@@ -136,10 +136,10 @@ class Transformer(nn.Module):
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what a training step spends its time in: the layers, whose code is shared, and the loss of a chunk.
+        """Compile the layers, which share their code, and the loss of a chunk.
 
-        Evaluation and generation keep the eager code: their shapes vary, and each would be compiled anew. Only `forward` is compiled,
-        not what hooks a module has around it.
+        Evaluation and generation stay eager: their shapes vary, and each would be recompiled. Only `forward` is compiled, without the
+        hooks of a module.
         """
         for block in self.every_block():
             block.forward = _in_training(block, torch.compile(block.forward, *args, **kwargs), block.forward)
@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         return self.logits(hidden)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """The head on given hidden states; (B, T, V) in fp32."""
+        """Logits (B, T, V) of hidden states, in fp32."""
         return soft_cap(self.head(hidden_BTD).float(), self.config.final_logit_softcapping)
 
     def loss(
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
     ) -> Loss:  # fmt: skip
         """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step.
 
-        `ahead` is what multi-token prediction reads and learns, where the rows are not whole; else it is found in them.
+        `ahead`: inputs and targets of multi-token prediction, needed if the rows are only slices.
         """
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         self, x_BTD: Tensor, experts: ExpertStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
         cache: Cache | None = None, ahead: list[Ahead] | None = None,
     ) -> Loss:  # fmt: skip
-        """`loss` from what the layers have made: their residual stream, and what their experts did."""
+        """`loss` from the output of the layers: the residual stream and expert statistics."""
         hidden_BTD = self.norm(x_BTD)
         total, head = self.head_loss(hidden_BTD, labels_BT)
         mtp = None
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
     def mtp_loss(
         self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | None = None
     ) -> tuple[Tensor, Tensor, ExpertStats]:
-        """The mean over the layers of multi-token prediction of their objective and of their cross-entropy, and what their experts did."""
+        """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their expert statistics."""
         rope = self.rotation(spans)
         totals, entropies, experts = [], [], ExpertStats(None, None)
         for depth, (layer, (tokens_BT, labels_BT)) in enumerate(zip(self.mtp, ahead, strict=True)):
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         return torch.stack(totals).mean(), torch.stack(entropies).mean(), experts
 
     def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
-        """The summed objective of normed hidden states, and its parts."""
+        """The summed loss of normed hidden states, and its parts."""
         inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
         softcap, z_weight = self.config.final_logit_softcapping, self.config.z_loss_weight
         if self._plain:
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         return [*self.layers, *(layer.block for layer in self.mtp)]
 
     def numbered_blocks(self) -> list[tuple[int, Any]]:
-        """`every_block` with the numbers of the layers, of which a pipeline stage has only some; those of prediction go on counting."""
+        """`every_block` with the numbers of the layers, of which a pipeline stage has some; MTP continues the numbers."""
         numbers = [int(name) for name, _ in self.layers.named_children()]
         numbers += [(self.config.num_hidden_layers or 0) + depth for depth in range(len(self.mtp))]
         return list(zip(numbers, self.every_block(), strict=True))

@@ -1,4 +1,4 @@
-"""Muon, AdamW, schedules: how gradients become weights."""
+"""Optimizers (Muon, AdamW) and learning-rate schedules."""
 
 from lmworks.optim.clip import clip_gradients, global_norm
 from lmworks.optim.groups import Group, group_parameters

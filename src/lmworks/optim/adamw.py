@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) for what is not a hidden matrix."""
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fused_update(
     weights: list[Tensor], grads: list[Tensor], first: list[Tensor], second: list[Tensor], count: Tensor,
     learning_rate: float, betas: tuple[float, float], weight_decay: float, eps: float, found_inf: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """torch's fused kernel, in place; `count` are the steps taken with this one. What `torch.optim.AdamW(fused=True)` calls."""
+    """torch's fused kernel, in place, as in `torch.optim.AdamW(fused=True)`; `count` is the number of steps including this one."""
     torch._fused_adamw_(
         weights, grads, first, second, [], [count] * len(weights),
         lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
@@ -27,11 +27,10 @@ def fused_update(
 
 
 class AdamW:
-    """AdamW over groups, by torch's fused kernel where the device has one; equal to `torch.optim.AdamW`.
+    """AdamW over parameter groups, with torch's fused kernel if the device has one; equal to `torch.optim.AdamW`.
 
-    State: `first[name]`, `second[name]` (fp32, shaped and placed as the parameter) and one `count` of the steps taken (0-d fp32, exact
-    to 16.7M).
-    The fused kernel itself leaves everything unchanged where `apply` is False (its `found_inf`).
+    State: `first[name]`, `second[name]` (fp32, with shape and placement of the parameter) and one step `count` (0-d fp32, exact to 16.7M).
+    The fused kernel leaves everything unchanged where `apply` is False (its `found_inf`).
     """
 
     def __init__(self, groups: Sequence[Group], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, fused: bool = True) -> None:
@@ -45,7 +44,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr_factor: float = 1.0, apply: Tensor | None = None) -> None:
-        """One update with the groups' learning rates times `lr_factor`; parameters without a gradient are left alone.
+        """One update with the groups' learning rates times `lr_factor`; parameters without a gradient are unchanged.
 
         `apply` (0-d bool) False leaves parameters and state unchanged, without a host synchronization; None is True."""
         self.count.add_(1.0 if apply is None else apply)

@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it (Pascanu et al. 2013, arXiv:1211.5063), without waiting for the device."""
+"""The global gradient norm, and clipping by it (Pascanu et al. 2013, arXiv:1211.5063), without host synchronization."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lmworks.optim.placement import local, local_grad, shards
 def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, holders: int | None = None) -> Tensor:
     """The Euclidean norm over all elements of all tensors; 0-d fp32, not finite if any element is not.
 
-    With `group` the tensors of all its ranks count, each element once. `holders` is how many of the ranks share a tensor, every one with
-    a part or a copy (`Ranks.size("weights")`); left out, all. With pipeline stages it is fewer: other stages have other tensors.
+    With `group` the norm is over the tensors of all its ranks, each element once. `holders`: number of ranks with a shard or a replica of
+    a tensor (`Ranks.size("weights")`), all by default; with pipeline stages it is smaller, because stages have different tensors.
 
-    On CPU row by row: torch adds a whole tensor up in running fp32 sums, which is off by 1e-3 at 20M elements.
+    On CPU it is computed row by row: torch sums a whole tensor in fp32, with an error of 1e-3 at 20M elements.
     """
     here = [local(tensor) for tensor in tensors]
     if not here:
@@ -29,7 +29,7 @@ def global_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = Non
         else:
             norms = list(torch._foreach_norm(here, 2, torch.float32))
         if group is not None:
-            # Of H holders and S different parts, H / S ranks have the same one: each counts for S / H of it.
+            # With H holders and S shards, H / S ranks hold the same shard, so each contributes S / H of it.
             sharers = dist.get_world_size(group) if holders is None else holders
             torch._foreach_mul_(norms, [(shards(tensor) / sharers) ** 0.5 for tensor in tensors])
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -45,18 +45,18 @@ def clip_gradients(
     parameters: Iterable[Tensor], max_grad_norm: float, group: dist.ProcessGroup | None = None, holders: int | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Scale the gradients in place so that their global norm is at most `max_grad_norm` (0: leave them); returns the norm before.
+    """Scale the gradients in place so that their global norm is at most `max_grad_norm` (0: no clipping); returns the norm before.
 
-    `group` and `holders` as in `global_norm`; every rank of the group must call. Among the parameters, `copies` are those that another
-    pipeline stage has too and counts (a tied embedding): they are scaled, but not counted here.
-    Non-finite gradients stay so; `Optimizer.step` ignores them where its `apply` is False.
+    `group` and `holders` as in `global_norm`; collective over the group. `copies`: parameters that another pipeline stage has too and
+    counts (a tied embedding); they are scaled here but not counted.
+    Non-finite gradients stay non-finite; `Optimizer.step` ignores them where its `apply` is False.
     """
     parameters, elsewhere = list(parameters), {id(parameter) for parameter in copies}
     grads = [grad for parameter in parameters if (grad := local_grad(parameter)) is not None]
     counted = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) not in elsewhere]
-    # A rank with nothing to count takes part in the sum from its own device.
+    # A rank without gradients still takes part in the all-reduce, with an empty tensor on its device.
     norm = global_norm(counted or [parameter.new_zeros(0) for parameter in map(local, parameters[:1])], group, holders)
-    # On CPU the norm is known, and a pass over all gradients that multiplies by one can be spared.
+    # On CPU the norm is known, so multiplying all gradients by one can be skipped.
     if max_grad_norm and grads and not (norm.device.type == "cpu" and norm.item() <= max_grad_norm):
         torch._foreach_mul_(grads, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -11,10 +11,10 @@ from torch import Tensor
 
 @contextmanager
 def conditional_update(tensors: Sequence[Tensor], apply: Tensor | None) -> Iterator[None]:
-    """Update `tensors` in place in the body; what `apply` (0-d bool) denies is put back bit for bit.
+    """Update `tensors` in place in the body; if `apply` (0-d bool) is False, the old values are restored bit for bit.
 
-    The choice is made on the device, so nothing waits for it. It costs one copy of `tensors` for as long as the body runs;
-    with `apply` None the caller already knows that the step is good, and nothing is copied.
+    The selection is on the device, without host synchronization. It costs one copy of `tensors` during the body. With `apply` None the
+    update is always applied, and nothing is copied.
     """
     if apply is None:
         yield

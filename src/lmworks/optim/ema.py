@@ -13,9 +13,9 @@ from lmworks.optim.placement import local
 
 
 class Ema:
-    """average <- decay * average + (1 - decay) * weight, in fp32, from the first weights on.
+    """average <- decay * average + (1 - decay) * weight, in fp32, starting from the initial weights.
 
-    State: `average[name]`, placed as the parameter.
+    State: `average[name]`, with the placement of the parameter.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
@@ -32,7 +32,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model carries the average inside the body, and its own weights again afterwards. Takes the memory of one parameter more."""
+        """Within the block the model has the averaged weights. Needs memory for one more parameter."""
         self._swap()
         try:
             yield
@@ -43,7 +43,7 @@ class Ema:
     def _swap(self) -> None:
         for name, parameter in self.parameters.items():
             weight, average = local(parameter), local(self.average[name])
-            assert weight.dtype == average.dtype, f"{name} would be rounded on its way to the average and back"
+            assert weight.dtype == average.dtype, f"{name} would be rounded"
             before = weight.clone()
             weight.copy_(average)
             average.copy_(before)

@@ -1,4 +1,4 @@
-"""Which parameter is trained by what: a decision per name, so that it is the same for every sharding."""
+"""Assigns parameters to optimizers and groups by name, so that the result does not depend on the sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MTP = re.compile(r"(?:^|\.)mtp\.\d+\.")
 
 @dataclass
 class Group:
-    """Parameters that share a rule. `learning_rate` is the peak; the schedule's factor multiplies it."""
+    """Parameters with the same optimizer and hyperparameters. `learning_rate` is the peak; the schedule's factor multiplies it."""
 
     kind: Literal["muon", "adamw"]
     learning_rate: float
@@ -27,12 +27,11 @@ class Group:
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter maps hidden states to hidden states: 2-D weights and expert stacks inside the layers, those of multi-token
-    prediction included, where norms and biases are vectors.
+    """Whether a parameter is a hidden matrix: a 2-D weight or a stack of experts inside the layers, including multi-token prediction.
 
-    The router counts: GLM-4.5 (arXiv:2508.06471) gives AdamW only the word embeddings, biases and norm weights, and Moonlight
-    (arXiv:2502.16982) all that is not a matrix and the two ends of the model, so both train the router by Muon.
-    The ends stay with AdamW: their rows belong to tokens, seen at very different rates, and are no map between hidden states.
+    The router is one: GLM-4.5 (arXiv:2508.06471) uses AdamW only for word embeddings, biases and norms, and Moonlight (arXiv:2502.16982)
+    for all that is not a matrix, the embedding and the head, so both train the router with Muon. Embedding and head use AdamW: their rows
+    belong to tokens of very different frequency, and they do not map hidden states to hidden states.
     """
     return parameter.ndim >= 2 and (_LAYER.search(name) is not None or _MTP.search(name) is not None)
 
@@ -43,7 +42,7 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """The parameter's name without what `torch.compile` puts around a module."""
+    """The parameter's name without the prefix that `torch.compile` adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -52,13 +51,13 @@ def group_parameters(
 ) -> list[Group]:  # fmt: skip
     """Group the parameters that require gradients, in the order of their names' first appearance.
 
-    With `layer_lr_decay` d, of n layers: layer i learns at d**(n-1-i), the embedding at d**n, the final norm, the head and multi-token
-    prediction at 1. `layers` is n where the parameters are those of a pipeline stage; left out, one more than the largest i.
+    With `layer_lr_decay` d and n layers, the rate of layer i is multiplied by d**(n-1-i), that of the embedding by d**n, and that
+    of the final norm, the head and multi-token prediction by 1. `layers` is n, needed for a pipeline stage; by default the largest i + 1.
     """
     named = [(clean_name(name), parameter) for name, parameter in named_parameters]
     if layers is None:
         layers = 1 + max((layer for name, _ in named if (layer := _layer(name)) is not None), default=-1)
-    # Under `rms` scaling both optimizers make updates of one size, so they share the rate unless told otherwise.
+    # With `rms` scaling the updates of both optimizers have the same size, so they share the learning rate by default.
     peak, shared = options.learning_rate, options.kind == "adamw" or options.update_scale == "rms"
     adam_peak = (None if options.kind == "adamw" else options.adam_learning_rate) or (peak if shared else None)
     if peak is None or adam_peak is None:

@@ -1,10 +1,10 @@
-"""Whole matrices from sharded parameters: each has one owner among the ranks that hold it, which makes its update for all.
+"""Gathers full matrices from sharded parameters: one of the ranks that hold a matrix is its owner and computes the update for all.
 
-A bucket of matrices takes two all-to-alls: parts to the owners, updates back to every holder. Of replicas one sends, all receive, so that
-no work is done twice and replicas stay equal bit for bit. What lies whole on one rank alone stays there, and one process is the case
-where everything does: then nothing is copied for the exchange.
+A bucket of matrices takes two all-to-alls: shards to the owners, updates back to every holder. Of replicas one sends and all receive, so
+that no work is done twice and replicas stay equal bit for bit. A matrix that only one rank holds stays there; in a single process all do,
+and nothing is copied.
 
-Shapes: a parameter is one matrix (R, C) or E of them (E, R, C); a stack holds N matrices with R <= C. G is a rank's place in a group.
+Shapes: a parameter is one matrix (R, C) or E of them (E, R, C); a stack has N matrices with R <= C. G is the index of a rank in a group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arrival = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class MatrixRun:
-    """`count` matrices of a parameter, from the first-th on, that the same ranks hold in the same way. One of these owns them."""
+    """`count` matrices of a parameter, from index `first` on, that the same ranks hold in the same way. One of these ranks owns them."""
 
     name: str
     parameter: Tensor
@@ -46,7 +46,7 @@ class MatrixRun:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of its matrices, as they are orthogonalised: R <= C."""
+        """The shape of its matrices as they are orthogonalized: R <= C."""
         rows, cols = sorted(self.parameter.shape[-2:])
         return rows, cols
 
@@ -56,17 +56,17 @@ class MatrixRun:
 
     @property
     def cost(self) -> int:
-        """Of Newton-Schulz, up to a factor."""
+        """The cost of Newton-Schulz, up to a factor."""
         return self.elements * self.shape[0]
 
     def elements_H(self) -> np.ndarray:
-        """What each holder has of it."""
+        """The number of elements that each holder has."""
         elements: np.ndarray = self.count * (self.boxes_HD2[:, 1:, 1] - self.boxes_HD2[:, 1:, 0]).prod(axis=1)
         return elements
 
     @cached_property
     def senders(self) -> frozenset[int]:
-        """Which holders bring the owner its parts: for each box the one nearest on the mesh, itself before all."""
+        """The holders that send their shards to the owner: for each shard the nearest one on the mesh, preferably the owner itself."""
         near = np.argsort((self.places_HA != self.places_HA[self.owner]).sum(axis=1), kind="stable")
         _, first = np.unique(self.boxes_HD2[near], axis=0, return_index=True)
         return frozenset(near[first].tolist())
@@ -74,21 +74,21 @@ class MatrixRun:
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """What this rank holds of a run."""
+    """The part of a run that this rank holds."""
 
     run: MatrixRun
     first: int  # in the local tensor
     shape: tuple[int, int, int]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a local tensor that lies as the parameter; a view."""
+        """The part of a local tensor with the layout of the parameter; a view."""
         *leading, rows, cols = tensor.shape
         return tensor.view(prod(leading), rows, cols)[self.first : self.first + self.run.count]
 
 
 @dataclass(frozen=True)
 class StackSlot:
-    """Where a holder's part of a run lies in the owner's stacks."""
+    """The position of a holder's part of a run in the owner's stacks."""
 
     stack: int
     first: int
@@ -98,7 +98,7 @@ class StackSlot:
     tall: bool
 
     def of(self, stacks: Sequence[Tensor]) -> Tensor:
-        """The part, the way its parameter lies; a view."""
+        """The part in the orientation of its parameter; a view."""
         matrices = stacks[self.stack][self.first : self.first + self.count]
         return (matrices.mT if self.tall else matrices)[:, self.rows, self.cols]
 
@@ -108,7 +108,7 @@ class StackSlot:
 
 
 class Exchange:
-    """An all-to-all of parts over `group`; without one the parts stay what they are."""
+    """An all-to-all of parts over `group`; without a group the parts are returned unchanged."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, sent_G: Sequence[int], received_G: Sequence[int], shapes: list[tuple[int, int, int]]
@@ -116,7 +116,7 @@ class Exchange:
         self.group, self.sent_G, self.received_G, self.shapes = group, list(sent_G), list(received_G), shapes
 
     def start(self, parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Arrival:
-        """Send `parts`, ordered by receiver, rounded to `dtype`; the result waits for what came, ordered by sender."""
+        """Send `parts`, ordered by receiver, in `dtype`; the returned function waits for the received parts, ordered by sender."""
         if self.group is None:
             return lambda: parts
         outgoing = torch.empty(sum(self.sent_G), dtype=dtype, device=device)
@@ -135,29 +135,29 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that are exchanged together, as this rank sees them."""
+    """Matrices that are exchanged together, from the perspective of this rank."""
 
     device: torch.device
-    parts: list[LocalPart]  # held here: by owner, in the order in which their updates come
-    sends: list[int]  # which of them this rank brings to their owners
-    stacks: list[tuple[int, int, int]]  # owned here
-    taken: list[StackSlot]  # what comes to the stacks, by sender
-    given: list[StackSlot]  # what goes from them, by holder
+    parts: list[LocalPart]  # held by this rank, sorted by owner: the order in which updates are received
+    sends: list[int]  # indices of the parts that this rank sends to their owners
+    stacks: list[tuple[int, int, int]]  # owned by this rank
+    taken: list[StackSlot]  # received into the stacks, by sender
+    given: list[StackSlot]  # sent from the stacks, by holder
     collect: Exchange
     distribute: Exchange
 
     @property
     def shared(self) -> bool:
-        """Whether anything travels."""
+        """Whether anything is communicated."""
         return self.collect.group is not None
 
 
 def plan_exchange(parameters: Mapping[str, Tensor], limit: int, process_groups: Iterable[dist.ProcessGroup] = ()) -> list[Bucket]:
-    """Cut the matrices of all parameters into buckets, the same on all ranks that share a parameter.
+    """Divide the matrices of all parameters into buckets, the same on all ranks that share a parameter.
 
-    In a bucket no rank owns more than `limit` elements, unless one matrix alone has more, nor holds more, unless there is not one matrix
-    for each rank to own. Where none of `process_groups` has just the ranks of a mesh, a group is made: all ranks of a mesh must call this
-    with the same parameters in the same order.
+    In a bucket no rank owns more than `limit` elements, unless a single matrix has more, and no rank holds more, unless there are fewer
+    matrices than ranks. If none of `process_groups` has exactly the ranks of a mesh, a group is created: all ranks of a mesh must call
+    this with the same parameters in the same order.
     """
     by_ranks: dict[tuple[int, ...], list[MatrixRun]] = defaultdict(list)
     groups = {tuple(dist.get_process_group_ranks(group)): group for group in process_groups}
@@ -171,7 +171,7 @@ def plan_exchange(parameters: Mapping[str, Tensor], limit: int, process_groups: 
     for ranks, runs in by_ranks.items():
         group = groups[ranks] if len(ranks) > 1 else None
         me = dist.get_rank(group) if group is not None else 0
-        buckets += [_bucket(cut, group, me, len(ranks), limit) for cut in _cut(_shared_out(runs, len(ranks)), len(ranks), limit)]
+        buckets += [_bucket(cut, group, me, len(ranks), limit) for cut in _cut(_assign_owners(runs, len(ranks)), len(ranks), limit)]
         alone += [replace(run, members_H=np.zeros(1, dtype=int)) for run in runs if run.members_H.tolist() == [me]]
     return buckets + [_bucket(stack, None, 0, 1, limit) for stack in _stacks(alone, limit)]
 
@@ -187,7 +187,7 @@ def _group(parameter: Tensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _runs(name: str, parameter: Tensor, found: Holders, ranks: tuple[int, ...], limit: int) -> Iterator[MatrixRun]:
-    """Cut a parameter where its holders change and where a stack is full; matrices with several holders also into one run for each."""
+    """Split a parameter where its holders change and where a stack is full; matrices with several holders also into one run per holder."""
     boxes = found.boxes_HD2
     if parameter.ndim == 2:
         boxes = np.concatenate((np.broadcast_to([0, 1], (len(boxes), 1, 2)), boxes), axis=1)
@@ -202,8 +202,9 @@ def _runs(name: str, parameter: Tensor, found: Holders, ranks: tuple[int, ...], 
             yield MatrixRun(name, parameter, first, min(size, high - first), members, found.places_HA[here], boxes[here])
 
 
-def _shared_out(runs: Sequence[MatrixRun], size: int) -> list[MatrixRun]:
-    """The runs with several holders, dear ones first, each given to the holder with the least to do; one that has it whole, if any has."""
+def _assign_owners(runs: Sequence[MatrixRun], size: int) -> list[MatrixRun]:
+    """Assign an owner to each run with several holders, most expensive first: the holder with the least work, preferably one with all of
+    it."""
     load_G = np.zeros(size)
     for run in runs:
         if len(run.members_H) == 1:
@@ -283,7 +284,7 @@ def _part(run: MatrixRun, holder: int) -> LocalPart:
     box = run.boxes_HD2[holder].tolist()
     rows, cols = (last - first for first, last in box[1:])
     here = local(run.parameter)
-    assert here.shape[-2:] == (rows, cols), f"{run.name} lies here as {tuple(here.shape)}, its placement says {box}"
+    assert here.shape[-2:] == (rows, cols), f"{run.name} has local shape {tuple(here.shape)}, but its placement says {box}"
     return LocalPart(run, run.first - box[0][0], (run.count, rows, cols))
 
 

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised by Newton-Schulz (Jordan 2024, https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv:2502.16982).
+"""Muon: momentum, orthogonalized by Newton-Schulz (Jordan 2024, https://kellerjordan.github.io/posts/muon/; Moonlight, arXiv:2502.16982).
 
 Shapes: N matrices of R rows and C columns, R <= C in a stack; a parameter is one matrix (R, C) or E experts (E, R, C).
 """
@@ -37,7 +37,7 @@ def orthogonalize(stack_NRC: Tensor, steps: int = 5) -> Tensor:
 
 
 def orthogonalize_plain(matrix_RC: Tensor, steps: int = 5) -> Tensor:
-    """The twin: one matrix of any proportion, fp32, as it is written on paper."""
+    """The reference implementation: one matrix of any shape, in fp32, as published."""
     a, b, c = QUINTIC
     x = matrix_RC.float()
     x = x / x.norm().clamp(min=_EPS)
@@ -95,7 +95,7 @@ class Muon:
 
         `apply` (0-d bool) False leaves parameters and momentum unchanged, without a host synchronization; None is True.
 
-        While a shared bucket is orthogonalised, the parts of the next and the updates of the last are on their way.
+        While a shared bucket is orthogonalized, the parts of the next and the updates of the previous one are in transit.
         """
         coming: tuple[Bucket, Arrival] | None = None
         leaving: tuple[Bucket, Arrival] | None = None

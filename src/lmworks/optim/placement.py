@@ -1,4 +1,4 @@
-"""Where the elements of a sharded tensor lie: what of it is here, and which box of it each rank holds."""
+"""The placement of sharded tensors: the local part, and the slice that each rank holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local_grad(parameter: Tensor) -> Tensor | None:
 
 
 def shards(tensor: Tensor) -> int:
-    """Into how many different parts a tensor is cut; each lies on as many ranks as there are replicas."""
+    """The number of distinct shards of a tensor; each has one copy per replica."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = tensor.device_mesh.mesh.shape

@@ -1,4 +1,4 @@
-"""Activation checkpointing, from outside the model (Chen et al. 2016, arXiv:1604.06174)."""
+"""Activation checkpointing (Chen et al. 2016, arXiv:1604.06174), applied to a model from outside."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lmworks.model import Transformer
 from lmworks.recipe.schema.activation_checkpointing import ActivationCheckpointing
 
-_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
+_SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten._grouped_mm.default}
 
 
 def checkpoint_activations(model: Transformer, policies: ActivationCheckpointing) -> None:
-    """Recompute layers in the backward pass: each layer as its policy in `policies` says.
+    """Recompute each layer in the backward pass according to its policy in `policies`.
 
-    What the forward returns (expert counts, auxiliary loss) is that of the first pass: the recomputation counts nothing twice.
+    The outputs of the forward pass (expert counts, auxiliary loss) are those of the first pass, so nothing is counted twice.
     """
     preserve = model.config.residual_dropout + model.config.attention_dropout > 0
     for layer, block in model.numbered_blocks():
@@ -38,4 +38,4 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

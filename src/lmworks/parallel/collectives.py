@@ -1,7 +1,7 @@
-"""Communication that autograd understands and the compiler can trace.
+"""Differentiable collectives that the compiler can trace.
 
-Each function says what it does forward and, after the arrow, what its gradient does: the transpose of the same map over all ranks.
-A group of None is one rank, where every function is the identity.
+Each docstring states the forward operation and, after the arrow, the operation on the gradient, which is its transpose over all ranks.
+A group of None means one rank, for which every function is the identity.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ Group = dist.ProcessGroup | None
 
 
 def all_sum(x: Tensor, group: Group) -> Tensor:
-    """Sum over ranks -> identity: what follows is computed alike on all ranks."""
+    """All-reduce -> identity: all ranks continue with the same computation."""
     return x if group is None else _AllSum.apply(x, group.group_name)
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Identity -> sum over ranks: `x` is alike on all ranks, and each computes another part from it."""
+    """Identity -> all-reduce: `x` is equal on all ranks, and each rank computes a different part from it."""
     return x if group is None else _Copy.apply(x, group.group_name)
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate the ranks' parts along `dim` -> sum over ranks, own part: each rank computes another part from the whole."""
+    """All-gather along `dim` -> reduce-scatter: each rank computes a different part from the gathered tensor."""
     return x if group is None else _Gather.apply(x, dim, group.group_name)
 
 
 def gather_alike(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate the ranks' parts along `dim` -> own part: all ranks compute the same from the whole."""
+    """All-gather along `dim` -> own part: all ranks continue with the same computation on the gathered tensor."""
     return x if group is None else _GatherAlike.apply(x, dim, group.group_name, group.rank(), group.size())
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Sum over ranks, own part along `dim` -> concatenate."""
+    """Reduce-scatter along `dim` -> all-gather."""
     return x if group is None else _ScatterSum.apply(x, dim, group.group_name)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Own part along `dim` of what is alike on all ranks -> concatenate."""
+    """Own part along `dim` of a tensor that is equal on all ranks -> all-gather."""
     return x if group is None else _Split.apply(x, dim, group.group_name, group.rank(), group.size())
 
 
 def alike(x: Tensor, group: Group) -> Tensor:
-    """Identity -> divided by the ranks: all compute the same from `x`, where gradients of `x` are summed later (`gather`)."""
+    """Identity -> divide by the number of ranks: all ranks compute the same from `x`, whose gradients are summed later (`gather`)."""
     return x if group is None else _Alike.apply(x, group.size())
 
 
 def all_max(x: Tensor, group: Group) -> Tensor:
-    """The largest over ranks, without a gradient."""
+    """All-reduce with max, without a gradient."""
     return x if group is None else _wait(functional.all_reduce(x.detach().contiguous(), "max", group.group_name))
 
 
 def exchange(rows: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
-    """The first `sent[0]` rows to rank 0, and so on; `received[0]` come from rank 0 first -> back the same way."""
+    """All-to-all of rows: the first `sent[0]` rows go to rank 0, and so on; the first `received[0]` come from rank 0 -> the reverse."""
     return rows if group is None else _Exchange.apply(rows, received, sent, group.group_name)
 
 
@@ -78,7 +78,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _own(x: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    assert x.shape[dim] % size == 0, "every rank has a part of the same size"
+    assert x.shape[dim] % size == 0, "the parts of all ranks have the same size"
     return x.chunk(size, dim)[rank].contiguous()
 
 
@@ -96,7 +96,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: Any) -> Tensor:
         ctx.name = name
-        return x.clone()  # no view: FSDP2 warns of views that a module returns
+        return x.clone()  # not a view: FSDP2 warns about views that a module returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

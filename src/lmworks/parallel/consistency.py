@@ -1,4 +1,4 @@
-"""Checks at the start that all ranks have the same versions and layout: a difference that is found later costs days."""
+"""Checks at the start that all ranks have the same versions and layout, because a difference that is found later costs days."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def rank_environment(layout: Layout, device: torch.device) -> RankEnvironment:
 
 
 def check_consistency(own: RankEnvironment) -> None:
-    """Called by all ranks. Where only some devices multiply bf16 in hardware, none does: what the machine decides becomes fp32 on all.
+    """Collective. If only some devices multiply bf16 in hardware, `train.precision: auto` becomes fp32 on all ranks.
 
-    Raises `UserError`, the same on all ranks, that names those with another version of a library or another layout.
+    Raises `UserError`, the same on all ranks, that names the ranks with a different library version or layout.
     """
     found: list[RankEnvironment] = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -48,14 +48,14 @@ def check_consistency(own: RankEnvironment) -> None:
     precision.set_bf16_on_all_ranks(not without)
     if 0 < len(without) < len(found) and dist.get_rank() == 0:
         text = f"{_names(without, found)} cannot multiply bf16 in hardware, so train.precision: auto is fp32 on all ranks"
-        console.print(f"{text}; leave those out, or set train.precision", style="yellow")
+        console.print(f"{text}; omit those ranks, or set train.precision", style="yellow")
 
 
 def _different(what: str, ranks: list[int], found: list[RankEnvironment], usual: object) -> str:
     if what == "layout":
-        return f"{_names(ranks, found)} with another layout than the others; start all with the same recipe and the same --set"
+        return f"the layout of {_names(ranks, found)} differs from that of the others; start all with the same recipe and the same --set"
     theirs = ", ".join(sorted({str(getattr(found[rank], what)) for rank in ranks}))
-    return f"{_names(ranks, found)} with {what} {theirs}, the others with {usual}; install the same version on all hosts"
+    return f"{what} is {theirs} on {_names(ranks, found)} and {usual} on the others; install the same version on all hosts"
 
 
 def _names(ranks: list[int], found: list[RankEnvironment]) -> str:

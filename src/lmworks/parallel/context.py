@@ -1,9 +1,9 @@
-"""Context parallelism: the ranks of `cp` share each sequence.
+"""Context parallelism: each sequence is split over the ranks of `cp`.
 
-A sequence is cut into 2 cp slices, and rank r holds slices r and 2 cp - 1 - r: early tokens see few keys and late ones many, so that all
-ranks have the same to do (Llama 3, arXiv:2407.21783, section 3.3.2). Everything but attention works on tokens by themselves. Attention
-gathers keys and values over the ranks, in the backward pass again: what is kept between the two is a rank's own, so that memory per rank
-grows with length / cp. Positions and who sees whom come from the same documents as in one process, whichever slices they cross.
+A sequence is split into 2 cp slices, and rank r holds slices r and 2 cp - 1 - r. Early tokens attend to few keys and late ones to many,
+so this balances the work (Llama 3, arXiv:2407.21783, section 3.3.2). All modules except attention process tokens independently. Attention
+all-gathers keys and values, and again in the backward pass: only a rank's own are saved, so memory per rank grows with length / cp.
+Positions and masks come from the same document boundaries as in a single process, also for documents that span several slices.
 
 Shapes: B batch, T tokens of this rank, S = cp T tokens of the sequence, H query heads, K key/value heads, C head dimension, V value
 dimension, W = C + V.
@@ -28,14 +28,14 @@ from lmworks.parallel.mesh import Ranks
 from lmworks.parallel.module_overrides import override_members
 
 
-def share(model: Transformer, ranks: Ranks) -> None:
-    """Make the parts of a model that look at a whole sequence, attention aside, look at all of its slices.
+def shard_context(model: Transformer, ranks: Ranks) -> None:
+    """Make the modules that compute statistics of a whole sequence, other than attention, sum them over all slices.
 
-    Raises `UserError` for what cannot be computed on slices.
+    Raises `UserError` for options that cannot be computed on slices.
     """
     moe = model.config.moe
     if model.config.attention_dropout:
-        raise UserError("model.attention_dropout does not go with layout.cp above 1; set it to 0")
+        raise UserError("model.attention_dropout cannot be combined with layout.cp above 1; set it to 0")
     if moe and moe.balance.method == "sinkhorn":
         raise UserError("model.moe.balance.method sinkhorn needs whole sequences; choose bias, or set layout.cp to 1")
     mean_load = _mean_load(ranks.mesh("cp").get_group().group_name, ranks.size("cp"))
@@ -52,7 +52,7 @@ def _mean_load(group: Any, size: int) -> Any:
 
 
 def slices(x_BS: Tensor, size: int, rank: int) -> Tensor:
-    """The part of whole rows that a rank of `cp` holds; (B, T)."""
+    """The part of full rows that a rank of `cp` holds; (B, T)."""
     parts = x_BS.chunk(2 * size, dim=1)
     return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim=1)
 
@@ -60,14 +60,15 @@ def slices(x_BS: Tensor, size: int, rank: int) -> Tensor:
 def split(
     tokens_BS: Tensor, labels_BS: Tensor, cu_seqlens: Tensor, ranks: Ranks, mtp_layers: int = 0
 ) -> tuple[Tensor, Tensor, None, Slices, list[Ahead] | None]:
-    """This rank's share of whole rows, as `Transformer.loss` takes it: tokens, labels, no `cu_seqlens`, where they lie, what is ahead.
+    """This rank's part of full rows, as the arguments of `Transformer.loss`: tokens, labels, no `cu_seqlens`, the slices, and the tokens
+    ahead for multi-token prediction.
 
-    Raises `UserError` where the length cannot be cut into equal slices.
+    Raises `UserError` if the length cannot be split into equal slices.
     """
     size, rank = ranks.size("cp"), ranks.rank("cp")
     length = tokens_BS.shape[1]
     if length % (2 * size):
-        raise UserError(f"sequences of {length:,} tokens cannot be shared by layout.cp {size}: the length must be a multiple of {2 * size}")
+        raise UserError(f"layout.cp {size} cannot split sequences of {length:,} tokens; the length must be a multiple of {2 * size}")
     places_BS = torch.arange(length, device=tokens_BS.device).expand(tokens_BS.shape)
     start_BS = starts((tokens_BS.shape[0], length), cu_seqlens)
     held = Slices(slices(places_BS, size, rank), slices(start_BS, size, rank), length, ranks.mesh("cp").get_group().group_name, size)
@@ -80,7 +81,7 @@ def split(
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a rank's tokens lie in their rows, in the place of a cache: it gives positions and masks, and keeps nothing."""
+    """The positions of a rank's tokens in their rows. Used in place of a cache: it provides positions and masks, and stores nothing."""
 
     places_BT: Tensor
     start_BT: Tensor
@@ -98,12 +99,12 @@ class Slices:
         return SharedVisible(first_BT, self.places_BT, self.length, group=self.group, size=self.size)
 
     def layer(self, index: int) -> None:
-        """Keys and values come when a layer attends, not before."""
+        """None: keys and values are gathered in attention."""
 
 
 @dataclass(frozen=True)
 class SharedVisible(Visible):
-    """What the queries of this rank see of the keys of all."""
+    """The mask of this rank's queries over the keys of all ranks."""
 
     group: str = ""
     size: int = 1
@@ -120,7 +121,7 @@ class SharedVisible(Visible):
 def attend_shared(
     query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor, scale: float, group: str, size: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend_chunks` of own queries to the keys and values of all ranks."""
+    """`attend_chunks` of this rank's queries over the keys and values of all ranks."""
     key, value = _gather(key_BKTC, value_BKTV, group, size)
     return attend_chunks(query_BHTC, key, value, first_BT, last_BT, scale)
 
@@ -130,7 +131,7 @@ def attend_shared_backward(
     grad_BHTV: Tensor, query_BHTC: Tensor, key_BKTC: Tensor, value_BKTV: Tensor, first_BT: Tensor, last_BT: Tensor,
     out_BHTV: Tensor, lse_BHT: Tensor, scale: float, group: str, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of own queries, keys and values; the latter two are sums over the queries of all ranks, in fp32."""
+    """Gradients of this rank's queries, keys and values; the latter two are summed over the queries of all ranks, in fp32."""
     key, value = _gather(key_BKTC, value_BKTV, group, size)
     grad_query, grad_key, grad_value = chunks_backward(grad_BHTV, query_BHTC, key, value, first_BT, last_BT, out_BHTV, lse_BHT, scale)
     grad_BKTW = _scatter_sum(torch.cat((grad_key, grad_value), dim=-1), group, size)
@@ -139,7 +140,7 @@ def attend_shared_backward(
 
 
 def _gather(key_BKTC: Tensor, value_BKTV: Tensor, group: Any, size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in its order: one message for both."""
+    """All-gather the keys and values of the whole sequence, in order, with one collective for both."""
     own_BKTW = torch.cat((key_BKTC, value_BKTV), dim=-1)
     B, K, T, W = own_BKTW.shape
     ranks = functional.wait_tensor(functional.all_gather_tensor(own_BKTW[None], 0, group)).view(size, B, K, 2, T // 2, W)
@@ -150,7 +151,7 @@ def _gather(key_BKTC: Tensor, value_BKTV: Tensor, group: Any, size: int) -> tupl
 
 
 def _scatter_sum(whole_BKSW: Tensor, group: Any, size: int) -> Tensor:
-    """The transpose of `_gather`: own slices of the sum over ranks."""
+    """The transpose of `_gather`: reduce-scatter to this rank's slices."""
     B, K, S, W = whole_BKSW.shape
     ordered = whole_BKSW.view(B, K, 2 * size, S // size // 2, W).permute(2, 0, 1, 3, 4)
     ranks = torch.stack((ordered[:size], ordered[size:].flip(0)), dim=3)  # (cp, B, K, 2, T / 2, W)
@@ -169,14 +170,14 @@ def _(grad, query, key, value, first, last, out, lse, scale, group, size):  # ty
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
 
 
-def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.scale, ctx.group, ctx.size = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx, grad_out, _):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_out, _):  # type: ignore[no-untyped-def]
     grads = attend_shared_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.group, ctx.size)
     return (*grads, None, None, None, None, None)
 
 
-attend_shared.register_autograd(_differentiate, setup_context=_keep)
+attend_shared.register_autograd(_backward, setup_context=_setup_context)

@@ -30,7 +30,8 @@ from lmworks.parallel.module_overrides import override_members
 
 
 def shard(model: Transformer, ranks: Ranks) -> None:
-    """Wrap every layer and the rest of one pipeline stage. The forward computes in `model.compute_dtype`, sums go in fp32."""
+    """Shard every layer, and the remaining parameters, of one pipeline stage. The forward pass computes in `model.compute_dtype`;
+    gradients are reduced in fp32."""
     zero = ranks.layout.zero
     narrow = model.compute_dtype if model.compute_dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -39,7 +40,7 @@ def shard(model: Transformer, ranks: Ranks) -> None:
     cut = _cuts(model, 1 if zero == 0 else ranks.size("efsdp" if ranks.size("ep") > 1 else "fsdp"))
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         if isinstance(block.ffn, MoE):
-            if narrow is not None:  # a rounded router weight picks another expert
+            if narrow is not None:  # a rounded router weight could select other experts
                 _shard_apart(block, block.ffn.router, mesh=mesh, mp_policy=exact, reshard_after_forward=zero == 3)
             if ranks.size("ep") > 1:
                 _shard_apart(
@@ -56,8 +57,8 @@ def shard(model: Transformer, ranks: Ranks) -> None:
             if zero:
                 module.set_gradient_divide_factor(1.0)
             else:
-                # Where nothing is sharded, torch divides by a given factor into new memory, by 1 as well (3% of a step on a CPU). Its
-                # mean it makes in place, and in place the sum is had back.
+                # Without sharding, torch divides by a given factor, even 1, into new memory (3% of a step on a CPU). Its default mean is
+                # computed in place, and multiplied in place it is the sum again.
                 copies = ranks.size("ecopies" if isinstance(module, Experts) and ranks.size("ep") > 1 else "loss")
                 module.set_all_reduce_hook(partial(_multiply, copies))
 
@@ -67,29 +68,29 @@ def _multiply(by: int, gradient: Tensor) -> None:
 
 
 def _shard_apart(block: Any, part: Any, **options: Any) -> None:
-    """Shard a part of a layer by itself, and gather it around the whole layer.
+    """Shard a part of a layer separately, and gather it around the forward pass of the whole layer.
 
-    Around its own call FSDP2's hooks would stand inside the layer: they cut its compiled code in pieces, and where the layer is recomputed
-    they run a second time and find another state.
+    Around its own call, FSDP2's hooks would run inside the layer: they would break its compiled graph, and run a second time in another
+    state when the layer is recomputed.
     """
-    override_members(part, {"__call__": _without_hooks, "around": _around})
+    override_members(part, {"__call__": _without_hooks, "wrap_forward": _wrap_forward})
     fully_shard(part, **options)
-    register_fsdp_forward_method(part, "around")
-    block.forward = partial(part.around, block.forward)
+    register_fsdp_forward_method(part, "wrap_forward")
+    block.forward = partial(part.wrap_forward, block.forward)
 
 
 def _without_hooks(self: nn.Module, *args: Any) -> Any:
     return self.forward(*args)
 
 
-def _around(self: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+def _wrap_forward(self: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
     return forward(*args)
 
 
 def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Along which dimension a parameter is sharded: the first, but where experts do not divide that of the hidden states, if that does.
+    """The dimension along which a parameter is sharded: the first; for experts whose number `shards` does not divide, the hidden size.
 
-    Ten experts on 128 ranks would lie on ten of them.
+    Otherwise ten experts on 128 ranks would be stored on ten of them.
     """
     moe, hidden = model.config.moe, model.config.hidden_size
     assert hidden
@@ -103,22 +104,22 @@ def _cuts(model: Transformer, shards: int) -> Callable[[nn.Parameter], Shard | N
     return lambda parameter: dims.get(id(parameter))
 
 
-def hold(model: Transformer, zero: int, last: bool) -> None:
-    """Say whether the coming micro-batch is the step's last: until then ZeRO-1 keeps whole weights and whole gradients."""
+def set_last_micro_batch(model: Transformer, zero: int, last: bool) -> None:
+    """Declare whether the next micro-batch is the last of its step: until then ZeRO-1 keeps unsharded weights and gradients."""
     if isinstance(model, FSDPModule) and zero <= 1:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 
 
 def release(model: Transformer) -> None:
-    """Let go of gathered weights, of which the next forward would take no note that they have changed."""
+    """Free gathered weights, so that the next forward pass gathers the changed ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _meshes(ranks: Ranks) -> tuple[DeviceMesh, DeviceMesh]:
-    """Where weights, and where the weights of one expert, are copied and sharded."""
+    """The meshes over which weights, and the weights of one expert, are replicated and sharded."""
     if ranks.layout.zero == 0:
         return ranks.mesh("loss", "one"), ranks.mesh("ecopies", "one")
     if ranks.size("dp_replicate") > 1:

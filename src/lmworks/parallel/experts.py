@@ -1,9 +1,9 @@
-"""Expert parallelism: the ranks of `ep` hold different experts, and tokens travel to them and back (GShard, arXiv:2006.16668).
+"""Expert parallelism: the ranks of `ep` hold different experts, and tokens are sent to them and back (GShard, arXiv:2006.16668).
 
-Every token is computed, however uneven the load: ranks first tell each other how many rows come, then exchange just those. An expert's
-rows lie in the order of the ranks they came from and of their tokens, so that its sums are always the same. Expert weights see the tokens
-of all ranks of `ep`; what is left to sum is over the ranks of `efsdp` (`data.py`). Under tensor parallelism the ranks of `tp` send the
-same tokens, each to the ranks that hold its own slice of the experts' hidden units.
+No token is dropped, however uneven the load: ranks first exchange the numbers of rows, then the rows. The rows of an expert are ordered
+by source rank and token, so that sums over them are deterministic. Expert weights receive the tokens of all ranks of `ep`; their gradients
+are then summed over the ranks of `ecopies` (`data.py`). Under tensor parallelism the ranks of `tp` send the same tokens, each to the ranks
+that hold its own slice of the experts' hidden units.
 
 Shapes: N tokens, D hidden, K experts per token, M = N * K rows, P ranks of ep, E own experts, R received rows.
 """
@@ -27,7 +27,7 @@ from lmworks.parallel.tensor import place
 
 
 def shard_experts(model: Transformer, ranks: Ranks) -> None:
-    """Share the experts of a model on the meta device: whole ones between the ranks of `ep`, their hidden units between those of `tp`.
+    """Shard the experts of a model on the meta device: whole experts over the ranks of `ep`, their hidden units over those of `tp`.
 
     Raises `UserError` if the experts do not divide.
     """
@@ -35,7 +35,7 @@ def shard_experts(model: Transformer, ranks: Ranks) -> None:
     if ep > 1 and (moe is None or moe.n_routed_experts % ep):
         have = f"the {moe.n_routed_experts} experts" if moe else "a dense model, which has no experts"
         nearest = max(n for n in range(1, ep) if moe.n_routed_experts % n == 0) if moe else 1
-        raise UserError(f"layout.ep {ep} does not divide {have}; the nearest that does is ep {nearest}")
+        raise UserError(f"layout.ep {ep} does not divide {have}; the nearest valid size is ep {nearest}")
     axes = [axis for axis in ("ep", "tp") if ranks.size(axis) > 1]
     mesh = ranks.mesh(*axes)
     dims = {"gate": {"ep": 0, "tp": 1}, "up": {"ep": 0, "tp": 1}, "down": {"ep": 0, "tp": 2}}
@@ -53,10 +53,10 @@ def _exchanged(group: Any, ranks: int) -> Any:
         rows_MD, weights_M, places = dispatch(x_ND, routing)
         sent_PE = routing.counts.long().view(ranks, -1)
         received_PE = collectives.exchange(sent_PE, [1] * ranks, [1] * ranks, group)
-        # Here the host waits. To the compiler these are sizes that it does not know, so that other numbers are no other code.
+        # Synchronizes with the host. To the compiler these are symbolic sizes, so that other numbers cause no recompilation.
         splits = torch.stack((sent_PE.sum(1), received_PE.sum(1))).flatten().tolist()
         sent, received = splits[:ranks], splits[ranks:]
-        # by rank they come, by expert they are computed
+        # rows arrive sorted by rank and are computed sorted by expert
         experts_R = torch.arange(sent_PE.shape[1], device=x_ND.device).repeat(ranks)
         experts_R = experts_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
         order_R = experts_R.argsort(stable=True)
@@ -72,7 +72,7 @@ def _exchanged(group: Any, ranks: int) -> Any:
 
 
 def _reorder(rows: Tensor, order: Tensor) -> Tensor:
-    """A permutation, whose gradient is one as well: no scatter-add, whose order would be that of the threads."""
+    """A permutation whose gradient is a permutation too, not a scatter-add, which would be nondeterministic."""
     return _Permute.apply(rows, order)
 
 

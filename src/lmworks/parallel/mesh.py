@@ -1,8 +1,8 @@
 """The ranks of a layout: one device mesh, and the process groups of its axes.
 
-The global rank is a number whose digits are the axes, the slowest first: pp, dp_replicate, dp_shard, cp, tp. Neighbors in tp have
-consecutive numbers, so a launcher that fills one machine after the other keeps them on one machine. The ranks of `ep` are the fast digits
-of (dp_shard, cp).
+The global rank is the row-major index over the axes pp, dp_replicate, dp_shard, cp, tp, slowest first. The ranks of a tp group have
+consecutive numbers, so a launcher that fills one machine after another keeps them on one machine. The ranks of `ep` are the fast-varying
+part of (dp_shard, cp).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lmworks.errors import UserError
 from lmworks.recipe.schema.layout import Layout
 
-# FSDP2 wants copies and shards as two dimensions of one mesh, and some of ours are several digits of a rank.
+# FSDP2 needs replicas and shards as two dimensions of one mesh, and some of ours are flattened from several.
 warnings.filterwarnings("ignore", message="Slicing a flattened dim", module="torch.distributed.device_mesh")
-# `one` has one rank: there lies what is not sharded.
+# `one` has size 1, for parameters that are not sharded.
 _DIGITS = ("pp", "dp_replicate", "dp_shard_out", "dp_shard_in", "cp_out", "cp_in", "one", "tp")
 _FLAT = {
     "dp": ("dp_replicate", "dp_shard_out", "dp_shard_in"),  # ranks that read different sequences
@@ -38,7 +38,7 @@ AXES = ("pp", "dp_replicate", "tp", *_FLAT)
 
 
 class Ranks:
-    """The mesh of `layout` over the initialized process group; alone, without one, everything has size 1.
+    """The mesh of `layout` over the initialized process group; without a process group, every axis has size 1.
 
     Axes: pp, dp_replicate, tp, and those of `_FLAT`: dp, cp, loss, fsdp, ep, efsdp, weights. With `zero` 0 nothing is sharded: the
     ranks of dp_shard and cp hold copies (dp_shard still reads different sequences).
@@ -50,8 +50,8 @@ class Ranks:
         dp_in = layout.ep // cp_in
         if layout.cp % cp_in or dp_in * cp_in != layout.ep or layout.dp_shard % dp_in:
             raise UserError(
-                f"layout.ep {layout.ep} does not fold out of cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a "
-                "multiple of cp that divides dp_shard x cp"
+                f"layout.ep {layout.ep} does not fit cp {layout.cp} and dp_shard {layout.dp_shard}: it must divide cp, or be a multiple "
+                "of cp that divides dp_shard x cp"
             )
         sizes = (layout.pp, layout.dp_replicate, layout.dp_shard // dp_in, dp_in, layout.cp // cp_in, cp_in, 1, layout.tp)
         self._sizes = dict(zip(_DIGITS, sizes, strict=True))
@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes metrics, ledger and terminal output."""
+        """Whether this is rank 0, the only rank that writes metrics, ledger and terminal output."""
         return self._mesh is None or dist.get_rank() == 0
 
     @property
@@ -87,7 +87,7 @@ class Ranks:
         return prod(self._sizes[digit] for digit in _FLAT.get(axis, (axis,)))
 
     def rank(self, axis: str) -> int:
-        """This rank's place along an axis."""
+        """This rank's index along an axis."""
         return 0 if self._mesh is None else self.mesh(axis).get_local_rank()
 
     def mesh(self, *axes: str) -> DeviceMesh:
@@ -98,7 +98,7 @@ class Ranks:
         return self._mesh[axes if len(axes) > 1 else axes[0]]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group along an axis; None where it has one rank."""
+        """The process group along an axis; None if it has one rank."""
         return None if self.size(axis) == 1 else self.mesh(axis).get_group()
 
     def all_reduce(self, tensor: Tensor, axis: str) -> Tensor:
@@ -117,12 +117,12 @@ class Ranks:
         return dist.group.WORLD if self._mesh is not None else None
 
     def broadcast(self, value: Any) -> None:
-        """Send an object from the first rank to all others, which call `receive_broadcast`; they may wait for days."""
+        """Send an object from rank 0 to all others, which call `receive_broadcast`; they may wait for days."""
         if self._patient is not None:
             dist.broadcast_object_list([value], 0, group=self._patient)
 
     def receive_broadcast(self) -> Any:
-        """The object that the first rank sends with `broadcast`."""
+        """The object that rank 0 sends with `broadcast`."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, 0, group=self._patient)
         return received[0]

@@ -10,15 +10,15 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-# As long as a module is of the class: members may know process groups, which should end with their models.
+# Weak values: members may hold process groups, which should be freed with their models.
 _SUBCLASSES: WeakValueDictionary[tuple[Any, ...], type[nn.Module]] = WeakValueDictionary()
 
 
 def override_members(module: nn.Module, members: Mapping[str, Any]) -> None:
-    """Give one module other members than its class has, by a subclass; names of parameters, hooks and `isinstance` stay.
+    """Override members of one module by giving it a subclass; parameter names, hooks and `isinstance` are unaffected.
 
-    Members may be methods, which find the original by the class they came from, and properties. Modules of one class that are given the
-    same members get the same subclass, so that the compiler takes layers that are alike for what they are and compiles one.
+    Members may be properties, or methods, which call the original through the original class. Modules of one class with the same members
+    get the same subclass, so that the compiler compiles equal layers only once.
     """
     cls = type(module)
     key = (cls, *sorted(members.items()))
@@ -28,11 +28,11 @@ def override_members(module: nn.Module, members: Mapping[str, Any]) -> None:
 
 
 def use_local_parameters(module: nn.Module, gradients: Mapping[str, Sequence[Placement]] | None = None) -> None:
-    """From now on the module's own forward sees its distributed parameters as plain tensors: this rank's parts.
+    """Make the module's own forward pass see its distributed parameters as plain tensors: this rank's parts.
 
-    A part that is a copy (Replicate) gets a partial gradient on each rank, to be summed; `gradients` names what is otherwise, as
-    placements on the parameter's mesh: Replicate where all ranks compute the same. What FSDP2 has sharded further is seen as it is,
-    outside the forward that gathers it: FSDP2 itself looks there.
+    A replicated parameter has a partial gradient on each rank, to be summed; `gradients` states exceptions as placements on the
+    parameter's mesh: Replicate if all ranks compute the same. A parameter that FSDP2 has sharded further is returned unchanged outside the
+    forward pass that gathers it, because FSDP2 itself accesses it there.
     """
     seen: dict[str, property] = {}
     for name, parameter in module._parameters.items():

@@ -77,14 +77,14 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self, values: bool = True) -> dict[str, Any]:
-        """Live tensors by their names in one process; with pipeline stages, those of this rank.
+        """Live tensors by the names that they have in a single process; with pipeline stages, those of this rank.
 
-        Where they are not live (`state_loaded`), `values` says whether they are needed, or only the places to load them into.
+        If they are copies (`state_loaded`), `values` says whether values are needed, or only empty tensors to load into.
         """
         return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def state_loaded(self, state: dict[str, Any]) -> None:
-        """Use a training state that was loaded into the tensors of `state_dict`; no work where those are the live tensors."""
+        """Use a training state that was loaded into the tensors of `state_dict`; does nothing if those are the live tensors."""
 
     def moe_layers(self) -> list[MoE]:
         return [ffn for part in self.parts for ffn in part.moe_layers()]
@@ -130,11 +130,10 @@ class ParallelModel:
         return sequences_of_rank(count, self.ranks.rank("dp"), self.ranks.size("dp"))
 
     def forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
-        """Add to the gradients those of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` of them at a
-        time.
+        """Accumulate the gradients of `scale` times the summed loss over this rank's rows of a step, `micro_batch_size` rows at a time.
 
-        `rows` is how many rows the whole step has: ranks with a row less run a blank micro-batch where others have one more. The sums
-        are of this rank alone until `sum_over_ranks` adds them up.
+        `rows` is the number of rows of the whole step: a rank with one row fewer than others may run a blank micro-batch. The returned
+        sums are those of this rank, before `sum_over_ranks`.
         """
         if self.pipeline:
             return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
@@ -158,8 +157,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def _set_step_loads(self, model: Transformer, pieces: list[tuple[Batch, bool]], top_k: int) -> None:
-        """Count the step's choices of all ranks and micro-batches, which the auxiliary loss of each of them needs, by a forward of their
-        own. Dropout draws other numbers there than in the step."""
+        """Count the tokens per expert of the step over all ranks and micro-batches, which the auxiliary loss of each micro-batch needs, in
+        a separate forward pass. Dropout masks differ from those of the step."""
         nothing, found = torch.zeros((), device=self.device), None
         for piece, real in pieces:
             counts = model.loss(*self._inputs(piece)).experts.counts
@@ -170,8 +169,8 @@ class ParallelModel:
         set_loads(self.moe_layers(), counts_LE[self.moe_layer_indices], top_k)
 
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
-        """Add the gradients of `scale` times the loss of a micro-batch, `last` of its step."""
-        data.hold(model, self.ranks.layout.zero, last)
+        """Accumulate the gradients of `scale` times the loss of a micro-batch; `last`: it is the last one of its step."""
+        data.set_last_micro_batch(model, self.ranks.layout.zero, last)
         loss = model.loss(*inputs)
         (loss.total * scale).backward()
         return loss
@@ -181,15 +180,15 @@ class ParallelModel:
         return clip_gradients(self.parameters(), max_grad_norm, self.ranks.world_group, self.ranks.size("weights"), self.duplicates)
 
     def norm(self, values: Mapping[str, Tensor]) -> float:
-        """The Euclidean norm of a tensor for each parameter, of which every rank gives what it holds of the parameter, by name."""
+        """The Euclidean norm of `values`, which has one tensor per parameter name with this rank's part."""
         held, square = {id(duplicate) for duplicate in self.duplicates}, torch.zeros((), dtype=torch.float64, device=self.device)
         for name, parameter in self.named_parameters():
-            if id(parameter) not in held:  # each rank with the same part counts for some of it
+            if id(parameter) not in held:  # a part that several ranks hold is counted once in total
                 square += values[name].double().square().sum() * (shards(parameter) / self.ranks.size("weights"))
         return float(self.ranks.all_reduce(self.ranks.all_reduce(square, "weights"), "pp").sqrt())
 
     def rerun_forward_backward(self, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> None:
-        """Run `forward_backward` again, to be observed by hooks; all gradients are dropped."""
+        """Run `forward_backward` again for hooks to observe; all gradients are discarded."""
         for parameter in self.parameters():
             parameter.grad = None
         self.forward_backward(batch, rows, micro_batch_size, scale)
@@ -197,8 +196,8 @@ class ParallelModel:
             parameter.grad = None
 
     def _pipelined(self, pipeline: Pipeline, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> StepSums:
-        """A schedule wants micro-batches of one shape, and not any number of them: where the rows do not divide, as in a ramp of the
-        batch, they are single rows, and blank ones at the end."""
+        """`forward_backward` with pipeline stages. A schedule needs micro-batches of one shape, and only some numbers of them are possible.
+        If the rows do not divide, as in a batch-size ramp, micro-batches are single rows, padded with blank ones at the end."""
         own, rest = divmod(rows, self.ranks.size("dp"))
         micro_batch_size = 1 if rest else pipelined_micro_batch(self.ranks.layout, own, micro_batch_size) or 1
         count = runnable(self.ranks.layout, (own + bool(rest)) // micro_batch_size)
@@ -270,7 +269,7 @@ class ParallelModel:
 
 
 def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterator[tuple[Batch, bool]]:
-    """`count` micro-batches of at most `rows` rows, and whether each is real: past the batch's end come `blank` rows of nothing."""
+    """`count` micro-batches of at most `rows` rows, and whether each is real: past the end of the batch they are `blank` empty rows."""
     for start in range(0, count * rows, rows):
         stop = min(start + rows, len(batch.tokens))
         if start < stop:

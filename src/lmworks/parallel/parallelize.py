@@ -1,4 +1,4 @@
-"""A model on the ranks of a layout: one page, one order, nothing of it in the model."""
+"""Applies all parallelism to a model, in one place and in a fixed order; the model code knows nothing of it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from lmworks.parallel.pipeline_stages import pipeline_stage_problems
 from lmworks.precision import dtype_for
 from lmworks.recipe.schema.recipe import Recipe
 
-_SHAPES = 1024  # more shapes of a layer's input than this are a mistake, not a recipe
+_SHAPES = 1024  # no valid recipe has more input shapes of a layer
 
 
 def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transformer]:
-    """This rank's parts of the model at its start: one, or one for each of its pipeline stages.
+    """Build and initialize this rank's parts of the model: one, or one per pipeline stage of this rank.
 
-    Built without memory, cut, and only then filled: no rank ever holds more than its part, and the weights depend on the seed alone.
+    The model is built on the meta device, split, and then materialized: no rank ever holds more than its part, and the initial weights
+    depend only on the seed.
     """
     for problem in pipeline_stage_problems(recipe.model, ranks.layout, recipe.train):
         raise UserError(f"layout: {problem}")
     dtype = dtype_for(recipe.train.precision, device)
-    if dtype == torch.bfloat16 or device.type == "cpu":  # where products are grouped at all
+    if dtype == torch.bfloat16 or device.type == "cpu":  # otherwise grouped products are not used
         for problem in alignment_problems(recipe.model, ranks.size("tp"), dtype.itemsize):
             raise UserError(problem)
     with torch.device("meta"):
@@ -45,7 +46,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
         if ranks.size("ep") > 1 or (ranks.size("tp") > 1 and part.moe_layers()):
             experts.shard_experts(part, ranks)
         if ranks.size("cp") > 1:
-            context.share(part, ranks)
+            context.shard_context(part, ranks)
         checkpoint_activations(part, recipe.train.activation_checkpointing)
         if is_compiled(recipe, device):
             compile_layers(part)
@@ -58,34 +59,34 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:
     """Whether layers are compiled on this device.
 
-    It must not depend on how the run goes: compiled code rounds elsewhere, and a resumed run would not end with the same bits.
+    It must not depend on the course of the run: compiled code rounds differently, and a resumed run would not be bit-exact.
     """
     return device.type != "cpu" if recipe.train.compile == "auto" else recipe.train.compile
 
 
 def compile_layers(part: Transformer) -> None:
-    """Compile for each shape on its own, however many there are: past torch's limit (8) it would silently run new shapes as eager
-    code, and which shapes those are would depend on where the run was last resumed, and with it the last bits of the weights."""
+    """Compile each input shape separately, without a limit on their number. Past its limit (8) torch would silently run new shapes in
+    eager mode; which shapes those are, and so the last bits of the weights, would depend on where the run was last resumed."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = _SHAPES
     torch._dynamo.config.accumulated_recompile_limit = 16 * _SHAPES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._dynamo.config.capture_scalar_outputs = True  # how many rows go between the ranks of `ep`: sizes, not constants
+    torch._dynamo.config.capture_scalar_outputs = True  # the numbers of rows exchanged between the ranks of `ep` are symbolic sizes
     part.compile(dynamic=False)
 
 
 def materialize(part: Transformer, seed: int, device: torch.device) -> None:
-    """Give a model built on the meta device its memory and its first weights."""
+    """Allocate and initialize a model that was built on the meta device."""
     part.to_empty(device=device)
     if part.config.tie_word_embeddings and part.head is not None:
-        part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` gives each place memory of its own
+        part.head._parameters["weight"] = part.embedding._parameters["weight"]  # `to_empty` unties them
     initialize(part, seed, local_shard)
     part.set_rope(part.rope)
 
 
 def local_shard(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's box of a parameter, and where in the whole it begins."""
+    """This rank's shard of a parameter, and its offsets in the full tensor."""
     if not isinstance(parameter, DTensor):
         return whole(parameter)
     _, begins = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -1,12 +1,12 @@
-"""Pipeline parallelism on `torch.distributed.pipelining`: each rank of `pp` holds some layers, and micro-batches walk through the ranks.
+"""Pipeline parallelism on `torch.distributed.pipelining`: each rank of `pp` holds some layers, and micro-batches pass through the ranks.
 
-A stage is a `Transformer` from which everything that lies elsewhere was taken away; what stays keeps its name. Stage s lies on rank
-s % pp. What a stage must know of a micro-batch (documents, tokens, labels) every rank reads for itself; between stages go activations
-(B, T, D) alone, T being this rank's part of the sequence.
+A stage is a `Transformer` without the modules of other stages; the names of the remaining ones do not change. Stage s is on rank s % pp.
+Every rank reads the tokens, labels and document boundaries of a micro-batch itself; only activations (B, T, D) are sent between stages,
+where T is this rank's part of the sequence.
 
-Of torch are the schedules and the sending: `PipelineStage` with the shapes given, since finding them out would run a micro-batch twice,
-and `step` of a schedule, whose only argument is the number of each micro-batch. Nothing private is leant on but where `_modules` is
-named below. Gradients are sums, so `scale_grads` is off; gradients of sharded weights are summed over ranks after the last micro-batch.
+torch provides the schedules and the communication: `PipelineStage`, with explicit shapes, because inferring them would run a micro-batch
+twice, and `step` of a schedule, whose only argument is the index of each micro-batch. Of torch's private interface only `_modules` is
+used, below. Gradients are sums, so `scale_grads` is off; gradients of sharded weights are reduced after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lmworks.parallel.module_overrides import override_members
 from lmworks.parallel.pipeline_stages import pipeline_stage_layers
 from lmworks.recipe.schema.layout import Layout
 
-Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens, and with context parallelism where they lie and what is ahead
+Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens; with context parallelism also the slices and the tokens ahead
 
 
 def stage_numbers(layout: Layout, rank: int) -> range:
@@ -36,15 +36,15 @@ def stage_numbers(layout: Layout, rank: int) -> range:
 
 
 def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
-    """Take from a model, still without memory, what does not belong to a stage.
+    """Remove from a model on the meta device what does not belong to a stage.
 
-    The last stage has a copy of the embedding where it needs one: a tied head, or multi-token prediction.
+    The last stage has a copy of the embedding if it needs one, for a tied head or multi-token prediction.
     """
     last = number == layout.pp * layout.pipeline_stages_per_rank - 1
     here = pipeline_stage_layers(model.config, layout)[number]
     for layer in range(model.config.num_hidden_layers or 0):
         if layer not in here:
-            del model.layers._modules[str(layer)]  # `del model.layers[layer]` would give the others new names
+            del model.layers._modules[str(layer)]  # `del model.layers[layer]` would renumber the others
     if number and not (last and shares_embedding(model)):
         model.register_module("embedding", None)
     if not last:
@@ -55,13 +55,13 @@ def cut(model: Transformer, layout: Layout, number: int) -> Transformer:
 
 
 def shares_embedding(model: Transformer) -> bool:
-    """Whether the last stage uses the embedding as well as the first."""
+    """Whether the last stage uses the embedding too."""
     return model.config.tie_word_embeddings or model.config.mtp is not None
 
 
 @dataclass
 class Step:
-    """The micro-batches of a step, whether each is real or blank, the factor of its loss, and what this rank's stages found in them."""
+    """The micro-batches of a step, whether each is real or blank, the factor of the loss, and the results of this rank's stages."""
 
     inputs: Sequence[Inputs]
     real: Sequence[bool]
@@ -70,21 +70,21 @@ class Step:
     counts_LE: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
-_NOTHING = Step([], [], 0.0)
+_NO_STEP = Step([], [], 0.0)
 
 
 class Pipeline:
-    """This rank's stages, and how a step's micro-batches go through them. All ranks call every method in the same order."""
+    """This rank's stages, and the execution of a step's micro-batches. All ranks call every method in the same order."""
 
     def __init__(self, parts: list[Transformer], ranks: Ranks) -> None:
         self.parts, self.ranks, self.layout = parts, ranks, ranks.layout
         self.numbers = stage_numbers(self.layout, ranks.rank("pp"))
         self.stages = self.layout.pp * self.layout.pipeline_stages_per_rank
         self.device = next(parts[0].parameters()).device
-        self._step = _NOTHING
+        self._step = _NO_STEP
         self._schedule: tuple[tuple[int, ...], Any] | None = None
         for part, number in zip(parts, self.numbers, strict=True):
-            override_members(part, {"forward": self._forward_of(number)})
+            override_members(part, {"forward": self._stage_forward(number)})
 
     @property
     def duplicates(self) -> list[Tensor]:
@@ -96,18 +96,17 @@ class Pipeline:
         return self.numbers[-1] == self.stages - 1
 
     def forward_backward(self, inputs: Sequence[Inputs], real: Sequence[bool], scale: float | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add to the gradients those of `scale` times the summed loss of micro-batches of one shape; those that are not real are left out.
+        """Accumulate the gradients of `scale` times the summed loss of micro-batches of one shape; blank ones contribute nothing.
 
-        Returns what this rank's stages found: four sums (cross-entropy, z, auxiliary, mtp), and the tokens per expert of its sparse
-        layers.
+        Returns the sums of this rank's stages (cross-entropy, z, auxiliary, mtp), and the tokens per expert of its MoE layers.
         """
         self._step = Step(inputs, real, scale)
         number = torch.arange(len(inputs))
-        self._scheduled(len(inputs), inputs[0][0].shape).step(number=number, target=number)
+        self._schedule_for(len(inputs), inputs[0][0].shape).step(number=number, target=number)
         self._sum_duplicate_gradients()
-        step, self._step = self._step, _NOTHING
+        step, self._step = self._step, _NO_STEP
         counts = [
-            torch.stack([found for (stage, _), found in sorted(step.counts_LE.items()) if stage == number]).sum(0)
+            torch.stack([counts for (stage, _), counts in sorted(step.counts_LE.items()) if stage == number]).sum(0)
             for number in self.numbers
             if (number, 0) in step.counts_LE
         ]
@@ -115,7 +114,7 @@ class Pipeline:
 
     @torch.no_grad()
     def cross_entropy(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> Tensor:
-        """The summed cross-entropy of micro-batches, of any shapes, forward only; on the last stage's rank, and 0 on the others."""
+        """The summed cross-entropy of micro-batches of any shapes, forward only; 0 on ranks without the last stage."""
         self._step = Step(inputs, real, 1.0)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         group, rank, size = self.ranks.group("pp"), self.ranks.rank("pp"), self.layout.pp
@@ -123,7 +122,7 @@ class Pipeline:
             for index, (tokens, *_) in enumerate(inputs):
                 received = []
                 if number:
-                    received.append(torch.empty(self._between(tokens.shape), dtype=part.compute_dtype, device=self.device))
+                    received.append(torch.empty(self._activation_shape(tokens.shape), dtype=part.compute_dtype, device=self.device))
                     dist.recv(received[0], group=group, group_src=(rank - 1) % size)
                 out = part(*received, number=index)
                 if number < self.stages - 1:
@@ -131,11 +130,11 @@ class Pipeline:
         for work, _ in sent:
             if work is not None:
                 work.wait()
-        step, self._step = self._step, _NOTHING
+        step, self._step = self._step, _NO_STEP
         return torch.stack([step.scalars[key][0] for key in sorted(step.scalars)]).sum()
 
-    def _forward_of(self, stage: int) -> Any:
-        """The forward of a stage: from what the stage before it made, or from tokens, to what the next one takes, or to the loss."""
+    def _stage_forward(self, stage: int) -> Any:
+        """The forward of a stage: from the activations of the previous stage, or tokens, to activations, or to the loss."""
 
         def forward(part: Transformer, *received: Tensor, number: Any) -> Tensor:
             return self._run(part, stage, int(number), *received)
@@ -150,14 +149,14 @@ class Pipeline:
         x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
             self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
-            return x_BTD if experts.aux is None else _Beside.apply(x_BTD, experts.aux * scale)
+            return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
         self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
         return (loss.total * scale)[None]
 
     def _record(self, stage: int, index: int, experts: ExpertStats, head: Tensor) -> None:
-        """Keep what a stage found in a micro-batch, of a blank one as nothing."""
+        """Record the results of a stage for a micro-batch; zeros for a blank one."""
         aux = head.new_zeros(()) if experts.aux is None else experts.aux.detach()
         cross_entropy, z, mtp = head
         real = self._step.real[index]
@@ -165,25 +164,25 @@ class Pipeline:
         if experts.counts is not None:
             self._step.counts_LE[stage, index] = experts.counts * float(real)
 
-    def _scheduled(self, count: int, shape: Sequence[int]) -> Any:
-        """The schedule for so many micro-batches of a shape (B, T): the one of the step before, unless they have changed."""
+    def _schedule_for(self, count: int, shape: Sequence[int]) -> Any:
+        """The schedule for `count` micro-batches of shape (B, T): that of the previous step unless they have changed."""
         key = (count, *shape)
         if self._schedule is None or self._schedule[0] != key:
-            self._schedule = None  # its buffers go before the new ones come
+            self._schedule = None  # frees its buffers before new ones are allocated
             self._schedule = (key, self._new_schedule(count, shape))
         return self._schedule[1]
 
     def _new_schedule(self, count: int, shape: Sequence[int]) -> Any:
-        # Only here: it brings torch's compiler with it, half a second of every start.
+        # Imported here because it imports torch's compiler, which takes half a second.
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
         from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
         total = torch.empty(1, device="meta", requires_grad=True)
-        between = torch.empty(self._between(shape), dtype=self.parts[0].compute_dtype, device="meta", requires_grad=True)
+        activations = torch.empty(self._activation_shape(shape), dtype=self.parts[0].compute_dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
-                part, number, self.stages, self.device, input_args=(between,) if number else (),
-                output_args=(total if number == self.stages - 1 else between,), group=self.ranks.group("pp"),
+                part, number, self.stages, self.device, input_args=(activations,) if number else (),
+                output_args=(total if number == self.stages - 1 else activations,), group=self.ranks.group("pp"),
             )
             for part, number in zip(self.parts, self.numbers, strict=True)
         ]  # fmt: skip
@@ -195,18 +194,18 @@ class Pipeline:
                 return ScheduleInterleavedZeroBubble(stages, **options)  # type: ignore[arg-type]
             case "1f1b" if count >= self.stages:
                 return Schedule1F1B(stages[0], **options)
-            case _:  # 1F1B of fewer micro-batches than stages begins no backward before the last forward: it is GPipe
+            case _:  # 1F1B with fewer micro-batches than stages starts no backward before the last forward: it is GPipe
                 return ScheduleGPipe(stages[0], **options)
 
-    def _between(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """The shape of what goes from stage to stage, for tokens (B, T)."""
+    def _activation_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The shape of the activations between stages, for tokens (B, T)."""
         rows, length = shape
         assert self.parts[0].config.hidden_size
         return rows, length // self.ranks.size("tp"), self.parts[0].config.hidden_size
 
     @torch.no_grad()
     def _sum_duplicate_gradients(self) -> None:
-        """The gradient of an embedding that two stages use is the sum of theirs, on both."""
+        """Sum the gradients of an embedding that two stages use, on both."""
         first, last = 0, self.layout.pp - 1
         rank, group = self.ranks.rank("pp"), self.ranks.group("pp")
         if not shares_embedding(self.parts[0]) or rank not in (first, last):
@@ -220,20 +219,20 @@ class Pipeline:
         else:
             dist.recv(theirs, group=group, group_src=first)
             dist.send(mine, group=group, group_dst=first)
-        mine += theirs  # a + b is b + a to the last bit
+        mine += theirs  # addition is commutative, so both ranks get the same bits
 
 
 def _loss(total: Tensor, _: Tensor) -> Tensor:
     return total.sum()
 
 
-class _Beside(torch.autograd.Function):
-    """The activations as they are; a loss of the stage beside them has the gradient 1 when theirs comes back."""
+class _WithAuxiliaryLoss(torch.autograd.Function):
+    """Returns the activations unchanged; in the backward pass the auxiliary loss of the stage gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.shape = loss.shape
-        return x.clone()  # torch's zero-bubble schedules detach what a stage returns, which a view does not allow
+        return x.clone()  # torch's zero-bubble schedules detach the output of a stage in place, which a view does not allow
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

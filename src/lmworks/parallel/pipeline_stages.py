@@ -30,10 +30,10 @@ def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Itera
     assert model.num_hidden_layers
     if layout.pp == 1:
         if layout.pipeline_stages_per_rank > 1 or layout.layers_per_pipeline_stage:
-            yield "pipeline_stages_per_rank and layers_per_pipeline_stage say how a pipeline is cut; leave them out, or set pp"
+            yield "pipeline_stages_per_rank and layers_per_pipeline_stage need a pipeline; remove them, or set pp"
         return
     if model.moe is not None and model.moe.balance.method == "aux":
-        yield "model.moe.balance.method aux counts a whole step before its first backward, which a pipeline does not; choose bias, or pp=1"
+        yield "model.moe.balance.method aux needs the counts of a whole step before its backward pass, unlike a pipeline; set bias, or pp=1"
     if stages > model.num_hidden_layers:
         of = f"pp {layout.pp}" + (
             f" x pipeline_stages_per_rank {layout.pipeline_stages_per_rank}" if layout.pipeline_stages_per_rank > 1 else ""
@@ -41,15 +41,15 @@ def pipeline_stage_problems(model: Model, layout: Layout, train: Train) -> Itera
         yield f"{of} exceeds the {model.num_hidden_layers} layers"
     elif (given := layout.layers_per_pipeline_stage) and (len(given) != stages or sum(given) != model.num_hidden_layers or min(given) < 1):
         yield (
-            f"layers_per_pipeline_stage must be {stages} numbers from 1 that add up to {model.num_hidden_layers}; "
-            "left out, the stages are balanced"
+            f"layers_per_pipeline_stage must be {stages} positive numbers that add up to {model.num_hidden_layers}; "
+            "without it, the stages are balanced"
         )
     if name in ("gpipe", "1f1b") and layout.pipeline_stages_per_rank > 1:
         yield f"schedule {name} has one stage on each rank; set pipeline_stages_per_rank=1, or schedule=interleaved"
     if name == "interleaved" and layout.pipeline_stages_per_rank == 1:
         yield "schedule interleaved needs several stages on each rank; set pipeline_stages_per_rank=2, or schedule=1f1b"
     if name == "zero-bubble" and train.compile:
-        yield "schedule zero-bubble cuts the backward in two, which compiled layers cannot; set train.compile=false, or schedule=1f1b"
+        yield "schedule zero-bubble splits the backward pass, which compiled layers cannot do; set train.compile=false, or schedule=1f1b"
     else:
         yield from train.activation_checkpointing.problems(name)
 
@@ -76,7 +76,7 @@ def _costs(model: Model) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """The number of consecutive layers of each stage, at least one: least largest sum of costs, and of those least sum of squares.
+    """The number of consecutive layers of each stage, at least one: minimizes the largest stage cost, then the sum of squared costs.
 
     Raises `ValueError` with fewer layers than stages.
     """
@@ -102,14 +102,14 @@ def _balanced(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def runnable(layout: Layout, micro_batches: int) -> int:
-    """The least number of micro-batches, at least `micro_batches`, that the pipeline schedule can run in a step."""
+    """The smallest number of micro-batches, at least `micro_batches`, that the pipeline schedule can run in a step."""
     if layout.pipeline_schedule in ("gpipe", "1f1b"):
         return micro_batches
-    # interleaved schedules go in rounds of equal size, of about as many micro-batches as ranks
+    # interleaved schedules run rounds of equal size, each of about as many micro-batches as ranks
     return next(count for count in range(micro_batches, 2 * micro_batches + layout.pp) if count % max(1, count // layout.pp) == 0)
 
 
-def pipelined_micro_batch(layout: Layout, sequences: int, most: int) -> int | None:
-    """The largest micro-batch size, at most `most`, whose number of micro-batches the pipeline schedule can run; None if there is none."""
-    sizes = range(min(sequences, most), 0, -1)
+def pipelined_micro_batch(layout: Layout, sequences: int, max_size: int) -> int | None:
+    """The largest micro-batch size up to `max_size` for which the pipeline schedule can run the number of micro-batches, or None."""
+    sizes = range(min(sequences, max_size), 0, -1)
     return next((size for size in sizes if sequences % size == 0 and runnable(layout, sequences // size) == sequences // size), None)

@@ -14,29 +14,29 @@ from lmworks.parallel import consistency
 from lmworks.parallel.mesh import AXES, Ranks, backend_for
 from lmworks.recipe.schema.layout import Layout, world_size
 
-_JOINING = 600.0  # seconds that the slowest rank may take to start
-_RECORDED = "256"  # newest collectives that a rank remembers, for the report on a hang
+_JOIN_TIMEOUT = 600.0  # seconds that the slowest rank may take to start
+_FLIGHT_RECORDER_SIZE = "256"  # latest collectives that a rank records, for the diagnosis of a hang
 
 
 def min_world_size(layout: Layout) -> int:
-    """The least number of ranks of a layout; every other is a multiple of it."""
+    """The smallest number of ranks of a layout; all other possible numbers are multiples of it."""
     axis = _data_axis(layout)
     per_data_rank = 1 if axis == "dp_replicate" else max(1, layout.ep // layout.cp)  # experts need dp_shard in multiples of this
     return world_size(layout) // int(getattr(layout, axis)) * per_data_rank
 
 
 def layout_for(layout: Layout, world: int) -> Layout:
-    """The layout on `world` ranks: pp, cp, tp and ep stay as they are, and the data axis takes what is there.
+    """The layout on `world` ranks: pp, cp, tp and ep are kept, and the data axis takes the remaining ranks.
 
-    That axis is dp_shard, or dp_replicate where the recipe has replicas: then dp_shard is what a replica needs to fit.
-    Raises `UserError` naming the nearest numbers of ranks that are possible.
+    The data axis is dp_shard, or dp_replicate if the recipe has replicas, because then dp_shard is what a replica needs to fit.
+    Raises `UserError` that names the nearest possible numbers of ranks.
     """
-    axis, least = _data_axis(layout), min_world_size(layout)
-    if world % least:
-        legal = sorted({size for size in (world // least * least, -(-world // least) * least) if size})
+    axis, unit = _data_axis(layout), min_world_size(layout)
+    if world % unit:
+        legal = sorted({size for size in (world // unit * unit, -(-world // unit) * unit) if size})
         sizes = {name: getattr(layout, name) for name in ("pp", "dp_shard", "cp", "tp", "ep") if name != axis}
         kept = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        raise UserError(f"{world} ranks do not divide by layout {kept} ({least} at a time); start {' or '.join(map(str, legal))} ranks")
+        raise UserError(f"{world} ranks are not a multiple of {unit} (layout {kept}); start {' or '.join(map(str, legal))} ranks")
     return layout.model_copy(update={axis: world // (world_size(layout) // int(getattr(layout, axis)))})
 
 
@@ -50,13 +50,13 @@ def is_launched() -> bool:
 
 
 def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ranks:
-    """Join the other ranks; one process that nobody launched stays alone.
+    """Join the process group; a process that was not launched as a rank runs alone.
 
-    `timeout`: seconds that a rank waits for the others in one collective before it gives up. `threads`: CPU threads of the machine, which
-    its ranks share; all cores when left out. Raises `UserError` if the layout cannot be had on the ranks that were started, or if these
-    differ in what they must have in common.
+    `timeout`: seconds after which a collective times out. `threads`: CPU threads of the machine, which its ranks share; by default all
+    cores. Raises `UserError` if the layout does not fit the number of ranks that were started, or if the ranks have different versions or
+    layouts.
     """
-    assert not layout.auto, "chosen before the ranks start"
+    assert not layout.auto, "the layout is chosen before the ranks start"
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (threads or machine.cores()) // here))
     if not is_launched():
@@ -65,15 +65,15 @@ def init_ranks(layout: Layout, timeout: float, threads: int | None = None) -> Ra
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
-    patience = timedelta(seconds=timeout)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _FLIGHT_RECORDER_SIZE)
+    collective_timeout = timedelta(seconds=timeout)
     if not dist.is_initialized():
-        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOINING)))
+        dist.init_process_group(backend_for(device), timeout=timedelta(seconds=max(timeout, _JOIN_TIMEOUT)))
     consistency.check_consistency(consistency.rank_environment(layout, device))
     ranks = Ranks(layout, device.type)
     for group in (dist.group.WORLD, *map(ranks.group, AXES)):
         if group is not None:
-            group.set_timeout(patience)  # a mesh gives its groups torch's default, half an hour on gloo
+            group.set_timeout(collective_timeout)  # a mesh gives its groups torch's default, half an hour with gloo
     return ranks
 
 

@@ -1,21 +1,21 @@
 """Tensor parallelism with sequence parallelism (Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198).
 
-The ranks of `tp` share every large matrix. Between the parts of a block each has its own stretch of the tokens, so that norms, sums and
-what is kept of them are shared too. A part gathers the tokens, computes with its own heads or hidden units, and its output, a sum over
-ranks, is added up and shared out again in one step:
+The ranks of `tp` shard every large matrix. Between the modules of a block the tokens are sharded too (sequence parallelism), and with them
+the norms, the residual additions and their saved activations. A module all-gathers the tokens, computes with its own heads or hidden
+units, and reduce-scatters its output, which is a sum over ranks:
 
-| part                       | enters by  | own slice of                         | leaves by                  |
-| embedding                  |            | vocabulary                           | sum, own tokens            |
-| attention                  | all tokens | heads: query, key, value; output     | sum, own tokens            |
-| latent attention           |            | heads: query_up, kv_up; output       | sum, own tokens            |
-| dense and shared ffn       | all tokens | hidden units: gate, up; down         | sum, own tokens            |
-| experts (`experts.py`)     | all tokens | hidden units: gate, up; down         | sum, own tokens            |
-| head and loss              | all tokens | vocabulary                           | the largest and the sum    |
+| module                     | input      | sharded over                         | output                     |
+| embedding                  |            | vocabulary                           | reduce-scatter             |
+| attention                  | all-gather | heads: query, key, value; output     | reduce-scatter             |
+| latent attention           |            | heads: query_up, kv_up; output       | reduce-scatter             |
+| dense and shared ffn       | all-gather | hidden units: gate, up; down         | reduce-scatter             |
+| experts (`experts.py`)     | all-gather | hidden units: gate, up; down         | reduce-scatter             |
+| head and loss              | all-gather | vocabulary                           | all-reduce of max and sum  |
 
-Whole on every rank are the norms, the router, the projection of multi-token prediction and the down-projections of latent attention.
-Norms and projections see a rank's own tokens or heads, so their gradients are summed; the router computes the same on all ranks.
-Latent attention gathers its latents instead of the hidden states. All heads share one key, and each rank uses it for its own heads only:
-that gather must sum gradients, or they are wrong though the forward is right.
+Replicated are the norms, the router, the projection of multi-token prediction and the down-projections of latent attention. Norms and
+projections process a rank's own tokens or heads, so their gradients are summed; the router computes the same on all ranks. Latent
+attention gathers its latents instead of the hidden states. All heads share one rotated key, and each rank uses it for its own heads only:
+that gather must sum gradients. Without the sum the forward pass would be right and the gradients wrong.
 
 Shapes: B batch, T tokens, D hidden, M tokens of a chunk, V own vocabulary.
 """
@@ -54,38 +54,38 @@ _TOKENS = 1  # the dimension of T
 
 @dataclass
 class Stream:
-    """The residual stream between the ranks of `group`: `shared`, each has its own tokens, or else, all have all.
+    """The residual stream of the ranks of `group`: with `sharded`, each rank has its own tokens; otherwise all ranks have all tokens.
 
-    It is shared in training. What does not divide, such as a cached step of one token, goes whole, without gradients.
+    It is sharded in training. If the number of tokens does not divide, as for one cached token, it is replicated, without gradients.
     """
 
     group: Any
     size: int
-    shared: bool = True
+    sharded: bool = True
 
     def begin(self, tokens: int) -> None:
-        self.shared = tokens % self.size == 0
-        if not self.shared and torch.is_grad_enabled():
-            raise UserError(f"sequences of {tokens:,} tokens cannot be shared by layout.tp {self.size}: use a multiple of {self.size}")
+        self.sharded = tokens % self.size == 0
+        if not self.sharded and torch.is_grad_enabled():
+            raise UserError(f"layout.tp {self.size} does not divide sequences of {tokens:,} tokens; use a multiple of {self.size}")
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        """All tokens, for a part of which each rank computes its own share."""
-        return collectives.gather(x_BTD, _TOKENS, self.group) if self.shared else collectives.copy(x_BTD, self.group)
+        """All tokens, as the input of a module whose computation is sharded."""
+        return collectives.gather(x_BTD, _TOKENS, self.group) if self.sharded else collectives.copy(x_BTD, self.group)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
-        """The sum of the shares; own tokens."""
-        return collectives.scatter_sum(x_BTD, _TOKENS, self.group) if self.shared else collectives.all_sum(x_BTD, self.group)
+        """The sum of the ranks' outputs, as own tokens."""
+        return collectives.scatter_sum(x_BTD, _TOKENS, self.group) if self.sharded else collectives.all_sum(x_BTD, self.group)
 
     def whole(self, x_BTD: Tensor) -> Tensor:
-        """All tokens, the same on all ranks."""
-        return collectives.gather_alike(x_BTD, _TOKENS, self.group) if self.shared else x_BTD
+        """All tokens, with which all ranks compute the same."""
+        return collectives.gather_alike(x_BTD, _TOKENS, self.group) if self.sharded else x_BTD
 
 
 def problems(config: Model, tp: int) -> list[str]:
-    """Why the matrices of a model cannot be shared by `tp` ranks; empty if they can."""
+    """The reasons why the matrices of a model cannot be sharded over `tp` ranks; empty if they can."""
     found = [f"tp {tp} does not divide model.{name} {size}" for name, size in _sizes(config).items() if size % tp]
     if tp > 1 and config.qk_norm_over == "all_heads":
-        found.append("model.qk_norm_over all_heads norms all heads at once, and under tp each rank has only some of them")
+        found.append("model.qk_norm_over all_heads normalizes all heads at once, and with tp each rank has only some of them")
     return found
 
 
@@ -103,45 +103,45 @@ def _sizes(config: Model) -> dict[str, int]:
 
 
 def shard_tensors(model: Transformer, ranks: Ranks) -> None:
-    """Share a model on the meta device, or one pipeline stage of it, between the ranks of `tp`; the experts' own weights aside.
+    """Shard a model on the meta device, or one pipeline stage of it, over the ranks of `tp`, except the weights of experts.
 
-    Raises `UserError` if a size does not divide, with the nearest number of ranks that does.
+    Raises `UserError` if a size is not divisible, with the nearest valid number of ranks.
     """
     size, mesh = ranks.size("tp"), ranks.mesh("tp")
     if found := problems(model.config, size):
         nearest = max(number for number in range(1, size) if not problems(model.config, number))
-        raise UserError(f"layout: {found[0]}; the nearest that divides all is tp {nearest}")
+        raise UserError(f"layout: {found[0]}; the nearest valid size is tp {nearest}")
     stream = Stream(ranks.group("tp"), size)
     forwards = _forwards(stream)
     for module in list(model.modules()):
         if isinstance(module, Attention):
-            _columns(mesh, module.query, module.key, module.value)
-            _rows(mesh, module.output)
+            _column_parallel(mesh, module.query, module.key, module.value)
+            _row_parallel(mesh, module.output)
         elif isinstance(module, LatentAttention):
-            _columns(mesh, module.query, module.query_up, module.kv_up)
-            _rows(mesh, module.output)
-            _whole(mesh, module.query_down, module.kv_down)
+            _column_parallel(mesh, module.query, module.query_up, module.kv_up)
+            _row_parallel(mesh, module.output)
+            _replicated(mesh, module.query_down, module.kv_down)
             for name in ("query", "query_down", "kv_down"):
                 if (part := getattr(module, name)) is not None:
                     override_members(part, {"forward": forwards[name]})
         elif isinstance(module, SwiGLU):
-            _columns(mesh, module.gate, module.up)
-            _rows(mesh, module.down)
+            _column_parallel(mesh, module.gate, module.up)
+            _row_parallel(mesh, module.down)
         elif isinstance(module, Router):
-            _place(module, mesh, Replicate(), alike=True)
+            _place(module, mesh, Replicate(), same_computation=True)
             override_members(module, {"forward": forwards[Router]})
         elif isinstance(module, RMSNorm):
-            _whole(mesh, module)
+            _replicated(mesh, module)
         elif isinstance(module, MtpLayer):
-            _whole(mesh, module.projection)
+            _replicated(mesh, module.projection)
     for block in model.every_block():
         for part in (block.attention, block.ffn):
             override_members(part, {"forward": next(forward for kind, forward in forwards.items() if kind in type(part).__mro__)})
-    _share_ends(model, ranks, stream)
+    _shard_ends(model, ranks, stream)
 
 
 def place(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """A parameter on the meta device as a distributed one."""
+    """Turn a parameter on the meta device into a distributed one."""
     assert parameter.is_meta
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device="meta")
@@ -149,34 +149,34 @@ def place(parameter: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return nn.Parameter(whole)
 
 
-def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement, alike: bool = False) -> None:
-    """Distribute a module's own parameters and let it see its parts. `alike`: all ranks compute the same with them."""
+def _place(module: nn.Module, mesh: DeviceMesh, placement: Placement, same_computation: bool = False) -> None:
+    """Distribute a module's own parameters, and make it compute with its local parts. `same_computation`: all ranks compute the same."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             module._parameters[name] = place(parameter, mesh, [placement])
-    use_local_parameters(module, {name: [Replicate()] for name in module._parameters} if alike else None)
+    use_local_parameters(module, {name: [Replicate()] for name in module._parameters} if same_computation else None)
 
 
-def _columns(mesh: DeviceMesh, *projections: Linear | None) -> None:
-    """From the whole of x to own outputs."""
+def _column_parallel(mesh: DeviceMesh, *projections: Linear | None) -> None:
+    """Shard the outputs: from the full input to this rank's outputs."""
     for projection in filter(None, projections):
         _place(projection, mesh, Shard(0))
 
 
-def _rows(mesh: DeviceMesh, projection: Linear) -> None:
-    """From own inputs to a share of the sum."""
-    assert projection.bias is None, "each rank would add it"
+def _row_parallel(mesh: DeviceMesh, projection: Linear) -> None:
+    """Shard the inputs: from this rank's inputs to a partial sum of the output."""
+    assert projection.bias is None, "every rank would add the bias"
     _place(projection, mesh, Shard(1))
 
 
-def _whole(mesh: DeviceMesh, *modules: nn.Module | None) -> None:
-    """Of own tokens, or own heads: each rank has a share of the gradient."""
+def _replicated(mesh: DeviceMesh, *modules: nn.Module | None) -> None:
+    """Replicate: the inputs are this rank's tokens or heads, so each rank has a partial gradient."""
     for module in filter(None, modules):
         _place(module, mesh, Replicate())
 
 
 def _forwards(stream: Stream) -> dict[Any, Any]:
-    """What stands around the forwards of the parts of a block, and of the projections of latent attention."""
+    """The forward methods, with communication, of the modules of a block and of the projections of latent attention."""
 
     def attention(self: Attention, x_BTD: Tensor, *context: Any) -> Tensor:
         return stream.leave(Attention.forward(self, stream.enter(x_BTD), *context))
@@ -198,7 +198,7 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
         return stream.leave(out_BTD), routing
 
     def router(self: Router, x_BTD: Tensor) -> Routing:
-        """The same on all ranks, of tokens whose gradients will be summed, and for products of which each rank has a share."""
+        """All ranks compute the same. The gradient of the input is summed over ranks later; that of the weights is summed here."""
         routing = Router.forward(self, collectives.alike(x_BTD, stream.group))
         return replace(routing, weights=collectives.copy(routing.weights, stream.group))
 
@@ -208,8 +208,8 @@ def _forwards(stream: Stream) -> dict[Any, Any]:
     }  # fmt: skip
 
 
-def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
-    """Embedding and head by vocabulary, where this stage has them; the loss, and what a caller of the model gets to see."""
+def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
+    """Shard the embedding and the head that this stage has over the vocabulary, and override the loss and the outputs of the model."""
     config, mesh = model.config, ranks.mesh("tp")
     assert config.vocab_size and config.num_key_value_heads
     own, heads = config.vocab_size // stream.size, config.num_key_value_heads // stream.size
@@ -247,9 +247,9 @@ def _share_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
 def chunk_loss(
     logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, *, first: int, group: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`lmworks.model.loss.chunk_loss` of logits whose vocabulary the ranks of `group` share; here lies what begins at `first`.
+    """`lmworks.model.loss.chunk_loss` for logits whose vocabulary is sharded over `group`; this rank's part begins at id `first`.
 
-    The sums are the same on all ranks; the gradient is that of the own logits.
+    The sums are the same on all ranks; the gradient is that of this rank's logits.
     """
     capped = soft_cap(logits_MV.float(), softcap)
     valid = labels_M != IGNORE

@@ -1,7 +1,7 @@
-"""ZeRO by DeepSpeed, for training state that the GPUs cannot hold (arXiv:1910.02054; on CPU: 2101.06840; on disks: 2104.07857).
+"""ZeRO with DeepSpeed, for training state that the GPUs cannot hold (arXiv:1910.02054; on CPU: 2101.06840; on disks: 2104.07857).
 
-It takes the place of FSDP2 and of our optimizer inside a step. Batches, losses, limits, schedules, metrics and checkpoints are those of
-every other run. Weights, gradients and moments are fp32, as everywhere here; layers compute in `train.precision`.
+It replaces FSDP2 and our optimizer within a step. Batches, losses, limits, schedules, metrics and checkpoints are those of every other
+run. Weights, gradients and moments are fp32, as in every run; layers compute in `train.precision`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _MOMENTS = ("first", "second")
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """Our AdamW on the flat fp32 pieces that DeepSpeed makes of each group, in whatever memory they lie.
+    """Our AdamW on the flat fp32 tensors that DeepSpeed makes of each group, on any device.
 
-    DeepSpeed calls `step` piece by piece. `apply` says whether this step may change anything; `count` are the steps taken with it.
+    DeepSpeed calls `step` for one tensor at a time. `apply`: whether this step is applied; `count`: the number of applied steps.
     """
 
     def __init__(self, groups: list[Group], options: Options) -> None:
@@ -50,7 +50,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the pieces that have gradients; their state exists afterwards, also where nothing is applied."""
+        """Update the tensors that have gradients. Their state exists afterwards, even if nothing is applied."""
         self.make_state()
         for group in self.param_groups if self.apply else ():
             for piece in group["params"]:
@@ -62,15 +62,15 @@ class FlatAdamW(torch.optim.Optimizer):
                     )  # fmt: skip
 
     def make_state(self) -> None:
-        """Zeros as the moments of pieces that have none."""
+        """Create zero moments for tensors that have none."""
         for piece in [piece for group in self.param_groups for piece in group["params"] if piece not in self.state]:
             self.state[piece] = {kind: torch.zeros_like(piece) for kind in _MOMENTS}
 
 
 class ZeroModel(ParallelModel):
-    """A whole model in DeepSpeed's hands, with the optimizer that belongs to it.
+    """A model and its optimizer under DeepSpeed.
 
-    Construction takes over the model, which may lie in CPU memory, and is collective.
+    Construction takes over the model, which may be in CPU memory, and is collective.
     """
 
     def __init__(self, model: Transformer, ranks: Ranks, recipe: Recipe) -> None:
@@ -78,21 +78,21 @@ class ZeroModel(ParallelModel):
         assert options is not None
         deepspeed = _library(options)
         device = own_device()
-        if not dist.is_initialized():  # one process that nobody launched
+        if not dist.is_initialized():  # a single process that was not launched
             dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
         model.compute_dtype = dtype_for(recipe.train.precision, device)
-        _enter_by_call(model)
+        _route_through_call(model)
         self._deepspeed, self._world, self._sharded = deepspeed, dist.get_world_size(), ranks.layout.zero == 3
         self.flat = FlatAdamW(
             group_parameters(model.named_parameters(), recipe.optimizer, recipe.model.num_hidden_layers), recipe.optimizer
         )
         settings = _settings(options, ranks.layout.zero, recipe.optimizer.max_grad_norm, max(p.numel() for p in model.parameters()))
         if self._sharded:
-            sparse = {type(ffn) for ffn in model.moe_layers()}  # gathered as one: what a router returns is no plain tensor to hook
+            sparse = {type(ffn) for ffn in model.moe_layers()}  # gathered as one: hooks cannot handle the output of a router
             if sparse:
                 deepspeed.utils.set_z3_leaf_modules(model, list(sparse))
             deepspeed.zero.Init(module=model, config_dict_or_path=settings)
-            for parameter in (model.embedding.weight, model.head.weight):  # used by the model itself, not through their modules
+            for parameter in (model.embedding.weight, model.head.weight):  # used directly, not through their modules
                 deepspeed.zero.register_external_parameter(model, parameter)
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -103,9 +103,9 @@ class ZeroModel(ParallelModel):
         self._make_state()
 
     def _make_state(self) -> None:
-        """Take a step that changes nothing: at ZeRO-3 the pieces meet the optimizer only in a step, and a checkpoint needs their state.
+        """Take a step that changes nothing. With ZeRO-3 the optimizer gets its tensors only in a step, and a checkpoint needs their state.
 
-        Below ZeRO-3 all state must be there before the first step: DeepSpeed 0.19 finds in it what exists when its first group is done.
+        Below ZeRO-3 all state must exist before the first step: DeepSpeed 0.19 links only state that exists after its first group.
         """
         self.flat.make_state()
         nothing = torch.zeros(1, 8, dtype=torch.int64, device=self.device)
@@ -116,7 +116,7 @@ class ZeroModel(ParallelModel):
     def _backward(self, model: Transformer, inputs: tuple[Any, ...], scale: float | Tensor, last: bool) -> Loss:
         self.engine.set_gradient_accumulation_boundary(last)
         parts = self.engine(*inputs, entry=_loss_parts)
-        # DeepSpeed averages over the ranks, and `scale` has the valid tokens of all of them.
+        # DeepSpeed averages over the ranks, but `scale` already divides by the valid tokens of all of them.
         self.engine.backward(parts["total"] * (scale * self._world))
         return _joined(parts)
 
@@ -133,27 +133,27 @@ class ZeroModel(ParallelModel):
         # ZeRO-3 has no public name for its norm (DeepSpeed 0.19).
         norms = optimizer._get_norm_groups() if self._sharded else [optimizer.scaled_global_norm()]
         norm = torch.stack([norm.float().to(self.device) for norm in norms])
-        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm))  # -1 stands for not finite
+        return torch.linalg.vector_norm(torch.where(norm < 0, torch.nan, norm))  # -1 means not finite
 
     def optimizer(self) -> ZeroOptimizer:
-        """What updates this model."""
+        """The optimizer of this model."""
         return ZeroOptimizer(self)
 
     def state_dict(self, values: bool = True) -> dict[str, Any]:
-        """Buffers, and the weights that this rank has to save: whole fp32 copies, in CPU memory."""
+        """Buffers, and full fp32 copies in CPU memory of the weights that this rank saves."""
         parameters = self._by_name()
         buffers = {name: value for name, value in self.parts[0].state_dict().items() if name not in parameters}
         return self._copies(None, parameters, values) | buffers
 
     def optimizer_state(self, values: bool) -> dict[str, Tensor]:
-        """The moments that this rank has to save, as `Optimizer.state_dict` names them, and the count of steps."""
+        """The moments that this rank saves, with the names of `Optimizer.state_dict`, and the step count."""
         parameters = dict(self.named_parameters())
         moments = {f"{kind}.{name}": t for kind in _MOMENTS for name, t in self._copies(kind, parameters, values).items()}
         return {"count": self.flat.count} | moments
 
     @torch.no_grad()
     def state_loaded(self, state: dict[str, Any]) -> None:
-        """Distribute what the ranks have loaded into the places of `state_dict`, one parameter at a time."""
+        """Distribute the tensors that the ranks have loaded into those of `state_dict`, one parameter at a time."""
         set_weight, set_moment = self._deepspeed.utils.safe_set_full_fp32_param, self._deepspeed.utils.safe_set_full_optimizer_state
         for name, parameter, keeper in self._kept(self._by_name()):
             value = self._spread(state["model"].get(name), parameter, keeper)
@@ -179,7 +179,7 @@ class ZeroModel(ParallelModel):
 
     @torch.no_grad()
     def _copies(self, kind: str | None, parameters: dict[str, nn.Parameter], values: bool) -> dict[str, Tensor]:
-        """Whole weights, or moments of a kind; one parameter at a time is whole on all ranks, and then on the one that keeps it."""
+        """Full weights, or moments of a kind. Parameters are gathered one at a time, and copied on the rank that saves them."""
         utils, found = self._deepspeed.utils, {}
         for name, parameter, keeper in self._kept(parameters):
             if values:
@@ -195,7 +195,7 @@ class ZeroModel(ParallelModel):
 
 
 class ZeroOptimizer:
-    """What the trainer needs of an optimizer, carried out by DeepSpeed and `FlatAdamW`."""
+    """The optimizer interface of the trainer, implemented by DeepSpeed and `FlatAdamW`."""
 
     ema = None
 
@@ -203,7 +203,7 @@ class ZeroOptimizer:
         self._model = model
 
     def step(self, lr_factor: float = 1.0, apply: Tensor | bool = True) -> None:
-        """As `Optimizer.step`. DeepSpeed drops the gradients of a bad step, and the host waits to know it."""
+        """As `Optimizer.step`, but with a host synchronization."""
         flat = self._model.flat
         flat.apply = bool(apply)
         flat.count += float(flat.apply)
@@ -212,10 +212,10 @@ class ZeroOptimizer:
         self._model.engine.step()
 
     def zero_grad(self) -> None:
-        """Nothing: every step of DeepSpeed ends without gradients."""
+        """Does nothing: DeepSpeed frees the gradients at the end of each step."""
 
     def learning_rates(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """The largest rate at this `lr_factor`, for the metrics."""
+        """The largest learning rate at this `lr_factor`, for the metrics."""
         return {"adamw": lr_factor * max(group["peak"] for group in self._model.flat.param_groups)}
 
     def state_dict(self, values: bool = True) -> dict[str, Tensor]:
@@ -224,13 +224,13 @@ class ZeroOptimizer:
 
 
 def _library(options: DeepSpeed) -> ModuleType:
-    """DeepSpeed, if it is installed with what the options need."""
+    """Import DeepSpeed; raises `UserError` if it, or a library that the options need, is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         import deepspeed
     except ImportError:
         raise UserError("train.deepspeed needs DeepSpeed: pip install 'lmworks[deepspeed]'") from None
-    # Else collectives in shared memory would be compiled for minutes before the first step on CPUs, where gloo is there.
+    # Otherwise DeepSpeed compiles shared-memory collectives for minutes before the first step on CPUs; gloo is used instead.
     deepspeed.ops.__compatible_ops__ = {}
     if options.path is not None:
         from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -239,39 +239,39 @@ def _library(options: DeepSpeed) -> ModuleType:
             raise UserError("train.deepspeed with nvme needs libaio and its headers: apt-get install libaio-dev")
         with explain_os_errors(Path(options.path)):
             Path(options.path).mkdir(parents=True, exist_ok=True)
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns of any optimizer that is not its own
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it warns about optimizers other than its own
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)  # new names, which torch 2.11 does not have
-    os.environ.setdefault("LOCAL_RANK", "0")  # where one process was started alone, or by something else than torchrun
+    os.environ.setdefault("LOCAL_RANK", "0")  # a single process, or a launcher other than torchrun
     return deepspeed
 
 
 def _settings(options: DeepSpeed, zero: int, clip: float, largest: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration; `largest` is how many elements a parameter has at most."""
+    """DeepSpeed's own configuration; `largest` is the number of elements of the largest parameter."""
     places: dict[str, dict[str, Any]] = {}
     if options.offload != "none":
         places["offload_optimizer"] = {"device": options.offload, "nvme_path": options.path}
-    if options.offload_weights != "none":  # its buffers for weights on their way hold one parameter each
+    if options.offload_weights != "none":  # each transfer buffer holds one parameter
         places["offload_param"] = {"device": options.offload_weights, "nvme_path": options.path, "buffer_size": largest}
-    # Whatever is asked of a parameter on disk reads the whole piece that it is a part of: one piece for each.
+    # Any access to a parameter on disk reads its whole sub-group, so each parameter is a sub-group of its own.
     pieces = {"sub_group_size": 1} if options.offload == "nvme" else {}
     live = {"stage3_max_live_parameters": LIVE, "stage3_prefetch_bucket_size": BUCKET} if zero == 3 else {}
     return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its figures: the trainer says which is the last
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,  # only for its statistics: the trainer sets the boundary
         "gradient_clipping": clip,
-        "zero_allow_untested_optimizer": True,  # FlatAdamW: elementwise, as ZeRO asks
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that is compiled at the start
+        "zero_allow_untested_optimizer": True,  # FlatAdamW is elementwise, as ZeRO requires
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW on CPU instead of a kernel that DeepSpeed would compile
         "zero_optimization": {"stage": zero, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET} | live | places | pieces,
     }  # fmt: skip
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:
-    """Of the whole, also where ZeRO-3 has left nothing of it here."""
+    """The shape of the full parameter, even if ZeRO-3 has sharded it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
-def _enter_by_call(model: Transformer) -> None:
-    """Let every way into the model be a call of it: only there do DeepSpeed's hooks see that weights are needed."""
+def _route_through_call(model: Transformer) -> None:
+    """Route every entry point of the model through `__call__`, where DeepSpeed's hooks gather the weights."""
     override_members(model, {"forward": _forward, "loss": _loss, "hidden": _hidden, "logits": _logits})
 
 
@@ -292,7 +292,7 @@ def _logits(model: Transformer, *args: Any) -> Any:
 
 
 def _loss_parts(model: Transformer, *args: Any) -> dict[str, Tensor]:
-    """A loss as the plain tensors that hooks know how to handle."""
+    """A loss as a dictionary of plain tensors, which hooks can handle."""
     loss = Transformer.loss(model, *args)
     parts = {
         "total": loss.total, "cross_entropy": loss.head.cross_entropy, "z": loss.head.z,

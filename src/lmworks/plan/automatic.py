@@ -39,7 +39,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster) -> LayoutChoice:
         raise UserError(f"layout: auto: {reason}; {suggest_fit(recipe, cluster, phase, recipe.layout.zero, others)}")
     needs = max(place(recipe, cluster, chosen.layout, one).memory.total for one in recipe.train.phases)
     why = (
-        f"{describe(chosen.layout)}: the least pipeline, context, tensor and expert parallelism with which every phase fits "
+        f"{describe(chosen.layout)}: the smallest pipeline, context, tensor and expert parallelism with which every phase fits "
         f"{devices(cluster):,} x {cluster.device} ({needs / GIB:.1f} of {cluster.memory_gib:g} GiB)"
     )
     return LayoutChoice(chosen.layout, chosen.micro_batch_size, why)
@@ -56,7 +56,7 @@ def layout_of_run(run_dir: Path) -> LayoutChoice | None:
 
 
 def devices_of(cluster: Cluster | None, ranks: int, per_host: int, threads: int | None) -> Cluster:
-    """The devices of `ranks` ranks, `per_host` on each host: such as the cluster's, or as this machine's where none is named.
+    """The devices of `ranks` ranks, `per_host` on each host: like those of the cluster, or of this machine if none is given.
 
     Ranks on CPUs share the memory of their host.
     """

@@ -1,4 +1,4 @@
-"""What a plan costs: steps, time, money and disk."""
+"""The costs of a plan: steps, time, money and disk."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def batch_tokens(data_ranks: int, micro_batch_size: int, sequence_length: int, a
 
 
 def steps(tokens: int, tokens_per_step: int) -> int:
-    """Whole optimizer steps that a budget pays for."""
+    """Whole optimizer steps of a token budget."""
     return tokens // tokens_per_step
 
 
 def device_hours(devices: int, seconds: float) -> float:
-    """What the bill counts."""
+    """Device-hours of a run of `seconds` on `devices` devices."""
     return devices * seconds / 3600
 
 
 def phase_steps(phase: Phase) -> PhaseSteps:
-    """Steps and tokens of a phase, exactly as the trainer walks them, batch ramp included."""
+    """Steps and tokens of a phase, exactly as in training, with the batch-size ramp."""
     return PhaseSteps.of(phase)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes on disk. `data` is an upper bound: what is repeated over epochs is stored once."""
+    """Bytes on disk. `data` is an upper bound, because tokens that are repeated over epochs are stored once."""
 
     checkpoint: float
     checkpoints_kept: int
@@ -41,7 +41,7 @@ class Disk:
 
 
 def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
-    """fp32 weights and optimizer state of one checkpoint, how many are kept at most, and the token files."""
+    """Bytes of one checkpoint (fp32 weights and optimizer state), the maximum number kept, and bytes of the token files."""
     trained = counts.trained
     states = matrices * 4 + (trained - matrices) * 8 if recipe.optimizer.kind == "muon" else trained * 8
     ema = trained * 4 if recipe.optimizer.ema_decay else 0
@@ -56,5 +56,5 @@ def disk(recipe: Recipe, counts: Counts, matrices: int) -> Disk:
 
 
 def seconds(flops: float, devices: int, cluster: Cluster, mfu: float) -> float:
-    """Time for useful operations at a share `mfu` of the dense peak."""
+    """Seconds for `flops` operations at MFU `mfu`."""
     return flops / (devices * cluster.tflops * 1e12 * mfu)

@@ -1,4 +1,4 @@
-"""Exact parameter counts from the config alone; they equal what the built model holds."""
+"""Exact parameter counts from the config alone; they equal those of the built model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lmworks.recipe.schema.model import Model
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of a model. `active` is what one token uses, the row-wise embedding counted in full.
+    """Parameters of a model. `active` is the number that one token uses, with the whole embedding.
 
-    `mtp` and `mtp_active` are those of multi-token prediction, which is there in training only: no other figure here contains them.
+    `mtp` and `mtp_active` are those of multi-token prediction, which exists only in training; no other count here includes them.
     """
 
     total: int
@@ -26,12 +26,12 @@ class Counts:
 
     @property
     def trained(self) -> int:
-        """All parameters that training holds."""
+        """All parameters in training."""
         return self.total + self.mtp
 
     @property
     def active_computed(self) -> int:
-        """Active parameters that multiply: without the embedding look-up, but with the head, also where it is tied."""
+        """Active parameters in matrix multiplications: without the embedding look-up, but with the head, even if it is tied."""
         return self.active if self.tied else self.active - self.embedding
 
 

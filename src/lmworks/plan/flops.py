@@ -42,7 +42,7 @@ def flops_per_token(model: Model, length: int) -> Flops:
     counts, ahead = count_by_component(model), model.mtp.num_nextn_predict_layers if model.mtp else 0
     per_pair = 3 * 2.0 * model.num_attention_heads * (model.head_dim + (model.mla.v_head_dim if model.mla else model.head_dim))
     pairs = [keys_seen(model, layer, length) for layer in range(model.num_hidden_layers + ahead)]
-    again = ahead * counts.embedding  # the head is as large
+    again = ahead * counts.embedding  # one more pass through the head, which is as large as the embedding
     mtp = 6.0 * (counts.mtp_active + again) + per_pair * sum(pairs[model.num_hidden_layers :])
     return Flops(6.0 * counts.active_computed, per_pair * sum(pairs[: model.num_hidden_layers]), mtp)
 
@@ -53,5 +53,5 @@ def training_flops(active: float, tokens: float) -> float:
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, tflops: float) -> float:
-    """Share of the devices' dense peak that training at this speed uses (PaLM, arXiv:2204.02311)."""
+    """Model FLOPs utilization: the fraction of the devices' dense peak (PaLM, arXiv:2204.02311)."""
     return tokens_per_second * flops_per_token / (devices * tflops * 1e12)

@@ -20,9 +20,9 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
 
 Zero = Literal[0, 1, 2, 3]
-_SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages on each rank; simplest first
-_IDLE = 0.05  # of a step: below it, what other schedules than 1F1B save is less than what they send more
-MARGIN = 0.05  # of a device's memory that a chosen layout leaves free, where one does: for fragmentation, libraries and the allocator
+_SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2))  # with stages per rank; simplest first
+_IDLE = 0.05  # fraction of a step: below it, other schedules than 1F1B cost more communication than they save
+MARGIN = 0.05  # fraction of device memory that a chosen layout leaves free, if possible: for fragmentation, libraries and the allocator
 _SHORTEST_CP_SLICE = 4096  # splitting shorter sequences costs more in communication than it saves
 
 
@@ -61,7 +61,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
         yield f"{product} is {world_size(layout):,} ranks, the cluster has {count:,} devices"
     if cluster.devices_per_node % layout.tp:
-        yield f"tp {layout.tp} must lie within a node of {cluster.devices_per_node}: between nodes its traffic is too slow"
+        yield f"tp {layout.tp} must fit within a node of {cluster.devices_per_node} devices; between nodes its communication is too slow"
     sizes = [("heads", model.num_attention_heads), ("intermediate_size", model.intermediate_size), ("vocab_size", model.vocab_size)]
     if not model.mla:
         sizes.insert(1, ("num_key_value_heads", model.num_key_value_heads))
@@ -71,7 +71,7 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
         if size % layout.tp:
             yield f"tp {layout.tp} does not divide model.{name} {size}"
     if layout.tp > 1 and model.qk_norm_over == "all_heads":
-        yield f"tp {layout.tp} gives each rank some of the heads, and model.qk_norm_over all_heads norms all at once"
+        yield f"with tp {layout.tp} each rank has only some of the heads, and model.qk_norm_over all_heads normalizes all at once"
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and cluster.bf16)
     if bf16 or cluster.on_cpu:
         yield from alignment_problems(model, layout.tp, 4 if not bf16 and recipe.train.precision != "fp16" else 2)
@@ -83,24 +83,24 @@ def problems(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase | No
     elif model.moe and model.moe.n_routed_experts % layout.ep:
         yield f"ep {layout.ep} does not divide the {model.moe.n_routed_experts} experts"
     if ranks % layout.ep:
-        yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks lie inside the data and context ranks"
+        yield f"ep {layout.ep} does not divide dp_shard x cp = {ranks}; expert ranks are a subset of the data and context ranks"
     if layout.zero >= 2 and layout.pp > 1:
-        yield f"ZeRO-{layout.zero} does not combine with a pipeline (each micro-batch would gather and scatter all again); ZeRO-1 does"
+        yield f"ZeRO-{layout.zero} cannot be combined with a pipeline (it would gather and scatter for each micro-batch); set ZeRO-1"
     if phase is not None:
         sequences = phase.global_batch_size // phase.sequence_length
         replicas = layout.dp_replicate * layout.dp_shard
         if sequences % replicas:
-            yield f"the {sequences:,} sequences of a step of phase {phase.name} do not divide over {replicas:,} data ranks"
+            yield f"the {sequences:,} sequences of a step of phase {phase.name} are not divisible by {replicas:,} data ranks"
         if phase.sequence_length % (2 * layout.cp if layout.cp > 1 else 1):
             yield f"cp {layout.cp} does not divide sequences of {int(phase.sequence_length):,} into pairs of slices"
         elif phase.sequence_length // layout.cp % layout.tp:
-            yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence that a rank of cp has"
+            yield f"tp {layout.tp} does not divide the {phase.sequence_length // layout.cp:,} tokens of a sequence on a rank of cp"
         if layout.pp > 1 and not sequences % replicas:
             yield from _micro_batch_problem(recipe, layout, phase, sequences // replicas)
 
 
 def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences: int) -> Iterator[str]:
-    """Interleaved schedules go in equal rounds. (In a ramp of the batch blank micro-batches fill up.)"""
+    """Interleaved schedules run equal rounds. (During a batch-size ramp blank micro-batches fill them.)"""
     most = recipe.train.micro_batch_size or 1
     if pipelined_micro_batch(layout, sequences, most) is not None:
         return
@@ -109,8 +109,8 @@ def _micro_batch_problem(recipe: Recipe, layout: Layout, phase: Phase, sequences
         ways.append(f"train.micro_batch_size={larger}")
     ways.append("schedule=1f1b and pipeline_stages_per_rank=1")
     yield (
-        f"the {sequences:,} sequences that a rank has of a step of phase {phase.name} do not make micro-batches that schedule "
-        f"{layout.pipeline_schedule} can run over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
+        f"the {sequences:,} sequences per rank and step of phase {phase.name} cannot be split into micro-batches that schedule "
+        f"{layout.pipeline_schedule} runs over pp {layout.pp} in equal rounds; set {' or '.join(ways)}"
     )
 
 
@@ -119,7 +119,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterator[Layout]:
-    """Every legal layout, in the order of preference: little pipeline, little context, little tensor, little expert parallelism."""
+    """All legal layouts in order of preference: smallest pipeline, then context, tensor and expert parallelism."""
     model = recipe.model
     assert model.num_hidden_layers
     count = devices(cluster)
@@ -134,7 +134,7 @@ def legal(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero) -> Iterato
 
 
 def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Placement:
-    """The layout with the largest micro-batch, up to the recipe's, that fits with a margin; with one sequence if none does."""
+    """The layout with the largest micro-batch, up to that of the recipe, that fits with a margin; with one sequence if none does."""
     per_rank = phase.global_batch_size // phase.sequence_length // (layout.dp_replicate * layout.dp_shard)
     best = None
     for micro in range(min(recipe.train.micro_batch_size or 1, per_rank), 0, -1):
@@ -149,22 +149,22 @@ def place(recipe: Recipe, cluster: Cluster, layout: Layout, phase: Phase) -> Pla
 
 
 def fits(placed: Placement, cluster: Cluster, margin: float = 0.0) -> bool:
-    """Whether the fullest rank has room, and leaves this share of the memory free."""
+    """Whether the rank that needs most fits and leaves the fraction `margin` of the memory free."""
     return placed.memory.total <= (1 - margin) * cluster.memory_gib * GIB
 
 
 def automatic(
     recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()
 ) -> tuple[Placement | None, Placement | None]:
-    """The first legal layout that fits and leaves a margin, or that fits at all, and the leanest one if none does.
+    """The first legal layout that fits with a margin, or fits at all; and the one that needs the least memory if none does.
 
-    It must suit `others`, too, other phases of the run.
+    It must also fit the other phases of the run, `others`.
 
-    Tensor parallelism grows only as far as it must and never past a node; then the pipeline grows; the rest is data parallel. A pipeline
-    that would stand idle gets the schedule that leaves it so least.
+    Tensor parallelism is as small as possible and stays within a node; then the pipeline grows; the rest is data parallel. A pipeline with
+    a large bubble gets the schedule with the smallest one.
     """
     leanest: Placement | None = None
-    tight: Placement | None = None  # the first that fits without the margin, for where none has it
+    tight: Placement | None = None  # the first that fits without the margin, if none fits with it
     for layout in legal(recipe, cluster, phase, zero):
         if any(problem for other in others for problem in problems(recipe, cluster, layout, other)):
             continue
@@ -184,7 +184,7 @@ def automatic(
 
 
 def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placement, phases: Sequence[Phase]) -> Placement:
-    """The same axes under another schedule, where 1F1B leaves the pipeline idle and one that is legal and fits in all phases less so."""
+    """The same axes with another schedule, if 1F1B has a large bubble and another schedule that fits all phases has a smaller one."""
 
     def idle(one: Placement) -> float:
         return bubble(one.layout.pp, one.accumulation, one.layout.pipeline_schedule, one.layout.pipeline_stages_per_rank)
@@ -201,7 +201,7 @@ def _least_idle(recipe: Recipe, cluster: Cluster, placed: Placement, phases: Seq
 
 
 def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase) -> Layout | None:
-    """The legal layout whose axes differ least from the wanted ones, by factors; one that fits, if any does."""
+    """The legal layout closest to the wanted one, by the factors between their axes; one that fits, if any does."""
 
     def distance(layout: Layout) -> float:
         axes = ("tp", "pp", "cp", "ep")
@@ -213,9 +213,9 @@ def nearest_legal(recipe: Recipe, cluster: Cluster, wanted: Layout, phase: Phase
 
 
 def choose(recipe: Recipe, cluster: Cluster, phase: Phase, given: Layout | None) -> Placement:
-    """The layout for a phase: the given one if it is legal and fits, else one by the automatic rule.
+    """The layout for a phase: the given one if it is legal and fits, otherwise the automatic choice.
 
-    Raises `UserError` that says why and names the nearest layout, setting or cluster that works.
+    Raises `UserError` with the reason and the nearest layout, setting or cluster that works.
     """
     if given is not None:
         faults = list(problems(recipe, cluster, given, phase))
@@ -252,7 +252,7 @@ def explain_shortage(placed: Placement, cluster: Cluster) -> str:
 
 
 def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, others: Sequence[Phase] = ()) -> str:
-    """The nearest change that makes the phase, and `others`, fit: settings first, then other numbers of devices."""
+    """The smallest change with which the phase and `others` fit: settings first, then other numbers of devices."""
 
     def with_checkpointing(text: str) -> Recipe:
         train = recipe.train.model_copy(update={"activation_checkpointing": ActivationCheckpointing.parse(text)})
@@ -280,4 +280,4 @@ def suggest_fit(recipe: Recipe, cluster: Cluster, phase: Phase, zero: Zero, othe
                 if chosen is not None:
                     setting = f" with {name}" if name else ""
                     return f"the nearest that fits is {number} x {per_node} {cluster.device}{setting}: {describe(chosen.layout)}"
-    return "no number of such devices holds it"
+    return "it does not fit any number of such devices"

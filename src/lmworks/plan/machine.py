@@ -1,4 +1,4 @@
-"""This machine as a cluster: what it has, and its measured matrix-multiply peak."""
+"""This machine as a cluster: its devices, and their measured matrix-multiply peak."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Memory of the worst rank, by component, for one layout.
+"""Estimated memory of the rank that needs most, by component, for one layout.
 
-Weights: under bf16 or fp16 each parameter has a compute copy (2 bytes) and an fp32 master (4); gradients accumulate in
-fp32 (4); Muon keeps one fp32 momentum per matrix (4), AdamW two moments (8). ZeRO-1 shards master and states over the
-data ranks, ZeRO-2 also gradients, ZeRO-3 also the compute copy (then two layers are whole at a time).
-Experts are sharded over `ep` first, so only dp_shard * cp / ep ranks share one expert.
-Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms
-split over `tp` too (sequence parallelism). A pipeline keeps several micro-batches' (`plan.pipeline`).
-Under `train.deepspeed` weights, gradients and moments are fp32, and some of them lie elsewhere (`_deepspeed_state`).
+Weights: in bf16 or fp16 each parameter has a compute copy (2 bytes) and an fp32 master copy (4); gradients accumulate in fp32 (4). Muon
+keeps one fp32 momentum per matrix element (4), AdamW two moments (8). ZeRO-1 shards master copy and optimizer state over the data ranks,
+ZeRO-2 also gradients, ZeRO-3 also the compute copy (two layers are gathered at a time). Experts are sharded over `ep` first, so only
+dp_shard * cp / ep ranks shard one expert.
+Activations follow Korthikanti et al. (arXiv:2205.05198) with fused attention, which never stores scores, and with norms sharded over `tp`
+too (sequence parallelism). A pipeline rank keeps the activations of several micro-batches (`plan.pipeline`).
+Under `train.deepspeed` weights, gradients and moments are fp32, and some are offloaded (`_deepspeed_state`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lmworks.recipe.schema.recipe import Recipe
 
 GIB = 2**30
 _PLACES = {"cpu": "CPU memory", "nvme": "disk"}
-_CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are kept on CPUs; see lmworks.model.attention
+_CPU_ATTENTION_KEPT = 2048  # longest sequence whose attention weights are saved on CPUs; see lmworks.model.attention
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank: on its device, and what DeepSpeed keeps of it in CPU memory or on a disk."""
+    """Bytes on the rank that needs most: on its device, and offloaded to CPU memory or disk by DeepSpeed."""
 
     components: dict[str, float]
     stage: int = 0
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass
 class _Group:
-    """Parameters that are sharded and optimized alike: local counts before any ZeRO."""
+    """Counts of parameters with the same sharding: those of this rank before ZeRO, by optimizer."""
 
     muon: float = 0.0
     adam: float = 0.0
@@ -60,12 +60,14 @@ class _Group:
 
 @dataclass
 class _Local:
+    """Parameter counts of a rank before ZeRO."""
+
     shared: _Group = field(default_factory=_Group)
     experts: _Group = field(default_factory=_Group)
 
     def add(self, parameter: Parameter, layout: Layout, muon: bool) -> None:
         expert = parameter.component == "experts"
-        # Norms, biases of norms, the router, what makes latents and what joins the two inputs of mtp are whole on every tensor rank.
+        # Norms, the router, the down-projections of MLA and the projection of MTP are replicated over tp.
         latent = parameter.name.endswith(("query_down.weight", "kv_down.weight"))
         split = 1 if latent or parameter.component in ("norms", "router", "mtp projection") else layout.tp
         group = self.experts if expert else self.shared
@@ -78,7 +80,7 @@ def state_bytes(parameters: float, kind: str = "adamw") -> float:
 
 
 def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
-    """Keys and values of one sequence, or the latents and rotated keys of latent attention, at `element` bytes each."""
+    """Bytes of the KV cache of one sequence, at `element` bytes per number; with MLA, of latents and rotated keys."""
     assert model.num_key_value_heads and model.head_dim and model.num_hidden_layers
     if model.mla:
         return float(model.num_hidden_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * length * element)
@@ -89,7 +91,7 @@ def kv_cache_bytes(model: Model, length: int, element: int = 2) -> float:
 
 
 def kv_cache_shrink(model: Model) -> float:
-    """How many times smaller the cache is than with a key and a value of its own for every head."""
+    """The factor by which the KV cache is smaller than with multi-head attention (a key and a value for every query head)."""
     assert model.num_attention_heads and model.num_key_value_heads and model.head_dim
     if model.mla:
         return model.num_attention_heads * (model.head_dim + model.mla.v_head_dim) / (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
@@ -97,9 +99,9 @@ def kv_cache_shrink(model: Model) -> float:
 
 
 def layer_activations(model: Model, layer: int, layout: Layout, element: int, cpu_length: int = 0) -> dict[str, float]:
-    """Bytes per token that one layer keeps for the backward pass on one rank, by name of the activation checkpointing policy.
+    """Bytes per token that one layer saves for the backward pass on one rank, by name of the activation checkpointing policy.
 
-    `cpu_length` is the sequence length where CPU attention keeps its weights, else 0.
+    `cpu_length` is the sequence length if CPU attention saves its weights, otherwise 0.
     """
     D, H, K, d = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
     assert D and H and K and d and model.intermediate_size
@@ -107,12 +109,12 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
     if (mla := model.mla) is not None:
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank) + mla.qk_rope_head_dim  # before their norm and after it
         projected = H * d + H * (mla.qk_nope_head_dim + mla.v_head_dim)
-        heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # whole latents; q and k put together, out
+        heads = latents * tp + projected + 2 * H * d + H * mla.v_head_dim  # replicated latents; concatenated q and k, out
         projected += ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim) * tp
     else:
         heads = (2 * H + K) * d + (H + K) * d * (2 if model.use_qk_norm else 1)  # rotated q and k, v, out; q and k before norm and rotation
         projected = (H + 2 * K) * d
-    everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last is softmax's normaliser
+    everything = element * (4 * D + heads) / tp + 4 * H / tp  # inputs and their norms; the last term is the softmax normalizer
     if cpu_length:
         everything += H * cpu_length / 2 * (4 + element)
     products = element * (D + projected + D) / tp
@@ -134,7 +136,7 @@ def layer_activations(model: Model, layer: int, layout: Layout, element: int, cp
 
 @lru_cache(maxsize=16)
 def _layer_groups(model: Model) -> tuple[list[Parameter], list[Parameter] | None, int]:
-    """The parameters of a dense layer, of a sparse one, and how many are dense: all layers of a kind are alike."""
+    """The parameters of a dense layer, those of an MoE layer, and the number of dense layers; all layers of a kind are equal."""
     assert model.num_hidden_layers
     dense = min(model.moe.first_k_dense_replace, model.num_hidden_layers) if model.moe else model.num_hidden_layers
     first = list(layer_parameters(model.model_copy(update={"moe": None}), 0))
@@ -189,8 +191,8 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
 
 
 def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, kept: int) -> dict[str, float]:
-    """What outlives a micro-batch, with FSDP2 and our optimizers; `element` bytes for a number of the compute copy, and `kept` for what is
-    kept beside each weight: its average, what it was and how much it mattered (ewc)."""
+    """Bytes that persist between micro-batches with FSDP2 and our optimizers. `element`: bytes per number of the compute copy; `kept`:
+    further bytes per weight (its moving average; anchor and Fisher information of EWC)."""
     weights = master = gradients = states = 0.0
     ranks = layout.dp_shard * layout.cp
     for group, degree in ((local.shared, ranks), (local.experts, ranks // layout.ep)):
@@ -207,11 +209,11 @@ def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, ke
 def _deepspeed_state(
     engine: DeepSpeed, local: _Local, largest: _Local, layout: Layout, on_cpu: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What outlives a micro-batch under DeepSpeed 0.19, on the device and elsewhere, in fp32.
+    """fp32 bytes that persist between micro-batches under DeepSpeed 0.19, on the device and offloaded.
 
-    ZeRO-1 and 2 keep whole weights on the device, and a copy of this rank's share where the optimizer works; ZeRO-3 copies its share to
-    another place only. Gradients are added up whole (ZeRO-1) or in shares, beside the optimizer but never on a disk; ZeRO-3, and any
-    optimizer elsewhere, gets a copy of them for the step.
+    ZeRO-1 and 2 keep full weights on the device, and a copy of this rank's shard with the optimizer; ZeRO-3 makes such a copy only if the
+    optimizer is offloaded. Gradients accumulate unsharded (ZeRO-1) or sharded, with the optimizer but never on disk. For the step, ZeRO-3
+    and any offloaded optimizer get a copy of them.
     """
     count = local.shared.count + local.experts.count
     everything, share = 4 * count, 4 * count / layout.dp_shard
@@ -242,7 +244,7 @@ def _deepspeed_state(
 
 
 def memory(recipe: Recipe, cluster: Cluster, layout: Layout, length: int, micro_batch_size: int, micro_batches: int) -> Memory:
-    """Memory of the fullest rank in training at sequence length `length` with `micro_batches` of `micro_batch_size` sequences per step."""
+    """Memory of the rank that needs most, at sequence length `length`, with `micro_batches` of `micro_batch_size` sequences per step."""
     uneven = layout.layers_per_pipeline_stage or recipe.train.activation_checkpointing.share < 1
     stages = set(range(layout.pp)) if uneven else {0, layout.pp - 1, layout.pp // 2}
     return max(
@@ -255,15 +257,15 @@ def _stage_memory(
 ) -> Memory:
     model, optimizer = recipe.model, recipe.optimizer
     assert model.num_hidden_layers and model.vocab_size and model.hidden_size
-    ahead = model.mtp.num_nextn_predict_layers if model.mtp else 0
+    mtp_layers = model.mtp.num_nextn_predict_layers if model.mtp else 0
     muon = optimizer.kind == "muon"
     precision = recipe.train.precision
     element = 4 if precision == "fp32" or (precision == "auto" and not cluster.bf16) else 2
     local, largest = _local(model, layout, stage, muon)
     elsewhere: dict[str, float] = {}
     if recipe.train.deepspeed is None:
-        beside = 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases)
-        kept = _fsdp_state(local, largest, layout, element, beside)
+        further = 4 * (optimizer.ema_decay > 0) + 8 * any(phase.ewc for phase in recipe.train.phases)
+        kept = _fsdp_state(local, largest, layout, element, further)
     else:
         kept, elsewhere = _deepspeed_state(recipe.train.deepspeed, local, largest, layout, cluster.on_cpu)
 
@@ -271,21 +273,21 @@ def _stage_memory(
     cpu_length = length if cluster.on_cpu and length <= _CPU_ATTENTION_KEPT and layout.cp == 1 else 0
     checkpointing = recipe.train.activation_checkpointing
     layers = rank_layers(model, layout, stage)
-    kept_alive = micro_batches_in_flight(layout, stage, micro_batches)
+    in_flight = micro_batches_in_flight(layout, stage, micro_batches)
     stored = working = 0.0
     for layer in layers:
         bytes_per_token = layer_activations(model, layer, layout, element, cpu_length)
         stored += bytes_per_token[checkpointing.of(layer).name]
         working = max(working, bytes_per_token["none"])
     if stage == layout.pp - 1:
-        for depth in range(ahead):  # beside its layer: the embedding and the state, normed and joined, and the normed output
+        for depth in range(mtp_layers):  # and beside the layer: normed embedding and hidden state, both joined, and the normed output
             bytes_per_token = layer_activations(model, model.num_hidden_layers + depth, layout, element, cpu_length)
             stored += bytes_per_token[checkpointing.of(model.num_hidden_layers + depth).name] + element * 6 * model.hidden_size / layout.tp
             working = max(working, bytes_per_token["none"])
-    activations = tokens * (kept_alive * stored + working)
+    activations = tokens * (in_flight * stored + working)
     if stage == layout.pp - 1:
         chunk = min(recipe.train.logit_chunk_size, tokens)
-        passes = 1 + ahead  # each keeps the gradient that it gives the head until the backward adds them up
+        passes = 1 + mtp_layers  # each keeps its gradient of the head until the backward pass sums them
         head = chunk * model.vocab_size * (8 + element) / layout.tp + passes * 4 * model.vocab_size * model.hidden_size / layout.tp
     else:
         head = 0.0

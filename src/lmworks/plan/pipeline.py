@@ -6,17 +6,17 @@ from lmworks.recipe.schema.layout import Layout
 
 
 def bubble(stages: int, micro_batches: int, schedule: str = "1f1b", per_rank: int = 1) -> float:
-    """Share of the step that a pipeline of p ranks stands idle, with `per_rank` (v) of its stages on each.
+    """Fraction of the step in which a pipeline of p ranks is idle, with `per_rank` (v) stages on each rank.
 
-    GPipe, 1F1B and, with v > 1, interleaved: (p - 1) / (v m + p - 1). Zero-bubble (ZB-1P, arXiv:2401.10241) fills all but a third with
-    gradients of weights, if forward and both halves of the backward take equal times: (p - 1) / (3 v m + p - 1).
+    GPipe, 1F1B and, with v > 1, interleaved: (p - 1) / (v m + p - 1). Zero-bubble (ZB-1P, arXiv:2401.10241) fills two thirds of it with
+    weight gradients, if the forward and both halves of the backward take equal times: (p - 1) / (3 v m + p - 1).
     """
     work = micro_batches * per_rank * (3 if schedule == "zero-bubble" else 1)
     return (stages - 1) / (work + stages - 1)
 
 
 def micro_batches_for(stages: int, share: float, schedule: str = "1f1b", per_rank: int = 1) -> int:
-    """Fewest micro-batches that keep the bubble at or under `share`: m >= (p - 1)(1 - b) / b under 1F1B."""
+    """Smallest number of micro-batches with a bubble of at most `share`: m >= (p - 1)(1 - b) / b for 1F1B."""
     micro = 1
     while bubble(stages, micro, schedule, per_rank) > share:
         micro = max(micro + 1, int((stages - 1) * (1 - share) / share / per_rank / (3 if schedule == "zero-bubble" else 1)))
@@ -24,7 +24,7 @@ def micro_batches_for(stages: int, share: float, schedule: str = "1f1b", per_ran
 
 
 def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
-    """How many micro-batches' activations a rank of `pp` keeps at most, each of all its layers: with v stages, one stage's is 1 / v."""
+    """Maximum number of micro-batches whose activations a rank of `pp` keeps; with v stages per rank, each stage counts 1 / v."""
     p, v, m = layout.pp, layout.pipeline_stages_per_rank, micro_batches
     if p == 1:
         return 1

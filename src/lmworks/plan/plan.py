@@ -108,18 +108,18 @@ class Plan:
         return self.tokens / self.counts.active
 
     def warnings(self) -> Iterator[str]:
-        """What is legal and fits, and still unwise."""
+        """Warnings about choices that are legal and fit, but are not advisable."""
         yield from self.unwise
         if self.seconds > _LONG:
             yield (
-                f"it would take {days(self.seconds)}; plan it for more devices (--cluster), a smaller model (--size), or fewer tokens"
+                f"it would take {days(self.seconds)}; use more devices (--cluster), a smaller model (--size), or fewer tokens"
             )
         for phase in self.phases:
             held = phase.placed.memory.total / (self.cluster.memory_gib * GIB)
             if held > 1 - MARGIN:
                 yield (
-                    f"{phase.name}: {held:.0%} of the memory is planned for, which leaves less than {MARGIN:.0%} for what no plan knows "
-                    "(fragmentation, libraries); take a smaller train.micro_batch_size, or more "
+                    f"{phase.name}: the estimate is {held:.0%} of the memory, which leaves less than {MARGIN:.0%} for fragmentation and "
+                    "libraries; set a smaller train.micro_batch_size, or more "
                     "activation checkpointing (train.activation_checkpointing)"
                 )
         idle: dict[tuple[float, int, int], tuple[list[str], Layout]] = {}
@@ -130,8 +130,8 @@ class Plan:
         for (share, stages, accumulation), (names, layout) in idle.items():
             enough = micro_batches_for(stages, 1 - self.mfu, layout.pipeline_schedule, layout.pipeline_stages_per_rank)
             yield (
-                f"{', '.join(names)}: the pipeline stands idle {share:.0%} of each step, so {self.mfu:.0%} MFU is out of reach; "
-                f"take fewer devices, a batch of at least {enough} micro-batches per rank (now {accumulation}), or an interleaved schedule"
+                f"{', '.join(names)}: the pipeline is idle for {share:.0%} of each step, so {self.mfu:.0%} MFU cannot be reached; "
+                f"use fewer devices, a batch of at least {enough} micro-batches per rank (now {accumulation}), or an interleaved schedule"
             )
 
 
@@ -145,9 +145,9 @@ def make_plan(
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
-    `layout` (else the cluster's, else the recipe's where it is for more than one device) is kept for every phase; without
-    one each phase gets the smallest that fits, because a longer context may want another (checkpoints reshard); under `layout: auto` all
-    get the one that the run would take.
+    `layout` (by default that of the cluster, or that of the recipe if it is for more than one device) is used for all phases. Without one
+    each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
+    all phases get the one that the run would use.
     `measured_mfu` replaces the cluster's assumption. Raises `UserError` for a layout that is not legal or does not fit.
     """
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
@@ -204,7 +204,7 @@ def make_plan(
 
 
 def plain(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, the sums included; bytes, seconds and operations without prefixes."""
+    """The plan with its totals as JSON values, in bytes, seconds and operations."""
     value = asdict(plan)
     value["cluster"] = plan.cluster.model_dump(mode="json")
     for phase, source in zip(value["phases"], plan.phases, strict=True):
@@ -227,7 +227,7 @@ def plain(plan: Plan) -> dict[str, Any]:
 
 
 def days(time: float) -> str:
-    """A duration as people say it."""
+    """Format a duration in seconds with a readable unit."""
     for size, unit in ((365.25 * _DAY, "years"), (_DAY, "days"), (3600, "hours"), (60, "minutes")):
         if time >= 2 * size:
             return f"{time / size:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal."""
+"""Renders a plan as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmworks.plan.plan import Plan, days
 
 
 def amount(value: float) -> str:
-    """`352.8B`, `4.194M`: four digits."""
+    """Format a count with four significant digits: `352.8B`, `4.194M`."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= scale:
             return f"{value / scale:.4g}{unit}" if value / scale < 1000 else f"{value / scale:,.0f}{unit}"
@@ -20,7 +20,7 @@ def amount(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes in decimal units, as disks are sold."""
+    """Format bytes in decimal units."""
     for scale, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -28,9 +28,9 @@ def size(value: float) -> str:
 
 
 def render(plan: Plan) -> RenderableType:
-    """Every table of the plan, one under the other."""
+    """All tables of the plan."""
     return Group(
-        _title(plan), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan), _memory(plan), _bill(plan), *_warnings(plan)
+        _title(plan), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan)
     )
 
 
@@ -61,7 +61,7 @@ def _parameters(plan: Plan) -> Table:
     if counts.mtp:
         table.add_row("multi-token prediction", f"{counts.mtp:,}", f"{counts.mtp_active:,}")
         both = (amount(counts.trained), amount(counts.active + counts.mtp_active))
-        table.add_row("with it, in training", *both, style="bold")
+        table.add_row("all, in training", *both, style="bold")
     return table
 
 
@@ -88,7 +88,7 @@ def _phases(plan: Plan) -> Table:
 
 
 def _positions(plan: Plan) -> list[Table]:
-    """What the phases change of the positions, where one does."""
+    """How the phases change the position encoding; no table if none does."""
     if not any("->" in phase.positions for phase in plan.phases):
         return []
     table = _table("\nPositions", "phase", "length", "positions")
@@ -109,31 +109,31 @@ def _layouts(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    """Components down, phases across; phases with equal memory share a column. Below, what does not lie on the device."""
+    """Components as rows, phases as columns; phases with equal memory share a column. Offloaded state is listed below."""
     columns: dict[tuple[float, ...], list[str]] = {}
     for phase in plan.phases:
         held = phase.placed.memory
         sizes = (*held.components.values(), *held.elsewhere.values())
         columns.setdefault(tuple(round(value / GIB, 2) for value in sizes), []).append(phase.name)
     names = [group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in columns.values()]
-    table = _table(f"\nMemory of the fullest rank, GiB of {plan.cluster.memory_gib:g}", "", *names)
+    table = _table(f"\nMemory of the rank that needs most, GiB of {plan.cluster.memory_gib:g}", "", *names)
     held = plan.phases[0].placed.memory if plan.phases else Memory({})
     inside = len(held.components)
     for row, name in enumerate(held.components):
         table.add_row(name, *(f"{values[row]:.2f}" for values in columns))
     table.add_row("all", *(f"{sum(values[:inside]):.2f}" for values in columns), style="bold")
     for row, name in enumerate(held.elsewhere, inside):
-        table.add_row(f"beside it: {name}", *(f"{values[row]:.2f}" for values in columns))
+        table.add_row(f"offloaded: {name}", *(f"{values[row]:.2f}" for values in columns))
     return table
 
 
-def _bill(plan: Plan) -> Table:
-    table = _table("\nThe bill", "", "")
+def _costs(plan: Plan) -> Table:
+    table = _table("\nCosts", "", "")
     table.columns[1].justify, table.show_header = "left", False
     cluster = plan.cluster
     attention = plan.flops - plan.flops_parameters - plan.flops_mtp
-    ahead = f", {plan.flops_mtp:.3g} for MTP" if plan.flops_mtp else ""
-    table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{ahead}")
+    mtp = f", {plan.flops_mtp:.3g} for MTP" if plan.flops_mtp else ""
+    table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{mtp}")
     table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
     table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
     hours = f"{amount(plan.device_hours)} device-hours"
@@ -147,12 +147,12 @@ def _bill(plan: Plan) -> Table:
         table.add_row("energy", f"{amount(plan.device_hours * cluster.watts / 1000)} kWh at {cluster.watts:g} W per device")
     table.add_row(
         "budget",
-        f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal, more is over-trained for cheaper serving)",
+        f"{plan.tokens_per_parameter:,.1f} tokens per active parameter (20 is compute-optimal; more makes a smaller model for serving)",
     )
     one, kept = plan.disk.checkpoint, plan.disk.checkpoints_kept
     table.add_row("checkpoint", f"{size(one)} each, at most {kept} kept: {size(one * kept)}")
     table.add_row("token files", f"at most {size(plan.disk.data)}")
-    shrink = f", {plan.kv_cache_shrink:g} times less than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
+    shrink = f", {plan.kv_cache_shrink:g} times smaller than without {plan.kv_cache_by}" if plan.kv_cache_shrink > 1 else ""
     table.add_row("KV cache", f"{size(plan.kv_cache)} per sequence of {plan.max_length:,} tokens in bf16{shrink}")
     return table
 

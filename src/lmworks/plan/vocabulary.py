@@ -12,16 +12,16 @@ from lmworks.recipe.schema.model import Model
 if TYPE_CHECKING:
     from rich.table import Table
 
-_NEAR = 0.01  # costs this close are the same: the smaller vocabulary then has fewer entries that are rarely seen
+_TOLERANCE = 0.01  # costs this close count as equal; the smaller vocabulary then has fewer rarely seen entries
 
 
 def compare_sizes(model: Model, length: int, measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `tokenizer.sizes.at_sizes` with what each size means for `model` at sequence length `length`.
+    """Extend the rows of `tokenizer.sizes.at_sizes` with the costs of each size for `model` at sequence length `length`.
 
     Adds `parameters`, `embedding_share` and `active_share` (embedding and head among all, and among active parameters), `head_share`
     (of the training FLOPs), `flops_per_byte` of training text, and `recommended`: the smallest size whose FLOPs per byte of text are
-    within 1% of the least. A larger vocabulary makes fewer tokens of a text, but each token costs a larger head; a small model is all
-    head, a large one hardly notices (arXiv:2407.13623 finds the same with losses instead of costs).
+    within 1% of the minimum. A larger vocabulary makes fewer tokens of a text, but each token costs a larger head. The head dominates the
+    cost of a small model and is negligible in a large one (arXiv:2407.13623 finds the same with losses instead of costs).
     """
     rows = []
     for size in measured:
@@ -33,20 +33,20 @@ def compare_sizes(model: Model, length: int, measured: Sequence[dict[str, Any]])
             "head_share": 6.0 * counts.embedding / flops.total, "flops_per_byte": flops.total * size["tokens_per_byte"],
         })
     least = min(row["flops_per_byte"] for row in rows)
-    chosen = min((row for row in rows if row["flops_per_byte"] <= least * (1 + _NEAR)), key=lambda row: int(row["entries"]))
+    chosen = min((row for row in rows if row["flops_per_byte"] <= least * (1 + _TOLERANCE)), key=lambda row: int(row["entries"]))
     return [row | {"recommended": row is chosen} for row in rows]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows of `verdict` for the terminal, and why."""
+    """The rows of `compare_sizes` as a table for the terminal, with the reason for the recommendation."""
     from rich.table import Table
 
     least = min(row["flops_per_byte"] for row in rows)
     chosen = next(row for row in rows if row["recommended"])
-    why = (f"{chosen['entries']:,} entries: the smallest vocabulary within {100 * _NEAR:.0f}% of the least training work per byte of text; "
+    why = (f"{chosen['entries']:,} entries: the smallest vocabulary within {100 * _TOLERANCE:.0f}% of the fewest FLOPs per byte of text; "
            f"embedding and head are {100 * chosen['embedding_share']:.1f}% of the parameters")
     shown = Table(title="Vocabulary sizes for this model", title_justify="left", caption=why, caption_justify="left")
-    for column in ("entries", "bytes/token", "tokens/word", "parameters", "embedding", "of active", "head's FLOPs", "work per byte"):
+    for column in ("entries", "bytes/token", "tokens/word", "parameters", "embedding", "of active", "head's FLOPs", "FLOPs per byte"):
         shown.add_column(column, justify="right")
     for row in rows:
         shown.add_row(

@@ -22,9 +22,9 @@ def load_init_weights(recipe: Recipe, model: ParallelModel, communicator: Commun
     assert recipe.train.init_from is not None
     start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.train.init_from)))
     if start.kind == "huggingface":
-        from lmworks.export.huggingface import fill
+        from lmworks.export.huggingface import load_weights
 
-        communicator.run_on_all(lambda: fill(start.path, model.state_dict(), recipe.model))
+        communicator.run_on_all(lambda: load_weights(start.path, model.state_dict(), recipe.model, extend=True))
     else:
         loading.load(start.path, {"model": model.state_dict()}, communicator=communicator)
         if start.averaged:  # the weights that an export of that run would have

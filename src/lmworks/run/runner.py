@@ -276,7 +276,7 @@ def _detect_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], on_
 def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], files: Sequence[Change]) -> list[Change]:
     """Differences between the recipe and that of the last run; changed `files` of a source count as a change of it.
 
-    Once training has begun, a changed recipe is refused unless each changed key is allowed by name. Allowed changes go to the ledger.
+    Once training has begun, a changed recipe is rejected unless each changed key is allowed by name. Allowed changes go to the ledger.
     """
     path = run_dir / "resolved.json"
     if not path.exists():
@@ -299,7 +299,7 @@ def _accept_changes(run_dir: Path, resolved: Resolved, allow: Sequence[str], fil
 
 
 def _derived_keys(resolved: Resolved) -> set[str]:
-    """Keys whose values are derived from other keys. `threads` is left out: it is derived from the machine."""
+    """Keys whose values are derived from other keys. `threads` is omitted: it is derived from the machine."""
     return {path for path, origin in resolved.origins.items() if origin.kind == "derived"} - {"threads"}
 
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lmworks.doctor.run_records import read_run
+from lmworks.doctor.read_run import read_run
 from lmworks.evaluate.tables import bits_table, samples_table, scores
 from lmworks.files import read_json
 from lmworks.run.stamps import seconds_by_stage

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, the chat page, health and figures. Needs starlette, so only `server.build_app` imports this file."""
+"""The routes: OpenAI's API, the chat page, health and metrics. Needs starlette, so only `server.build_app` imports this module."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Delta, Job, PromptTooLong, Scores
 from lmworks.serve.middleware import RequestGuard, ServerOptions
 from lmworks.serve.models import Busy, Models
+from lmworks.serve.openai.errors import BadRequest, error_body
+from lmworks.serve.openai.parsing import parse, require_known
+from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
+from lmworks.serve.openai.responses import Chat, Completion
 from lmworks.serve.page import page
 from lmworks.serve.prometheus import RequestStats, render_metrics
-from lmworks.serve.protocol import BadRequest, ChatRequest, CompletionRequest, error_body, parse, require_known
-from lmworks.serve.responses import Chat, Completion
+from lmworks.serve.requests import Delta, Job, PromptTooLong, Scores
 
-_CLIENT_GONE = 499  # nginx's number for a client that did not wait; nobody reads it but the figures
+_CLIENT_GONE = 499  # nginx's status for a client that closed the connection; it appears only in the metrics
 
 
 class Api:
-    """The handlers, around the models that are served."""
+    """The request handlers of the models that are served."""
 
     def __init__(self, models: Models, options: ServerOptions) -> None:
         self._models, self._options = models, options
@@ -47,7 +49,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         guard = Middleware(RequestGuard, options=self._options, record=self._requests.count, paths={route.path for route in routes})
-        handlers: Any = dict.fromkeys((BadRequest, UserError, HTTPException, Exception), refused)
+        handlers: Any = dict.fromkeys((BadRequest, UserError, HTTPException, Exception), error_response)
         return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=self._lifespan)
 
     @asynccontextmanager
@@ -62,38 +64,38 @@ class Api:
         return await self._answer(request, ChatRequest, Chat)
 
     async def _answer(
-        self, request: Request, form: type[CompletionRequest] | type[ChatRequest], kind: type[Completion] | type[Chat]
+        self, request: Request, schema: type[CompletionRequest] | type[ChatRequest], kind: type[Completion] | type[Chat]
     ) -> Response:
-        # Reading, rendering and encoding a long request must not hold up the streams of others.
-        asked: Any = await asyncio.to_thread(parse, form, await request.body(), self._models.known)
-        most = self._options.max_waiting
-        self._models.refuse_over(most, asked.n)  # which saves the work of what comes next
-        engine = await self._models.engine(asked.model)
-        wanted = await asyncio.to_thread(asked.request, engine)
-        self._models.refuse_over(most, len(wanted.prompts))
-        job, events = engine.open(wanted)
-        reply = kind(engine, asked, wanted)
-        if asked.stream:
+        # In a thread, because parsing, rendering and encoding a long request would block the streams of others.
+        body: Any = await asyncio.to_thread(parse, schema, await request.body(), self._models.known)
+        max_waiting = self._options.max_waiting
+        self._models.require_capacity(max_waiting, body.n)  # early, to save the work of rendering and encoding
+        engine = await self._models.engine(body.model)
+        generation = await asyncio.to_thread(body.request, engine)
+        self._models.require_capacity(max_waiting, len(generation.prompts))
+        job, events = engine.open(generation)
+        reply = kind(engine, body, generation)
+        if body.stream:
             return _EventStream(_server_sent(reply, events), job)
         if not await _collect(request, reply, events, job):
             return Response(status_code=_CLIENT_GONE)
         return JSONResponse(reply.body())
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._models.known]})
+        return JSONResponse({"object": "list", "data": [self._description(name) for name in self._models.known]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         require_known(name, self._models.known)
-        return JSONResponse(self._described(name))
+        return JSONResponse(self._description(name))
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _description(self, name: str) -> dict[str, Any]:
         context = self._models.known[name].context
         return {"id": name, "object": "model", "created": self._created, "owned_by": "lmworks", "max_model_len": context}
 
     async def health(self, request: Request) -> Response:
         if not self._models.alive:
-            return JSONResponse(error_body("the generation worker has ended; start the server again", 503), 503)
+            return JSONResponse(error_body("the generation worker has stopped; restart the server", 503), 503)
         return JSONResponse({"status": "ok", "model": self._models.first.name})
 
     async def metrics(self, request: Request) -> Response:
@@ -104,8 +106,8 @@ class Api:
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """Any failure, in OpenAI's form."""
+async def error_response(request: Request, error: Exception) -> Response:
+    """The response for an exception, in OpenAI's format."""
     if isinstance(error, BadRequest):
         return JSONResponse(error_body(error.message, error.status, error.param, error.code), error.status)
     if isinstance(error, PromptTooLong):
@@ -122,7 +124,7 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of one job, which ends when the client goes away."""
+    """Server-sent events of one job, which is canceled when the client disconnects."""
 
     def __init__(self, content: AsyncIterator[str], job: Job) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -142,7 +144,7 @@ async def _server_sent(reply: Completion | Chat, events: AsyncIterator[Delta | S
         async for event in events:
             for chunk in reply.chunks(event):
                 yield _event(chunk)
-    except Exception as error:  # the status line is sent: the error can only be told inside the stream
+    except Exception as error:  # the status line has been sent, so the error can only be reported in the stream
         yield _event(error_body(f"the server failed: {error}", 500))
         return
     for chunk in reply.closing():
@@ -155,26 +157,26 @@ def _event(body: dict[str, Any]) -> str:
 
 
 async def _collect(request: Request, reply: Completion | Chat, events: AsyncIterator[Delta | Scores], job: Job) -> bool:
-    """Put all events into `reply`; False if the client went away first."""
+    """Collect all events in `reply`; returns False if the client disconnected first."""
 
     async def fill() -> None:
         async for event in events:
             reply.add(event)
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    filling, leaving = asyncio.create_task(fill()), asyncio.create_task(gone())
+    collection, disconnect = asyncio.create_task(fill()), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait({filling, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not filling.done():
+        await asyncio.wait({collection, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not collection.done():
             return False
-        filling.result()
+        collection.result()
         return True
     finally:
         job.cancel()
-        for task in (filling, leaving):
+        for task in (collection, disconnect):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task

@@ -1,4 +1,4 @@
-"""Talking to a model in the terminal; with a pipe as input, each line gets an answer."""
+"""Chat with a model in the terminal; with a pipe as input, each line is answered."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from rich.text import Text
 
 from lmworks.errors import UserError
 from lmworks.model.generate import SAMPLING, GenerateOptions
-from lmworks.serve.engine import Delta, Engine, PromptTooLong, Request
+from lmworks.serve.engine import Engine
+from lmworks.serve.requests import Delta, PromptTooLong, Request
 from lmworks.terminal import Terminal, plain
 
 HELP = """\
-/system TEXT      tell the model how to behave (alone: show it; /system - clears it)
-/temperature X    0 always takes the likeliest token; 0.7 is livelier (alone: show it)
-/reset            forget the conversation
-/help             this list
-Ctrl-C stops the answer, Ctrl-D leaves"""
+/system TEXT      set the system prompt (without TEXT: show it; /system - clears it)
+/temperature X    set the temperature; 0 always takes the most likely token (without X: show it)
+/reset            clear the conversation
+/help             show this list
+Ctrl-C stops the answer, Ctrl-D exits"""
 
 
 @dataclass
 class Conversation:
-    """What has been said, and how to go on. The oldest exchanges are dropped when the context fills up."""
+    """The messages of a chat and its sampling options. The oldest exchanges are dropped when the context fills up."""
 
     engine: Engine
     system: str = ""
@@ -34,12 +35,12 @@ class Conversation:
     max_tokens: int | None = None
     seed: int | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
-    forgotten: int = 0
+    dropped: int = 0
 
     def ask(self, text: str) -> Generator[Delta, None, None]:
-        """Say `text` and stream the answer, which joins the conversation, also when it was stopped halfway.
+        """Add `text` as a user message and stream the answer, which is added to the conversation even if it was interrupted.
 
-        Raises `PromptTooLong` if `text` alone, with the system prompt, leaves no room for an answer.
+        Raises `PromptTooLong` if `text` with the system prompt leaves no room for an answer.
         """
         self.turns.append({"role": "user", "content": text})
         try:
@@ -54,21 +55,21 @@ class Conversation:
             min_p=self.min_p,
             stop_ids=engine.vocabulary.stop_ids,
         )
-        said = []
+        pieces = []
         try:
             for event in engine.stream(Request((tuple(prompt),), options, self.seed)):
                 if isinstance(event, Delta):
-                    said.append(event.text)
+                    pieces.append(event.text)
                     yield event
         finally:
-            self.turns.append({"role": "assistant", "content": "".join(said)})
+            self.turns.append({"role": "assistant", "content": "".join(pieces)})
 
     def reset(self) -> None:
         self.turns.clear()
-        self.forgotten = 0
+        self.dropped = 0
 
     def _prompt(self) -> list[int]:
-        """The prompt, without the oldest exchanges if a quarter of the context would not stay free for the answer."""
+        """The prompt. The oldest exchanges are dropped so that a quarter of the context is left for the answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         first = 0
         while True:
@@ -76,21 +77,21 @@ class Conversation:
             if first == len(self.turns) - 1 or len(prompt) <= self.engine.context * 3 // 4:
                 break
             first += 2
-        self.engine.room(len(prompt))  # refuses a message that is too long alone, before anything is forgotten
+        self.engine.room(len(prompt))  # rejects a message that is too long by itself, before anything is dropped
         del self.turns[:first]
-        self.forgotten += first
+        self.dropped += first
         return prompt
 
 
 def command(conversation: Conversation, line: str) -> str:
-    """Carry out a line that begins with a slash; return what to tell the user. Raises `UserError` for one that is unknown."""
+    """Run a command, a line that begins with a slash; returns the reply to show. Raises `UserError` if it is unknown."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name == "/help":
         return HELP
     if name == "/reset":
         conversation.reset()
-        return "The conversation is forgotten."
+        return "The conversation was cleared."
     if name == "/system":
         if rest:
             conversation.system = "" if rest == "-" else rest
@@ -109,7 +110,7 @@ def command(conversation: Conversation, line: str) -> str:
 
 
 def chat(conversation: Conversation) -> None:
-    """Talk until the input ends. On a pipe a prompt that is too long ends it with a `UserError`; on a terminal it is told."""
+    """Chat until the input ends. A prompt that is too long raises `UserError` on a pipe, and is reported on a terminal."""
     if sys.stdin.isatty():
         _terminal(conversation)
     else:
@@ -124,7 +125,7 @@ def _piped(conversation: Conversation) -> None:
             out.write(command(conversation, line) + "\n")
         elif line:
             for delta in conversation.ask(line):
-                out.write(plain(delta.text))  # a model must not move the cursor or retitle the window
+                out.write(plain(delta.text))  # without control sequences, with which a model could control the terminal
                 out.flush()
             out.write("\n")
         out.flush()
@@ -135,19 +136,19 @@ def _terminal(conversation: Conversation) -> None:
 
     console = Terminal()
     engine = conversation.engine
-    about = f"  {engine.context:,} tokens of context · /help for commands · Ctrl-D to leave"
+    about = f"  {engine.context:,} tokens of context · /help for commands · Ctrl-D to exit"
     console.print(Text.assemble("\n", (engine.name, "bold"), (about, "dim")))
     if not engine.tuned:
-        console.print("This is a base model: it continues text and was not taught to answer.", style="yellow")
+        console.print("This is a base model: it continues text and was not trained to answer.", style="yellow")
     while True:
         try:
-            # \001 and \002 tell readline which characters take no room.
+            # \001 and \002 mark characters of zero width for readline.
             line = input("\n\001\x1b[1;36m\002you ›\001\x1b[0m\002 ").strip()
         except EOFError:
             console.print()
             return
         except KeyboardInterrupt:
-            console.print("\nCtrl-D leaves", style="dim")
+            console.print("\nCtrl-D exits", style="dim")
             continue
         try:
             if line.startswith("/"):
@@ -159,7 +160,7 @@ def _terminal(conversation: Conversation) -> None:
 
 
 def _answer(console: Terminal, conversation: Conversation, line: str) -> None:
-    before, last, start = conversation.forgotten, None, time.monotonic()
+    dropped, last, start = conversation.dropped, None, time.monotonic()
     stopped = False
     answer = conversation.ask(line)
     console.print(Text.assemble(("model ›", "bold green"), " "), end="")
@@ -182,7 +183,7 @@ def _answer(console: Terminal, conversation: Conversation, line: str) -> None:
     if stopped:
         notes.append("stopped")
     elif last is not None and last.finish == "length":
-        notes.append("cut off: no room for more")
-    if conversation.forgotten > before:
-        notes.append("the oldest messages no longer fit and were forgotten")
+        notes.append("cut off: the context is full")
+    if conversation.dropped > dropped:
+        notes.append("the oldest messages no longer fit and were dropped")
     console.print(" · ".join(notes), style="dim")

@@ -1,4 +1,4 @@
-"""One worker that generates for everybody: requests take turns, like ones share a batch, and a departed client costs nothing more."""
+"""The generation engine: one worker thread runs all requests, in turn and in shared batches, and drops those of disconnected clients."""
 
 from __future__ import annotations
 
@@ -12,93 +12,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lmworks.errors import UserError
 from lmworks.model.generate import GenerateOptions, Token, stream
+from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
-from lmworks.serve.text import Assembler, Piece, Placement
+from lmworks.serve.text import Assembler, Piece
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
     from lmworks.serve.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-_SEED_BITS = 40  # generate multiplies the seed by a million and must stay within 63 bits
-
-
-class PromptTooLong(UserError):
-    """The prompt leaves no room for an answer."""
-
-    def __init__(self, length: int, context: int) -> None:
-        super().__init__(
-            f"the prompt has {length:,} tokens and this model's context is {context:,}: shorten it to at most {context - 1:,} tokens")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to generate: each of `prompts` continued under `options`, whose seed is not used: `seed` is, or chance.
-
-    `options.max_new_tokens` is cut to what the context leaves; 0 only scores the prompts. `stop` strings end an answer and
-    are not part of it. With `score_prompts`, a `Scores` event precedes each answer.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    options: GenerateOptions
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    score_prompts: bool = False
-
-
-@dataclass(frozen=True)
-class Delta:
-    """More of answer `index`. `finish` is `stop` or `length` in its last delta; `generated` counts its tokens so far."""
-
-    index: int
-    text: str
-    tokens: tuple[Placement, ...]
-    generated: int
-    finish: str | None = None
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of the tokens of prompt `index`; the first has none (nan), as nothing comes before it."""
-
-    index: int
-    tokens: tuple[Token, ...]
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the worker has done since it started, and what it has before it now (answers, tokens)."""
-
-    running: int
-    waiting: int
-    prompt_tokens: int
-    generated_tokens: int
-
-
-Event = Delta | Scores | Exception | None  # None ends a job
-
-
-@dataclass(eq=False)
-class Job:
-    """A request under way; `cancel` makes the worker drop it at the next token."""
-
-    request: Request
-    emit: Callable[[Event], None]
-    remaining: int
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def tell(self, event: Event) -> None:
-        if self.cancelled:
-            return
-        try:
-            self.emit(event)
-        except RuntimeError:  # the listener's event loop is gone
-            self.cancelled = True
+_SEED_BITS = 40  # `generate` multiplies the seed by a million, within 63 bits
 
 
 @dataclass(eq=False)
@@ -116,29 +40,31 @@ class _Answer:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Answers with equal keys may share a batch. A seeded job shares with nobody, so company never changes its samples."""
+        """Answers with equal keys may share a batch. A job with a seed has batches of its own, so others never change its samples."""
         return (self.options, None if self.job.request.seed is None else id(self.job))
 
-    def tell(self, piece: Piece, finish: str | None) -> None:
+    def send(self, piece: Piece, finish: str | None) -> None:
         if piece.text or piece.tokens or finish:
-            self.job.tell(Delta(self.index, piece.text, piece.tokens, self.generated, finish))
+            self.job.send(Delta(self.index, piece.text, piece.tokens, self.generated, finish))
 
     def end(self, piece: Piece, finish: str) -> None:
         self.done = True
-        self.tell(piece, finish)
+        self.send(piece, finish)
         self.job.remaining -= 1
         if self.job.remaining == 0:
-            self.job.tell(None)
+            self.job.send(None)
 
 
 @dataclass(eq=False)
 class _Group:
+    """A batch of answers that are generated together."""
+
     answers: list[_Answer]
     tokens: Iterator[list[Token | None]] | None = None
 
     @property
-    def live(self) -> list[_Answer]:
-        return [answer for answer in self.answers if not answer.done and not answer.job.cancelled]
+    def active(self) -> list[_Answer]:
+        return [answer for answer in self.answers if not answer.done and not answer.job.canceled]
 
 
 @dataclass
@@ -151,8 +77,8 @@ class _Counts:
 class Engine:
     """A model, its vocabulary and the worker thread that runs it.
 
-    `context` is the longest prompt plus answer, in tokens. Up to `max_groups` batches of up to `max_batch` answers are in
-    flight at once and advance by one token each in turn, so a short question does not wait for a long answer.
+    `context` is the maximum length of prompt plus answer, in tokens. Up to `max_groups` batches of up to `max_batch` answers are in flight
+    and advance by one token each in turn, so that a short answer does not wait for a long one.
     """
 
     model: Transformer
@@ -191,15 +117,15 @@ class Engine:
         return job
 
     def room(self, prompt: int, wanted: int | None = None) -> int:
-        """New tokens that fit behind a prompt of `prompt` tokens, at most `wanted`. Raises `PromptTooLong`."""
-        least = 0 if wanted == 0 else 1
-        if prompt + least > self.context:
+        """The number of new tokens that fit after a prompt of `prompt` tokens, at most `wanted`. Raises `PromptTooLong`."""
+        required = 0 if wanted == 0 else 1
+        if prompt + required > self.context:
             raise PromptTooLong(prompt, self.context)
         left = self.context - prompt
         return left if wanted is None else min(wanted, left)
 
     def stream(self, request: Request) -> Iterator[Delta | Scores]:
-        """Events of a request as they come; leaving the iterator early cancels it."""
+        """The events of a request as they occur; closing the iterator cancels the request."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         job = self.submit(request, events.put)
         try:
@@ -212,13 +138,13 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for a place."""
+        """The number of answers in the queue."""
         with self._wake:
-            return sum(not answer.job.cancelled for answer in self._waiting)
+            return sum(not answer.job.canceled for answer in self._waiting)
 
     def open(self, request: Request) -> tuple[Job, AsyncIterator[Delta | Scores]]:
-        """Queue a request from an event loop, as `submit` does: the job, which the caller cancels when nobody listens any more, and its
-        events."""
+        """Queue a request from an event loop; returns the job and its events. The caller cancels the job when nobody reads the events any
+        more."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -241,13 +167,13 @@ class Engine:
         return self._worker.is_alive() and not self._closed
 
     def stats(self) -> EngineStats:
-        """Counters for a metrics page."""
+        """Statistics for `/metrics`."""
         with self._wake:
-            running = sum(len(group.live) for group in self._groups)
+            running = sum(len(group.active) for group in self._groups)
             return EngineStats(running, len(self._waiting), self._counts.prompt_tokens, self._counts.generated_tokens)
 
     def close(self) -> None:
-        """Drop all work and end the worker."""
+        """Cancel all requests and stop the worker."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -256,7 +182,7 @@ class Engine:
     def _run(self) -> None:
         import torch
 
-        # Streams that take turns on one thread leave their inference mode out of order; one around all of them keeps it on.
+        # Interleaved generators exit their inference mode out of order; this outer one keeps it enabled.
         with torch.inference_mode():
             self._work()
 
@@ -274,15 +200,15 @@ class Engine:
                         self._groups.append(group)
             for group in list(self._groups):
                 self._advance(group)
-                if not group.live:
+                if not group.active:
                     self._close(group)
 
     def _gather(self) -> _Group:
-        """The longest-waiting answer and those that may share its batch, in order."""
+        """Take the longest-waiting answer and those that may share its batch from the queue."""
         chosen: list[_Answer] = []
         kept: deque[_Answer] = deque()
         for answer in self._waiting:
-            if answer.job.cancelled:
+            if answer.job.canceled:
                 continue
             if len(chosen) < self.max_batch and (not chosen or answer.key == chosen[0].key):
                 chosen.append(answer)
@@ -297,23 +223,23 @@ class Engine:
                 self._begin(group)
             else:
                 self._step(group)
-        except Exception as error:  # one broken request must not end the worker; each client is told
+        except Exception as error:  # reported to the clients; a failed request must not end the worker
             log.exception("generation failed")
-            for job in {id(answer.job): answer.job for answer in group.live}.values():
-                job.tell(error)
+            for job in {id(answer.job): answer.job for answer in group.active}.values():
+                job.send(error)
                 job.cancel()
 
     def _begin(self, group: _Group) -> None:
-        for answer in group.live:
+        for answer in group.active:
             self._counts.prompt_tokens += len(answer.prompt)
             if answer.job.request.score_prompts:
-                answer.job.tell(Scores(answer.index, score(self.model, answer.prompt, answer.options.logprobs or 0)))
+                answer.job.send(Scores(answer.index, score(self.model, answer.prompt, answer.options.logprobs or 0)))
         if group.answers[0].options.max_new_tokens == 0:
-            for answer in group.live:
+            for answer in group.active:
                 answer.end(Piece(), "length")
             return
         first = group.answers[0]
-        # A batch draws by (seed, row), so a seeded job's next batch goes by its first answer's index.
+        # Samples depend on (seed, row), so later batches of a job with a seed add the index of their first answer.
         given = first.job.request.seed
         seed = secrets.randbits(_SEED_BITS) if given is None else (given + first.index) % 2**_SEED_BITS
         prompts = [list(answer.prompt) for answer in group.answers]
@@ -323,7 +249,7 @@ class Engine:
         assert group.tokens is not None
         row = next(group.tokens, None)
         for answer, token in zip(group.answers, row or [None] * len(group.answers), strict=True):
-            if answer.done or answer.job.cancelled:
+            if answer.done or answer.job.canceled:
                 continue
             if token is None:
                 answer.end(answer.assembler.finish(), "length")
@@ -340,7 +266,7 @@ class Engine:
                 rest = answer.assembler.finish()
                 answer.end(Piece(piece.text + rest.text, piece.tokens + rest.tokens), "stop" if rest.stopped else "length")
             else:
-                answer.tell(piece, None)
+                answer.send(piece, None)
 
     def _close(self, group: _Group) -> None:
         self._groups.remove(group)
@@ -349,10 +275,10 @@ class Engine:
             close()  # frees the key/value cache now
 
     def _abandon(self) -> None:
-        gone = RuntimeError("the server is stopping")
-        jobs = {id(answer.job): answer.job for answer in [*self._waiting, *(a for group in self._groups for a in group.live)]}
+        stopping = RuntimeError("the server is stopping")
+        jobs = {id(answer.job): answer.job for answer in [*self._waiting, *(a for group in self._groups for a in group.active)]}
         for job in jobs.values():
-            job.tell(gone)
+            job.send(stopping)
         self._waiting.clear()
         for group in list(self._groups):
             self._close(group)

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 from lmworks.errors import UserError
 from lmworks.serve.engine import Engine
-from lmworks.serve.models import Closed, Models
+from lmworks.serve.models import LazyModel, Models
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 
 def load_engine(run_dir: Path, base: bool = False) -> Engine:
-    """Load the engine of a run from the newest good checkpoint: its tuned model, or its base model if `base` or if it has no other.
+    """Load the engine of a run from the newest good checkpoint: of its tuned model, or of its base model if `base` is set or it has no
+    tuned one.
 
-    Raises `UserError` if there is no such run, nothing has been trained, or model and tokenizer do not fit together.
+    Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "resolved.json").is_file():
@@ -32,7 +33,8 @@ def load_engine(run_dir: Path, base: bool = False) -> Engine:
 
 
 def load_models(run_dir: Path, base: bool = False) -> Models:
-    """The models of a run to serve: that of `load_engine` now, and the other of base and tuned, if it exists, at its first request."""
+    """The models of a run to serve: that of `load_engine`, and the other one of base and tuned, if it exists, which is loaded at its first
+    request."""
     from lmworks.checkpoint.listing import directories
     from lmworks.train.load import folder
 
@@ -40,11 +42,11 @@ def load_models(run_dir: Path, base: bool = False) -> Models:
     if not all(directories(folder(run_dir, which)) for which in ("base", "tuned")):
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
-    return Models(first, {name: Closed(first.context, base, lambda: load_engine(run_dir, not base))})
+    return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base))})
 
 
 def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool = True) -> Engine:
-    """Make an engine of a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not fit together."""
+    """Make an engine from a model and the tokenizer in `tokenizer_dir`. Raises `UserError` if they do not match."""
     from lmworks.serve.vocabulary import Vocabulary
     from lmworks.tokenizer import load
 
@@ -52,6 +54,6 @@ def make_engine(model: Transformer, tokenizer_dir: Path, name: str, tuned: bool 
     rows, context = model.config.vocab_size, model.config.max_position_embeddings
     assert rows and context  # a resolved recipe and an exported config have both
     if vocabulary.size > rows:
-        what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model {rows}"
-        raise UserError(f"{what}: one of them is not of this run; make the tokenizer again with: lmworks run RECIPE")
+        what = f"the tokenizer in {tokenizer_dir} has {vocabulary.size} entries, but the model has {rows}"
+        raise UserError(f"{what}: one of them is not from this run; make the tokenizer again with: lmworks run RECIPE")
     return Engine(model, vocabulary, name, int(context), tuned=tuned)

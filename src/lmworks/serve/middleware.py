@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.serve.protocol import error_body
+from lmworks.serve.openai.errors import error_body
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OPEN = ("/", "/health")
@@ -20,7 +20,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::\d{1,5})?")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Address and limits of the server. `max_body` is in bytes, `max_waiting` in queued requests. A client has `head_seconds` to send the
+    """Address and limits of the server. `max_body` is in bytes, `max_waiting` in queued answers. A client has `head_seconds` to send the
     headers of a request, and `body_seconds` to send its body."""
 
     host: str = "127.0.0.1"
@@ -33,14 +33,14 @@ class ServerOptions:
 
 
 class _BadBody(Exception):
-    """A body that is refused: message and status."""
+    """A rejected body: message and status."""
 
 
 class RequestGuard:
     """Checks host, key, content type and body size, and records each answer's status and duration.
 
-    A server on loopback answers only requests for loopback names: otherwise any web page could reach it by resolving a name of its own to
-    127.0.0.1 (DNS rebinding). JSON is required because browsers send only forms to other origins without asking them.
+    A server on loopback answers only requests for loopback names: otherwise any web page could reach it with a host name that resolves to
+    127.0.0.1 (DNS rebinding). JSON is required because browsers send only forms to other origins without a preflight request.
     """
 
     def __init__(self, app: Any, options: ServerOptions, record: Callable[[str, int, float], None], paths: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The models of one server: the first is there from the beginning, any other is opened at its first request."""
+"""The models of one server: the first is loaded at the start, any other at its first request."""
 
 from __future__ import annotations
 
@@ -7,76 +7,77 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.serve.engine import Engine, EngineStats
+from lmworks.serve.engine import Engine
+from lmworks.serve.requests import EngineStats
 
 
 class Busy(UserError):
-    """More answers would wait than may."""
+    """The queue is full."""
 
-    def __init__(self, waiting: int, wanted: int, most: int) -> None:
-        super().__init__(f"{waiting} answers are waiting already, of at most {most}, and this request asks for {wanted}; try again later")
+    def __init__(self, waiting: int, requested: int, limit: int) -> None:
+        super().__init__(f"{waiting} of at most {limit} answers are waiting, and this request asks for {requested} more; try again later")
 
 
 @dataclass(frozen=True)
-class Closed:
-    """A model that is not open yet: what is known of it, and what opens it."""
+class LazyModel:
+    """A model that is not loaded yet; `load` loads it."""
 
     context: int
     tuned: bool
-    open: Callable[[], Engine]
+    load: Callable[[], Engine]
 
 
 class Models:
-    """Engines by name. `closed` are those to be opened at their first request.
+    """Engines by name. `lazy` are models that are loaded at their first request.
 
-    What one engine may have in flight at a time, and with it the memory for keys and values, is divided among those that are open.
+    The number of batches in flight, which bounds the memory of the KV caches, is divided among the loaded models.
     """
 
-    def __init__(self, first: Engine, closed: Mapping[str, Closed] | None = None) -> None:
-        self.first, self._open, self._closed = first, {first.name: first}, dict(closed or {})
+    def __init__(self, first: Engine, lazy: Mapping[str, LazyModel] | None = None) -> None:
+        self.first, self._loaded, self._lazy = first, {first.name: first}, dict(lazy or {})
         self._groups = first.max_groups
-        self._opening = asyncio.Lock()
+        self._loading = asyncio.Lock()
 
     @property
-    def known(self) -> dict[str, Engine | Closed]:
-        """All of them, open or not; the first one leads."""
-        return {**self._open, **self._closed}
+    def known(self) -> dict[str, Engine | LazyModel]:
+        """All models, loaded or not; the first model comes first."""
+        return {**self._loaded, **self._lazy}
 
     async def engine(self, name: str | None) -> Engine:
-        """The engine of this name, the first for None; opens it where it is not. Raises `UserError` if that cannot be done."""
+        """The engine of this name (of the first model for None); loads it if necessary. Raises `UserError` if it cannot be loaded."""
         name = self.first.name if name is None else name
-        if name not in self._open:
-            async with self._opening:
-                if name not in self._open:  # still, behind those who asked before
-                    self._add(await asyncio.to_thread(self._closed[name].open))
-        return self._open[name]
+        if name not in self._loaded:
+            async with self._loading:
+                if name not in self._loaded:  # another request may have loaded it
+                    self._add(await asyncio.to_thread(self._lazy[name].load))
+        return self._loaded[name]
 
     def _add(self, engine: Engine) -> None:
-        del self._closed[engine.name]
-        self._open[engine.name] = engine
-        for each in self._open.values():
-            each.max_groups = max(1, self._groups // len(self._open))
+        del self._lazy[engine.name]
+        self._loaded[engine.name] = engine
+        for each in self._loaded.values():
+            each.max_groups = max(1, self._groups // len(self._loaded))
 
-    def refuse_over(self, most: int, wanted: int) -> None:
-        """Raise `Busy` if more than `most` answers would wait with `wanted` more, whichever model they wait for."""
-        waiting = sum(engine.waiting for engine in self._open.values())
-        if waiting + wanted > most:
-            raise Busy(waiting, wanted, most)
+    def require_capacity(self, limit: int, requested: int) -> None:
+        """Raise `Busy` if `requested` more answers would exceed `limit` waiting answers, over all models."""
+        waiting = sum(engine.waiting for engine in self._loaded.values())
+        if waiting + requested > limit:
+            raise Busy(waiting, requested, limit)
 
     @property
     def alive(self) -> bool:
-        """Whether all that are open can still take requests."""
-        return all(engine.alive for engine in self._open.values())
+        """Whether all loaded engines can still take requests."""
+        return all(engine.alive for engine in self._loaded.values())
 
     def stats(self) -> EngineStats:
-        """Those of all engines together."""
-        found = [engine.stats() for engine in self._open.values()]
+        """The sums over all engines."""
+        stats = [engine.stats() for engine in self._loaded.values()]
         return EngineStats(
-            sum(one.running for one in found), sum(one.waiting for one in found),
-            sum(one.prompt_tokens for one in found), sum(one.generated_tokens for one in found),
+            sum(one.running for one in stats), sum(one.waiting for one in stats),
+            sum(one.prompt_tokens for one in stats), sum(one.generated_tokens for one in stats),
         )  # fmt: skip
 
     def close(self) -> None:
         """Close all engines."""
-        for engine in self._open.values():
+        for engine in self._loaded.values():
             engine.close()

@@ -1,4 +1,4 @@
-"""The chat page: one file, no outside resources, and a policy that lets the browser run nothing else."""
+"""The chat page: one file without external resources, with a Content-Security-Policy that allows nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _source() -> str:
 
 
 def page(models: Models, chosen: str | None = None) -> tuple[str, str]:
-    """The page for the `chosen` model, the first one where there is none of that name, and its Content-Security-Policy."""
+    """The page for the `chosen` model (the first one if there is no model of that name), and its Content-Security-Policy."""
     name = chosen if chosen in models.known else models.first.name
     model = models.known[name]
     about = {"model": name, "context": model.context, "tuned": model.tuned, "models": list(models.known)}

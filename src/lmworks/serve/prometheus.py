@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lmworks.serve.engine import EngineStats
+from lmworks.serve.requests import EngineStats
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The HTTP server for a laptop. It listens on loopback unless told otherwise, and takes a key if one is set."""
+"""The HTTP server. It listens on loopback by default, and requires an API key if one is set."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def build_app(models: Models, options: ServerOptions | None = None) -> Starlette
 
 
 def require_extra() -> None:
-    """Raise `UserError` unless the packages of the extra `serve` are there."""
+    """Raise `UserError` unless the packages of the extra `serve` are installed."""
     if not (find_spec("starlette") and find_spec("uvicorn")):
         raise UserError("serving needs starlette and uvicorn: pip install 'lmworks[serve]'")
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """The socket to serve on. Raises `UserError` if the address is taken or not ours."""
+    """Open the socket to serve on. Raises `UserError` if the address is in use or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -58,44 +58,44 @@ def serve(models: Models, listener: socket.socket, options: ServerOptions) -> No
 
 
 def configuration(models: Models, options: ServerOptions) -> uvicorn.Config:
-    """How uvicorn serves the models."""
+    """The configuration of uvicorn for serving the models."""
     app = build_app(models, options)
     import uvicorn
 
     return uvicorn.Config(
-        app, http=_patient_for(options.head_seconds), log_level="warning", timeout_graceful_shutdown=2, server_header=False
+        app, http=_protocol_with_timeout(options.head_seconds), log_level="warning", timeout_graceful_shutdown=2, server_header=False
     )
 
 
-def _patient_for(seconds: float) -> Any:
-    """uvicorn's protocol with a limit on the time for the head of a request, which uvicorn has only between two requests: sockets on
-    which nothing comes would use up those that the process may have."""
+def _protocol_with_timeout(seconds: float) -> Any:
+    """uvicorn's protocol with a timeout for the headers of a request. uvicorn has one only between two requests of a connection, so idle
+    connections could use up the file descriptors of the process."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    class Patient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        _head: asyncio.TimerHandle | None = None
+    class HeaderTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._watch()
+            self._update_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._watch()
+            self._update_timer()
 
         def connection_lost(self, error: Exception | None) -> None:
             super().connection_lost(error)
-            self._unwatch()
+            self._stop_timer()
 
-        def _watch(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:  # the head is there
-                self._unwatch()
-            elif self._head is None:
-                self._head = self.loop.call_later(seconds, self.transport.close)
+        def _update_timer(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:  # the headers have been received
+                self._stop_timer()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(seconds, self.transport.close)
 
-        def _unwatch(self) -> None:
-            if self._head is not None:
-                self._head.cancel()
-                self._head = None
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
-    return Patient
+    return HeaderTimeoutProtocol

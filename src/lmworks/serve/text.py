@@ -1,4 +1,4 @@
-"""From sampled tokens to text that may be shown: whole characters, and never any part of a stop string."""
+"""Turns sampled tokens into text that can be shown: whole characters, and never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmworks.model.generate import Token
 
 
 class Decoder(Protocol):
-    """Turns ids into text one at a time, keeping back the bytes of an unfinished character."""
+    """Decodes ids one at a time, and holds back the bytes of an incomplete character."""
 
     def push(self, token: int) -> str: ...
 
@@ -36,10 +36,10 @@ class Piece:
 
 
 class Assembler:
-    """Joins tokens to text and watches for stop strings, which may span tokens.
+    """Joins tokens to text and detects stop strings, which may span tokens.
 
-    The longest end of the text that could still grow into a stop string is held back until it does or cannot.
-    The stop string that is complete first wins, so the result does not depend on how the text is cut into tokens.
+    The longest suffix of the text that could still become a stop string is held back until that is decided. The stop string that is
+    complete first ends the answer, so the result does not depend on how the text is split into tokens.
     """
 
     def __init__(self, decoder: Decoder, stops: Sequence[str] = ()) -> None:
@@ -50,7 +50,7 @@ class Assembler:
         self._tokens: deque[Placement] = deque()
 
     def push(self, token: Token) -> Piece:
-        """Take the next token; return what may now be shown. After a `stopped` piece nothing may be pushed."""
+        """Add the next token; returns the text that can now be shown. After a `stopped` piece no token may be added."""
         self._tokens.append(Placement(token, self._released + len(self._held)))
         self._held += self._decoder.push(token.id)
         cut = self._stop()
@@ -59,7 +59,7 @@ class Assembler:
         return self._release(len(self._held) - self._undecided())
 
     def finish(self) -> Piece:
-        """No more tokens come: return all that is still held back."""
+        """After the last token: returns all text that is still held back."""
         self._held += self._decoder.finish()
         cut = self._stop()
         if cut is not None:

@@ -1,4 +1,4 @@
-"""A tokenizer as the server needs it: prompts from messages, and what single tokens look like."""
+"""The tokenizer interface of the server: prompts from messages, and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Vocabulary:
         self.eos_id = tokenizer.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; what looks like a special token in it stays text."""
+        """Ids of plain text; text that looks like a special token is encoded as text."""
         return self._tokenizer.encode(text)
 
     def chat_prompt(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, thinking: bool | None = None
     ) -> list[int]:
-        """Ids of a conversation, up to where the assistant begins to write. Raises `UserError` if the template refuses it."""
+        """Ids of a conversation up to the start of the assistant's answer. Raises `UserError` if the template rejects it."""
         return self._tokenizer.encode_chat(messages, tools, add_generation_prompt=True, thinking=thinking)[0]
 
     def decoder(self) -> StreamDecoder:
-        """A fresh decoder for one answer; control tokens have no text there."""
+        """A new decoder for one answer, in which control tokens have no text."""
         from lmworks.tokenizer import StreamDecoder
 
         return StreamDecoder(self._tokenizer, skip_special=True)
@@ -42,15 +42,15 @@ class Vocabulary:
         return self._tokenizer.decode(ids)
 
     def token_text(self, token: int) -> str:
-        """One token's text; bytes that are part of a character show as the replacement character."""
+        """The text of one token; incomplete characters become the replacement character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """One token's bytes; none for an id that only pads the embedding."""
+        """The bytes of one token; empty for an id that only pads the embedding."""
         return self._tokenizer.token_bytes(token) if token < self.size else b""
 
     def place(self, tokens: Sequence[Token]) -> tuple[Placement, ...]:
-        """The tokens of a prompt with the offsets of their text in `decode`'s result."""
+        """The tokens of a prompt with the offsets of their text in the result of `decode`."""
         from lmworks.tokenizer import StreamDecoder
 
         decoder, offset, placed = StreamDecoder(self._tokenizer), 0, []

@@ -21,14 +21,14 @@ from lmworks.train.pretrain import build_model, with_optimizer
 from lmworks.train.step import micro_batch_of, train_step
 
 _SECONDS = 30.0
-ROWS = 32  # that generate together, as in the evaluation
-_PROMPT, _NEW = 64, 8  # their tokens; tokens drawn
+ROWS = 32  # rows that are generated together, as in the evaluation
+_PROMPT, _NEW = 64, 8  # tokens of a prompt; tokens generated
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Useful FLOP/s of training by sequence length, of a forward pass alone, all ranks together, and of generating a token for each of
-    `ROWS` rows. `steps` says how many training steps were timed, `tokens` how many tokens they took a second, by sequence length."""
+    """Measured model FLOP/s of all ranks together: of training by sequence length, of a forward pass alone, and of generating one token for
+    each of `ROWS` rows. `steps`: number of timed training steps; `tokens`: their tokens per second, by sequence length."""
 
     train: dict[int, float]
     forward: float
@@ -38,10 +38,11 @@ class Speed:
 
 
 def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[float, str]:
-    """(MFU, how it was measured) of the first phase's step on random tokens, the real model, optimizer and micro-batch included.
+    """Measure the MFU of a step of the first phase on random tokens, with the real model, optimizer and micro-batch size; returns it and
+    how it was measured.
 
-    Takes about half a minute after compiling. The share is of this machine's measured peak, so it carries over to a cluster
-    of the same devices only.
+    Takes about half a minute after compilation. MFU refers to the measured peak of this machine, so it applies only to clusters of the
+    same devices.
     """
     phase, micro_batch_size = recipe.train.phases[0], recipe.train.micro_batch_size or 1
     length, rows = int(phase.sequence_length), int(phase.global_batch_size // phase.sequence_length)
@@ -56,7 +57,7 @@ def calibrate(recipe: Recipe, flops_per_token: Callable[[int], float]) -> tuple[
 
 
 def random_batch(recipe: Recipe, length: int, rows: int) -> Batch:
-    """Sequences of random tokens, each one document."""
+    """A batch of random tokens, one document per sequence."""
     assert recipe.model.vocab_size
     tokens = np.random.default_rng(recipe.seed).integers(0, recipe.model.vocab_size, (rows, length + 1), dtype=np.int32)
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(0, rows * length + 1, length, dtype=np.int32), 0, 0)
@@ -101,7 +102,7 @@ class _Model:
         self._model, self._optimizer = with_optimizer(recipe, build_model(recipe, ranks))
 
     def step_seconds(self, batch: Batch, patience: float, bar: progress.Bar) -> list[float]:
-        """Of training steps on one batch, the first two, which compile, left out."""
+        """Seconds of training steps on one batch, without the first two, which compile."""
         model, rows = self._model, len(batch.tokens)
         micro_batch_size = micro_batch_of(self._recipe, batch.tokens.shape[1], model.pipeline is not None)
         own = batch.sequences(*model.rank_sequences(rows))

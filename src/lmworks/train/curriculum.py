@@ -65,7 +65,7 @@ class Curriculum(Protocol):
 
     def steady_since(self, step: int) -> int:
         """The first step of the range around `step` in which losses are comparable: after the warm-up of its phase and after the last
-        change of the mixture. It may lie ahead of `step`."""
+        change of the mixture. It may be later than `step`."""
 
     def tokens_before(self, step: int) -> int:
         """Tokens of all steps before this one."""

@@ -9,37 +9,37 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.recipe.schema.train import EarlyStopping as Options
 
-USED = "used_step"  # under this key a checkpoint's meta has the step whose weights are those of the stage if it ended with this one
+USED = "used_step"  # key in a checkpoint's meta: the step whose weights the stage has if it ends with this checkpoint
 _SELECTS = ("validation/bits_per_byte", "validation/loss")
 
 
 def selection_metric(values: Mapping[str, float]) -> str | None:
-    """Which of the values of a validation decides what is best unless the recipe says; None where it measured neither."""
+    """The default selection metric among the values of a validation; None if it has none."""
     return next((name for name in _SELECTS if name in values), None)
 
 
 class EarlyStopping:
-    """Counts validations without an improvement. `state()` belongs into the checkpoint's meta, so that a resumed run ends where an
-    undisturbed one would."""
+    """Counts validations without an improvement. `state()` is stored in the checkpoint's meta, so that a resumed run stops at the same
+    step."""
 
     def __init__(self, options: Options | None) -> None:
         self.options = options
         self.best: float | None = None
         self.best_step = self.waited = 0
-        self.lowest: float | None = None  # whatever `min_delta` says of it
+        self.lowest: float | None = None  # regardless of `min_delta`
         self.lowest_step = 0
 
     @property
     def stops(self) -> bool:
-        """Whether the stage is at its end."""
+        """Whether the stage ends now."""
         return self.options is not None and self.waited >= self.options.patience
 
     def metric(self, values: Mapping[str, float]) -> str | None:
-        """Which of the values of a validation decides what is best; None where it measured none."""
+        """The selection metric: that of the recipe, or the default among the values of a validation."""
         return self.options.metric if self.options and self.options.metric else selection_metric(values)
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell of the validation after `step` steps. Raises `UserError` if it does not measure the metric."""
+        """Record the validation after `step` steps. Raises `UserError` if it does not contain the metric."""
         if self.options is None:
             return
         name = self.metric(values)
@@ -61,4 +61,4 @@ class EarlyStopping:
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.waited = state["best"], int(state["best_step"]), int(state["waited"])
-        self.lowest, self.lowest_step = state.get("lowest"), int(state.get("lowest_step", 0))  # older checkpoints do not say
+        self.lowest, self.lowest_step = state.get("lowest"), int(state.get("lowest_step", 0))  # missing in older checkpoints

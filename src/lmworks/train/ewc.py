@@ -1,8 +1,8 @@
-"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): weights that matter for earlier data stay near their values.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, arXiv:1612.00796): keeps weights that matter for earlier data near their values.
 
-The penalty is weight / 2 * sum over all weights of F (w - w0)^2. F is the empirical Fisher information of a token, the mean over
-sequences of the squared gradient of their summed loss, per token: so the penalty at weight 1 is the rise of the earlier loss in nats per
-token, to second order. Both tensors lie as the parameters lie, and every element is treated alone, so the layout makes no difference.
+The penalty is weight / 2 * sum over all weights of F (w - w0)^2. F is the empirical Fisher information per token: the mean over sequences
+of the squared gradient of their summed loss, divided by tokens. So the penalty at weight 1 is the increase of the earlier loss in nats per
+token, to second order. Both tensors are sharded like the parameters and are used elementwise, so the layout makes no difference.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class EwcPenalty:
         self.fisher = {name: torch.zeros_like(anchor) for name, anchor in self.anchor.items()}
 
     def estimate(self, earlier: Iterable[Batch], loss_scale: float = 1.0) -> None:
-        """Estimate F at the weights as they are, each batch one sequence; without dropout. All ranks call this with the same batches.
+        """Estimate F at the current weights, without dropout; each batch is one sequence. Collective, with the same batches on all ranks.
 
-        A sequence at a time, since squares of sums over sequences are something else. Raises `UserError` where nothing finite is found.
+        Sequences are processed one at a time, because F sums the squares of their gradients. Raises `UserError` if no gradient is finite.
         """
         model, tokens = self._model, 0
         training = model.training
@@ -44,7 +44,7 @@ class EwcPenalty:
                 valid = batch.valid_tokens
                 self._drop_gradients()
                 model.forward_backward(batch.sequences(*model.rank_sequences(1)), 1, 1, loss_scale / max(valid, 1))
-                if not torch.isfinite(model.clip_gradients(0.0)):  # fp16, of which this sequence asks too much
+                if not torch.isfinite(model.clip_gradients(0.0)):  # overflow in fp16
                     continue
                 self._add_squares(valid, loss_scale)
                 tokens += valid
@@ -52,7 +52,7 @@ class EwcPenalty:
             self._drop_gradients()
             model.train(training)
         if not tokens:
-            raise UserError("ewc: no gradient of the earlier data is finite, so what mattered to it cannot be told; leave ewc out")
+            raise UserError("ewc: no gradient of the earlier data is finite, so the Fisher information cannot be estimated; remove ewc")
         for fisher in self.fisher.values():
             local(fisher).div_(tokens)
 

@@ -1,4 +1,4 @@
-"""A trained model of a run, for everything that comes after training."""
+"""Loads the trained model of a run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lmworks.train.early_stopping import USED
 
 
 def folder(run_dir: Path, which: Literal["base", "tuned"]) -> Path:
-    """Where the checkpoints of the pretrained or the tuned model lie."""
+    """The folder with the checkpoints of the pretrained or the tuned model."""
     return run_dir / "checkpoints" if which == "base" else run_dir / "tune" / "checkpoints"
 
 
 def final_rope(recipe: Recipe) -> Rope:
-    """The positions after the last phase."""
+    """The RoPE parameters after the last phase."""
     rope = recipe.model.rope
     for phase in recipe.train.phases:
         rope = phase.rope.apply(rope) if phase.rope else rope
@@ -38,14 +38,14 @@ def final_mtp_weight(recipe: Recipe) -> float | None:
 
 
 def final_base(run_dir: Path) -> Path:
-    """The checkpoint of pretraining that is built on; `UserError` if there is none."""
+    """The final checkpoint of pretraining. Raises `UserError` if there is none."""
     return _final(folder(run_dir, "base"))
 
 
 def _final(place: Path) -> Path:
-    """The checkpoint whose weights are those of a stage: the newest good one; after an early end the best, of which the newest tells."""
+    """The final checkpoint of a stage: the newest good one; after early stopping the best one, which the meta of the newest names."""
     path, refused = listing.newest_good(place)
-    while path is None and any(not bad.exists() for bad, _ in refused):  # a run that goes on has pruned them meanwhile
+    while path is None and any(not bad.exists() for bad, _ in refused):  # an active run has pruned them meanwhile
         path, refused = listing.newest_good(place)
     if path is None:
         reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in refused)
@@ -53,15 +53,15 @@ def _final(place: Path) -> Path:
     used = path.with_name(listing.name_of(int(listing.read_meta(path)["meta"].get(USED, listing.step_of(path)))))
     if used == path:
         return path
-    if (reason := manifest.problem(used) if used.is_dir() else "it is not there") is not None:
-        told = f"{used}, the best checkpoint of a stage that ended early, cannot be used ({reason}): {path.name} is, the newest"
-        progress.console.print(told, style="yellow")
+    if (reason := manifest.problem(used) if used.is_dir() else "it is missing") is not None:
+        text = f"{used}, the best checkpoint of a stage that ended early, cannot be used ({reason}); using the newest, {path.name}"
+        progress.console.print(text, style="yellow")
         return path
     return used
 
 
 def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | None:
-    """Fill the model from a checkpoint and return what else is in it; None if a run that goes on has pruned it meanwhile."""
+    """Load a checkpoint into the model and return its meta; None if an active run has pruned it meanwhile."""
     state: dict[str, object] = {"model": dict(model.state_dict())}
     try:
         found = checkpoints.load(path, state, verified=True)
@@ -75,10 +75,10 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
 
 
 def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32) -> Transformer:
-    """A stage's model as it ended, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
+    """Load the final model of a stage, in evaluation mode on the CPU or the first GPU, with averaged weights if the run has them.
 
-    `dtype` is that of the activations. `which` "tuned" falls back to the base model where the run has no tuned one.
-    Raises `UserError` if there is no good checkpoint, and if the run's tokenizer is not the one that the weights were trained with.
+    `dtype` is that of the activations. `which` "tuned" falls back to the base model if the run has no tuned one.
+    Raises `UserError` if there is no good checkpoint, or if the run's tokenizer is not the one that the weights were trained with.
     """
     recipe = load_resolved(run_dir / "resolved.json")
     place = folder(run_dir, which)

@@ -75,7 +75,7 @@ def with_optimizer(recipe: Recipe, model: ParallelModel) -> tuple[ParallelModel,
 def identity(recipe: Recipe) -> dict[str, object]:
     """What a checkpoint must share with the model that it is loaded into: all that decides what the weights compute.
 
-    Positions may change between phases; how they are learnt (dropout, balancing, losses) may be changed by an allowed resume.
+    Positions may change between phases; how weights are trained (dropout, balancing, losses) may be changed by an allowed resume.
     """
     model, others = as_tree(recipe.model), {"rope", *not_architecture(Model)}
     moe = model["moe"] and {key: value for key, value in model["moe"].items() if f"moe.{key}" not in others}
@@ -165,7 +165,7 @@ def pretrain(
             if not other_data and any(data.get(name) != digest for name, digest in before.items()):  # sources that were added are no matter
                 raise UserError(
                     f"the token files in {run_dir / 'shards'} are not those that this run began with; put the old text back, "
-                    "choose another run_dir, or go on with --allow shards"
+                    "choose another run_dir, or continue with --allow shards"
                 )
             ledger.write("data_changed", step=first, shards=data)
         if first_rank and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:

@@ -70,7 +70,7 @@ class Saver:
 
 
 def refuse_if_all_damaged(checkpoints: Checkpoints) -> None:
-    """Raise `UserError` where checkpoints were set aside as damaged and no good one is left: training would start over silently."""
+    """Raise `UserError` if checkpoints were set aside as damaged and no good one is left: training would silently start over."""
     directory = checkpoints.directory
     bad = [path.name for path in sorted(directory.glob("step-*.bad-*"), reverse=True)]
     if bad:

@@ -64,7 +64,7 @@ def train_step(
 ) -> StepResult:  # fmt: skip
     """Update the model from one batch.
 
-    batch: the sequences that this rank reads. sequences, valid_tokens: of the whole step, over all ranks; those of `batch` if left out.
+    batch: the sequences that this rank reads. sequences, valid_tokens: of the whole step, over all ranks; those of `batch` by default.
     lr_factor: multiplies the peak learning rate of every parameter group (`Curriculum.lr_factor`).
     bias_update_rate: of the expert biases (`PhaseSettings.bias_update_rate`).
     limits: loss and gradient norm above which the step is a spike.

@@ -260,7 +260,7 @@ class Trainer:
             "resume", stage=self.stage, step=self.step, tokens=self.curriculum.tokens_before(self.step),
             steps=steps, planned_tokens=tokens, **self._environment(),
         )  # fmt: skip
-        progress.console.print(f"{self.stage} goes on from step {self.step:,} of {steps:,}", style="dim")
+        progress.console.print(f"{self.stage} resumes from step {self.step:,} of {steps:,}", style="dim")
         return self._saver.saved
 
     def _load(self) -> dict[str, Any] | None:
@@ -303,7 +303,7 @@ class Trainer:
             self._report_start()
         self.files.sampler.truncate(self._saver.saved + 1)
         if self.model.whole is None:
-            progress.console.print("no samples are written during the run: its layers lie on several pipeline stages", style="dim")
+            progress.console.print("no samples are written during the run: its layers are on several pipeline stages", style="dim")
         if self.mixture is not None:
             self.mixture.apply_pending(self.step)
         self._saver.start_timer()

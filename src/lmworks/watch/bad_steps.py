@@ -1,7 +1,6 @@
-"""Steps whose loss or gradient norm is not finite: counted, and their batches kept for replay.
+"""Steps whose loss or gradient norm is not finite: they are counted, and their batches are saved for replay.
 
-The weights are safe before this code runs: the trainer selects the update away on the device (`torch.where`), on all ranks
-alike.
+The weights are safe before this code runs: the trainer discards the update on the device (`torch.where`), on all ranks alike.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def _ignore(event: str, **fields: object) -> None:
-    """The report where there is no ledger."""
+    """The default report: no ledger."""
 
 
 class BadSteps:
     """Counts bad steps in a row.
 
-    `directory` (run_dir/bad_batches) gets at most `keep` batches over the whole run, as `step-00000012.npz`; when it is full the
-    newest are not kept, since the first bad batch of a streak tells the most. `in_a_row` and `first`, the streak's first step, belong
-    into the checkpoint's meta, so that a resumed run decides as an undisturbed one would.
+    `directory` (run_dir/bad_batches) gets at most `keep` batches over the whole run, as `step-00000012.npz`. Once it is full, no more are
+    saved, because the first bad batch of a streak is the most useful one. `in_a_row` and `first` (the first step of the streak) are
+    stored in the checkpoint's meta, so that a resumed run makes the same decisions as an uninterrupted one.
     """
 
     def __init__(self, directory: Path, max_in_a_row: int, keep: int, report: Callable[..., None] = _ignore) -> None:
@@ -39,7 +38,7 @@ class BadSteps:
         self.in_a_row, self.first = 0, 0
 
     def observe(self, step: int, loss: float, grad_norm: float, batch: Arrays | Callable[[], Arrays]) -> bool:
-        """Record one step; returns whether it was finite. `batch` (or a function that makes it) is only used if it was not."""
+        """Record one step; returns whether it was finite. `batch` (or a function that returns it) is used only if it was not."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
@@ -61,11 +60,11 @@ class BadSteps:
 
     @property
     def where(self) -> str:
-        """Where the batches are kept, for messages."""
-        return f"batches for replay are in {self.directory}" if self.keep else "no batch was kept (stability.save_bad_batches is 0)"
+        """Where the batches are saved, for messages."""
+        return f"batches for replay are in {self.directory}" if self.keep else "no batch was saved (stability.save_bad_batches is 0)"
 
     def save(self, step: int, batch: Arrays | Callable[[], Arrays]) -> Path | None:
-        """Save a batch for replay, if fewer than `keep` have been saved; its path."""
+        """Save a batch for replay if fewer than `keep` have been saved; returns its path, or None."""
         path = self.directory / f"step-{step:08d}.npz"
         if not path.exists() and len(list(self.directory.glob("step-*.npz"))) >= self.keep:
             return None
@@ -78,9 +77,9 @@ class BadSteps:
 
 
 def load_bad_batch(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a kept batch, for replay. Raises `UserError` if the file cannot be read."""
+    """Read the arrays of a saved batch, for replay. Raises `UserError` if the file cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged, or no batch that a run has kept ({type(error).__name__}: {error})") from None
+        raise UserError(f"{path} is damaged, or not a batch that a run has saved ({type(error).__name__}: {error})") from None

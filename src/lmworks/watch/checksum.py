@@ -24,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """By name, of this rank's part of each tensor; the host waits once."""
+    """The checksum of this rank's part of each tensor, by name, with a single device-to-host synchronization."""
     if not tensors:
         return {}
     sums = [checksum(tensor.to_local() if isinstance(tensor, DTensor) else tensor).cpu() for tensor in tensors.values()]
@@ -33,8 +33,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A rank whose copy of a tensor differs from that of the others. `certain`: the majority of copies is equal and differs from it. In
-    a tie, as between two ranks, every holder is listed and none is certain."""
+    """A rank whose copy of a tensor differs from that of the other ranks. `certain`: the majority of copies is equal and differs from
+    it. In a tie, as between two ranks, every holder is listed and none is certain."""
 
     rank: int
     tensor: str
@@ -42,7 +42,7 @@ class Deviation:
 
 
 def vote(by_rank: Sequence[Mapping[tuple[str, str], int]]) -> list[Deviation]:
-    """Compare the copies: for each rank, checksum by (tensor, part). Parts that only one rank holds cannot be compared."""
+    """Compare the copies. `by_rank` has, for each rank, checksums by (tensor, part); parts that only one rank holds are not compared."""
     copies: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for rank, sums in enumerate(by_rank):
         for key, value in sums.items():

@@ -1,4 +1,4 @@
-"""Diagnoses a failure of the ranks: which rank caused it, from the heartbeats that the ranks have left."""
+"""Diagnoses a failure of the ranks: which rank caused it, from the last heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lmworks.watch.heartbeat import Beat
 
-_OF_A_COLLECTIVE = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|collective", re.IGNORECASE)
+_COLLECTIVE_ERROR = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|collective", re.IGNORECASE)
 _STEPS_BEHIND = 1
 
 
@@ -23,9 +23,9 @@ class FailureDiagnosis:
 
 
 def classify_error(error: BaseException) -> str:
-    """`cut` for an exception that tells of other ranks (a collective that timed out or lost its peer), else `failed`."""
+    """`cut` for an exception that another rank caused (a collective that timed out or lost its peer), else `failed`."""
     kind = type(error)
-    return "cut" if _OF_A_COLLECTIVE.search(f"{kind.__module__}.{kind.__name__} {error}") else "failed"
+    return "cut" if _COLLECTIVE_ERROR.search(f"{kind.__module__}.{kind.__name__} {error}") else "failed"
 
 
 def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
@@ -38,9 +38,9 @@ def diagnose_failure(beats: Sequence[Beat]) -> FailureDiagnosis | None:
     waiting = [beat for beat in beats if beat.state == "cut"]
     missing = _missing(beats, waiting)
     if not missing:
-        told = f"{_who(waiting[0])}: {waiting[0].reason}" if waiting else "all ended at once (the machine, the launcher or the scheduler)"
-        return _diagnosis(waiting or beats, f"no rank was missing from a collective; {told}")
-    return _diagnosis(missing, "; ".join(_account(beat, waiting) for beat in missing[:3]) + _where(missing[0], waiting))
+        cause = f"{_who(waiting[0])}: {waiting[0].reason}" if waiting else "all ended at once (the machine, the launcher or the scheduler)"
+        return _diagnosis(waiting or beats, f"no rank was missing from a collective; {cause}")
+    return _diagnosis(missing, "; ".join(_describe(beat, waiting) for beat in missing[:3]) + _where(missing[0], waiting))
 
 
 def _diagnosis(beats: Sequence[Beat], reason: str) -> FailureDiagnosis:
@@ -49,23 +49,23 @@ def _diagnosis(beats: Sequence[Beat], reason: str) -> FailureDiagnosis:
 
 
 def _missing(beats: Sequence[Beat], waiting: Sequence[Beat]) -> list[Beat]:
-    """Ranks that had not entered a collective in which others gave up. One without a word is missing from all.
+    """The ranks that had not entered a collective in which others timed out. A rank that reported nothing is missing from all.
 
-    Of ranks that only waited for a rank that waited elsewhere, none is missing: the one that was in no collective is.
+    A rank that waited in another collective is not reported as missing; the rank that was in no collective is.
     """
     silent = [beat for beat in beats if beat.state == "running"]
     if silent or not waiting:
         return silent if waiting or len(silent) < len(beats) else []
-    gave_up = min(beat.seen for beat in waiting)
-    late = [beat for beat in beats if any(_came_late(beat, other, gave_up) for other in waiting if other is not beat)]
+    first_timeout = min(beat.seen for beat in waiting)
+    late = [beat for beat in beats if any(_is_late(beat, other, first_timeout) for other in waiting if other is not beat)]
     return [beat for beat in late if not _waits(beat, beats)] or late
 
 
-def _came_late(beat: Beat, other: Beat, gave_up: float) -> bool:
-    """Whether the rank had not entered the collective that the other was in when the first rank gave up."""
+def _is_late(beat: Beat, other: Beat, first_timeout: float) -> bool:
+    """Whether the rank had not entered the collective of the other rank when the first rank timed out."""
     group = _last_group(other)
     mine = beat.entered.get(group) if group else None
-    return mine is not None and group is not None and (mine.number < other.entered[group].number or mine.time > gave_up)
+    return mine is not None and group is not None and (mine.number < other.entered[group].number or mine.time > first_timeout)
 
 
 def _waits(beat: Beat, beats: Sequence[Beat]) -> bool:
@@ -77,7 +77,7 @@ def _waits(beat: Beat, beats: Sequence[Beat]) -> bool:
 
 
 def _last_group(beat: Beat) -> str | None:
-    """The group in whose collective the rank was."""
+    """The process group of the collective that the rank entered last."""
     return max(beat.entered, key=lambda group: beat.entered[group].time, default=None)
 
 
@@ -85,27 +85,28 @@ def _who(beat: Beat) -> str:
     return f"rank {beat.rank} on {beat.host} (process {beat.pid})"
 
 
-def _account(beat: Beat, waiting: Sequence[Beat]) -> str:
+def _describe(beat: Beat, waiting: Sequence[Beat]) -> str:
     if beat.state == "running":
         hung = any("timed out" in other.reason.lower() for other in waiting)
-        what = "did not answer any more (frozen, or its machine is gone)" if hung else "ended without a word (killed, perhaps for memory)"
-        return f"{_who(beat)} {what}; it was last heard at step {beat.step}, doing {beat.doing}"
+        what = "stopped responding (frozen, or its machine is down)" if hung else "ended without an error message (perhaps out of memory)"
+        return f"{_who(beat)} {what}; its last heartbeat was at step {beat.step} ({beat.doing})"
     busy = beat.seen - beat.time
-    return f"{_who(beat)} was alive but did not come: for {busy:.0f} s it had been at step {beat.step}, doing {beat.doing}"
+    return f"{_who(beat)} was alive but did not enter the collective: it had been at step {beat.step} ({beat.doing}) for {busy:.0f} s"
 
 
 def _where(missing: Beat, waiting: Sequence[Beat]) -> str:
     for beat in waiting:
         group = _last_group(beat)
         if group and (missing.state == "running" or group in missing.entered):
-            asked = beat.entered[group]
-            ranks = ", ".join(str(other.rank) for other in waiting if other.entered.get(group, asked).number == asked.number)
-            return f"; missing from {asked.name} number {asked.number} of group {group}, where {ranks} waited"
+            last = beat.entered[group]
+            ranks = [str(other.rank) for other in waiting if other.entered.get(group, last).number == last.number]
+            who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            return f"; missing from {last.name} number {last.number} of group {group}, where {who} waited"
     return ""
 
 
 def find_stalled(beats: Sequence[Beat], patience: float, now: float) -> list[Beat]:
-    """Of a world that is running: the ranks whose main thread has said nothing for `patience` seconds and is not ahead of the others."""
+    """Of running ranks: those whose main thread has sent no heartbeat for `patience` seconds and is not ahead of the others."""
     running = [beat for beat in beats if beat.state == "running"]
     first = min((beat.step for beat in running), default=0)
     return [beat for beat in running if now - beat.time > patience and beat.step < first + _STEPS_BEHIND]

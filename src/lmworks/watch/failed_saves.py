@@ -8,8 +8,8 @@ from lmworks.errors import UserError
 class FailedSaves:
     """Counts failed saves in a row. `retry_at` is the step after which the next retry is due, None after a successful save."""
 
-    def __init__(self, most: int, every: int) -> None:
-        self.most, self.every = most, every
+    def __init__(self, max_failures: int, every: int) -> None:
+        self.max_failures, self.every = max_failures, every
         self.in_a_row = 0
         self.retry_at: int | None = None
 
@@ -17,7 +17,7 @@ class FailedSaves:
         """Record a failed save that was noticed after `step` steps. The interval to the next retry is halved each time, since every step
         adds to what a crash would lose. Raises the error after the last retry."""
         self.in_a_row += 1
-        if self.in_a_row >= self.most:
+        if self.in_a_row >= self.max_failures:
             raise UserError(f"{error} (it failed {self.in_a_row} times in a row: stability.max_failed_saves)")
         self.retry_at = step + max(1, self.every >> self.in_a_row)
 

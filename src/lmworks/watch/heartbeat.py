@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-HOST = "LMWORKS_HOST"  # what the launcher calls this machine
-_ROOM = 512  # bytes that every beat fills, so that a shorter one covers a longer one
+HOST = "LMWORKS_HOST"  # environment variable with the launcher's name of this machine
+_PADDED = 512  # bytes: every heartbeat is padded, so that a shorter one overwrites a longer one
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The newest collective that a rank has entered in one process group: its number there, its name, and when (seconds since 1970)."""
+    """The latest collective that a rank has entered in a process group: its sequence number, name and time (seconds since 1970)."""
 
     number: int
     name: str
@@ -33,10 +33,10 @@ class Entered:
 class Beat:
     """The last state that a rank has written.
 
-    `state`: running; left (it ended as it should); failed (an exception of its own); cut (a collective failed, since another rank was
-    not there); told (its main thread was busy when another rank failed, and its watching thread spoke for it).
-    `host` is what the launcher calls the place, `machine` its name. `seen` is when its process last touched the file, `time` when its
-    main thread last spoke; seconds since 1970.
+    `state`: running; left (exited normally); failed (with an exception of its own); cut (a collective failed because another rank was
+    missing); told (its main thread was busy when another rank failed, and the monitor thread wrote the heartbeat).
+    `host` is the launcher's name of the host, `machine` its host name. `seen` is when the process last touched the file, `time` when
+    its main thread last wrote a heartbeat; seconds since 1970.
     """
 
     rank: int
@@ -53,9 +53,10 @@ class Beat:
 
 
 class Heartbeat:
-    """The beats of one rank in `directory`/RANK.json; without a directory it does nothing.
+    """Heartbeats of one rank in `directory`/RANK.json; does nothing without a directory.
 
-    A beat is one `pwrite` of half a kilobyte (some microseconds), with the operating system when it returns: a killed rank leaves its last.
+    A heartbeat is one `pwrite` of half a kilobyte (a few microseconds). The operating system has it when the call returns, so the last
+    heartbeat of a killed rank is never lost.
     """
 
     def __init__(self, directory: Path | None, rank: int = 0) -> None:
@@ -67,7 +68,7 @@ class Heartbeat:
             self._write(self._last)
 
     def beat(self, step: int, doing: str) -> None:
-        """The main thread is at `step` (counted from 0) and begins to do this: data, forward, update, save, ..."""
+        """Record that the main thread is at `step` (counted from 0) and begins an activity: data, forward, update, save, ..."""
         if self._fd >= 0:
             self._write(replace(self._last, step=step, doing=doing, time=time.time(), state="running"))
 
@@ -94,11 +95,11 @@ class Heartbeat:
         with self._lock:
             self._last = beat
             if self._fd >= 0:
-                os.pwrite(self._fd, text.encode().ljust(_ROOM) + b"\n", 0)
+                os.pwrite(self._fd, text.encode().ljust(_PADDED) + b"\n", 0)
 
 
 def read_beats(directory: Path) -> list[Beat]:
-    """The last beat of every rank, by rank; a file that holds none yet is left out."""
+    """The last heartbeat of every rank, sorted by rank; files without one yet are omitted."""
     found = []
     for path in Path(directory).glob("*.json"):
         try:
@@ -112,10 +113,10 @@ def read_beats(directory: Path) -> list[Beat]:
 
 
 def entered_collectives() -> dict[str, Entered]:
-    """By process group, the newest collective that this process has entered, as torch's flight recorder has it.
+    """The latest collective that this process has entered in each process group, from torch's flight recorder.
 
-    Empty where nothing was recorded: `TORCH_FR_BUFFER_SIZE` must be set before the first group is made. There is no public way to read
-    the recorder from within a process.
+    Empty if nothing was recorded: `TORCH_FR_BUFFER_SIZE` must be set before the first process group is created. torch has no public
+    function that reads the recorder from within a process.
     """
     import torch
 

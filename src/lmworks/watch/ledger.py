@@ -1,4 +1,4 @@
-"""The ledger: everything that happened to a run, in order, never rewritten."""
+"""The ledger: an append-only log of the events of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lmworks.masking import map_strings, mask
 
 
 class Ledger:
-    """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each on the disk when `write` returns.
+    """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each synced to disk when `write` returns.
 
-    Threads may share one ledger. Opening it cuts a last line that a kill has torn.
+    Threads may share a ledger. Opening it truncates an incomplete last line, which a killed process can leave.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class Ledger:
             self._fd = jsonl.open_append(self.path)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add one line. `fields` are JSON things; paths become text, numbers that are not finite become null."""
+        """Append one line. `fields` are JSON values; paths become strings, non-finite numbers become null."""
         with self._lock, explain_os_errors(self.path):
             jsonl.append(self._fd, {"time": round(time.time(), 3), "event": event, **map_strings(fields, mask)})
             os.fsync(self._fd)
@@ -38,7 +38,7 @@ class Ledger:
         return read_ledger(self.path)
 
     def close(self) -> None:
-        """Give the file back; a closed ledger can still be read."""
+        """Close the file; a closed ledger can still be read."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -52,7 +52,7 @@ class Ledger:
 
 
 class NoLedger(Ledger):
-    """For the ranks that leave writing to the first."""
+    """Discards all events: on ranks other than 0, which do not write the ledger."""
 
     def __init__(self) -> None:
         self._fd, self._lock = -1, threading.Lock()
@@ -65,9 +65,9 @@ class NoLedger(Ledger):
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger that another process may be writing. Raises `UserError` for one that says nothing of what happened."""
+    """The lines of a ledger, which another process may be writing. Raises `UserError` for a line without an event name."""
     events = jsonl.read(path)
     for number, event in enumerate(events, 1):
         if not isinstance(event.get("event"), str):
-            raise UserError(f"{path}: line {number} names no event; delete that line")
+            raise UserError(f"{path}: line {number} has no event name; delete that line")
     return events

@@ -15,10 +15,10 @@ from lmworks.files import explain_os_errors
 
 
 class RunLock:
-    """Holds `run_dir/lock` until `release`, the end of a `with` block, or the end of the process, however it comes.
+    """Holds `run_dir/lock` until `release`, the end of a `with` block, or the end of the process for any reason.
 
-    Raises `UserError` naming the holder's process and machine, or saying that the directory cannot be written.
-    The file itself stays: removing it would let two processes hold two files of one name.
+    Raises `UserError` that names the holder's process and machine, or says that the directory cannot be written.
+    The file is not removed: otherwise two processes could hold locks on two files of the same name.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -29,7 +29,7 @@ class RunLock:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise UserError(f"cannot write {run_dir}: a part of it is not a directory; choose another with --set run_dir=PATH") from None
-        except OSError as error:  # names that are too long, file systems that are not for files, broken disks
+        except OSError as error:  # names that are too long, special file systems, broken disks
             raise UserError(f"cannot write {run_dir}: {error.strerror}; choose another directory with --set run_dir=PATH") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,14 +40,14 @@ class RunLock:
                 f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
                 "wait for it, stop it, or choose another directory with --set run_dir=PATH"
             ) from None
-        # A forked child shares the lock with its parent and, outliving it, would hold the directory for nobody.
+        # A forked child shares the lock with its parent; a child that outlives it would keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         with explain_os_errors(run_dir):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode() + b"\n", 0)
 
     def release(self) -> None:
-        """Let others in. Releasing twice is no fault."""
+        """Release the lock. Releasing twice is allowed."""
         if self._fd >= 0:
             os.ftruncate(self._fd, 0)
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -76,7 +76,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _holder(fd: int) -> dict[str, Any]:
-    """What the holder wrote about itself; empty in the instant before it has."""
+    """The process and machine that the holder has written; empty if it has not written them yet."""
     try:
         return dict(json.loads(os.pread(fd, 4096, 0)))
     except ValueError:

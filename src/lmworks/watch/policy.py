@@ -19,7 +19,7 @@ from lmworks.watch.spike import Limits, Spikes
 @dataclass(frozen=True)
 class RollbackRequest:
     """A rollback to the newest good checkpoint of `step` or earlier. If there is none, or no rollback is left, the run ends with the error
-    `stop`, or continues if that is None. `skip`: skip the data of the steps that led here."""
+    `stop`, or continues if that is None. `skip`: skip the data of the bad steps."""
 
     step: int
     reason: str
@@ -51,12 +51,12 @@ class Policy:
     def observe(
         self, step: int, loss: float, grad_norm: float, limits: Limits, batch: Arrays | Callable[[], Arrays]
     ) -> RollbackRequest | None:
-        """Record a step; the rollback that it calls for, or None. The update of a bad step was not applied."""
+        """Record a step; returns the rollback that it requires, or None. The update of a bad step was not applied."""
         if not self.bad_steps.observe(step, loss, grad_norm, batch):
             if not self.bad_steps.too_many:
                 return None
             reason = self.bad_steps.reason(loss)
-            advice = f"no weight was changed by them; {self.bad_steps.where}; lower optimizer.learning_rate or look at the batches"
+            advice = f"they changed no weight; {self.bad_steps.where}; lower optimizer.learning_rate or inspect the batches"
             return RollbackRequest(self.bad_steps.first, reason, f"{reason}; {advice}")
         if self.options.spike is None or not self.spikes.observe(step, loss, grad_norm, limits):
             return None

@@ -13,20 +13,20 @@ from lmworks.watch.checksum import checksum, checksums
 
 
 def compare_two_runs(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> list[str]:
-    """Run forward and backward twice and compare, bit for bit, what this rank computed; returns what differed, in the order of the work.
+    """Run forward and backward twice and compare the results of this rank bit for bit; returns what differed, in order of computation.
 
-    run: goes forward and backward and returns the loss; it is called twice with the same random state, which is put back afterwards.
-    modules: their outputs, and the gradients that reach these, are compared: both belong to this rank alone.
-    parameters: their gradients are compared too, and dropped; where they are summed over ranks, an error of one shows on all.
+    run: runs forward and backward and returns the loss. It is called twice with the same random state, which is restored afterwards.
+    modules: their outputs and the gradients of these are compared; both are local to this rank.
+    parameters: their gradients are compared too, and discarded. Gradients that are summed over ranks show an error of any rank on all.
     """
-    with _random_state_kept():
-        first = _once(run, modules, parameters)
-    with _random_state_kept():
-        second = _once(run, modules, parameters)
+    with _preserve_random_state():
+        first = _run_with_checksums(run, modules, parameters)
+    with _preserve_random_state():
+        second = _run_with_checksums(run, modules, parameters)
     return [name for name in first if first[name] != second.get(name)]
 
 
-def _once(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, int]:
+def _run_with_checksums(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, int]:
     sums: dict[str, Tensor] = {}
 
     def forward(name: str) -> Callable[..., None]:
@@ -53,7 +53,7 @@ def _once(run: Callable[[], Tensor], modules: Mapping[str, nn.Module], parameter
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors of what a module returned, in order."""
+    """The tensors in the output of a module, in order."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Iterable):
@@ -62,7 +62,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield

@@ -1,8 +1,8 @@
 """Data that a run skips after a rollback: derived from its ledger, without state of its own (promise 1).
 
-A rollback puts the weights back to those of an earlier step, trains the steps up to `skip[0]` again, and goes on with step `skip[1]`.
-Steps keep their numbers: the batch of a step, its rate and its phase are what they would have been. So the order of the data and all
-that is derived from it stay true, the run ends where it was planned to end, and what was left out is simply not trained on.
+A rollback restores the weights of an earlier step, trains the steps up to `skip[0]` again, and continues with step `skip[1]`. Step
+numbers do not change: the batch, the learning rate and the phase of a step are the same as without a rollback. The data order therefore
+stays valid, the run ends at the planned step, and the skipped data is never trained on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ EVENT = "rollback"
 
 @dataclass(frozen=True)
 class Rollback:
-    """`step` is the last one that was begun, `to_step` that of the checkpoint; steps [skip[0], skip[1]) are left out from then on.
-    `reason` is empty where a person asked for it."""
+    """`step` is the last step that was begun, `to_step` that of the checkpoint; steps [skip[0], skip[1]) are skipped from then on.
+    `reason` is empty if a user requested it."""
 
     step: int
     to_step: int
@@ -26,7 +26,7 @@ class Rollback:
 
 
 def rollbacks(lines: Iterable[Mapping[str, Any]], stage: str) -> list[Rollback]:
-    """The rollbacks of a stage, as the lines of a ledger tell them, oldest first."""
+    """The rollbacks of a stage, from the lines of a ledger, oldest first."""
     found = []
     for line in lines:
         if line["event"] == EVENT and line.get("stage", "pretrain") == stage:
@@ -36,7 +36,7 @@ def rollbacks(lines: Iterable[Mapping[str, Any]], stage: str) -> list[Rollback]:
 
 
 def undone(step: int, known: int, history: Sequence[Rollback]) -> bool:
-    """Whether a checkpoint of this step, saved when `known` rollbacks had happened, was taken back by a later one."""
+    """Whether a checkpoint of this step, saved after `known` rollbacks, was undone by a later rollback."""
     return any(step > one.to_step for one in history[known:])
 
 
@@ -53,7 +53,7 @@ class Skips:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """By rising step; they neither overlap nor touch."""
+        """In ascending order; they neither overlap nor touch."""
         return list(self._windows)
 
     def __contains__(self, step: int) -> bool:
@@ -64,9 +64,9 @@ class Skips:
         return next((stop for start, stop in self._windows if start <= step < stop), step)
 
     def until(self, step: int, end: int) -> int:
-        """Where the stretch of steps that begins with `step` ends: at the next one that is left out, or at `end`."""
+        """Where the steps without interruption from `step` on end: at the next skipped step, or at `end`."""
         return min([start for start, _ in self._windows if start >= step] + [end])
 
     def before(self, step: int) -> list[tuple[int, int]]:
-        """The windows as far as they lie before `step`."""
+        """The windows, clipped to the steps before `step`."""
         return [(start, min(stop, step)) for start, stop in self._windows if start < step]

@@ -1,7 +1,7 @@
 """Slow ranks (stragglers): ranks that take longer for the same work.
 
-In a synchronous step all ranks wait for the slowest, so their step times are equal. Compared is each rank's own time instead: the time
-between two collectives at the boundary of steps, and a fixed matrix multiplication.
+In a synchronous step all ranks wait for the slowest one, so their step times are equal. Each rank's own time is compared instead: the
+time between two collectives at step boundaries, and a fixed matrix multiplication.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SlowRanks:
         self._streaks: dict[int, int] = {}
 
     def observe(self, seconds: Sequence[float], floor: float) -> list[int]:
-        """Record one measurement: the own times of all ranks, and the least excess that matters. Returns the ranks to report now."""
+        """Record one measurement: the own times of all ranks, and the smallest excess that counts. Returns the ranks to report now."""
         if len(seconds) < 3:  # the slower of two ranks may be the normal one
             return []
         middle = median(seconds)
@@ -35,7 +35,7 @@ class SlowRanks:
 
 
 def time_matmul(device: torch.device) -> float:
-    """Seconds for a fixed computation (16 matrix multiplications of 256 x 256), the least of three runs."""
+    """Seconds for a fixed computation (16 matrix multiplications of 256 x 256), the minimum of three runs."""
     square = torch.full((_SIZE, _SIZE), 1 / _SIZE, device=device)
     best = float("inf")
     for _ in range(3):

@@ -33,10 +33,10 @@ def upper_limit(values: Collection[float], threshold: float, floor: float) -> fl
 
 
 class Spikes:
-    """Judges one step at a time; a pure function of the steps since `since`, up to the window's length.
+    """Detects spikes step by step; a pure function of the steps since `since`, up to the length of the window.
 
-    Spikes do not enter the window. Norms are judged by their logarithm, since their noise is a factor. With `options` None nothing is
-    a spike.
+    Spikes do not enter the window. Norms are compared by their logarithm, because their noise is multiplicative. With `options` None
+    no step is a spike.
     """
 
     def __init__(self, options: Spike | None) -> None:
@@ -48,8 +48,8 @@ class Spikes:
         self.in_a_row = 0
 
     def limits(self, step: int, since: int) -> Limits:
-        """For a step. `since`: the first step of the steady stretch that it belongs to (phase, warm-up and mixture considered); it may
-        lie ahead. No step is judged before a quarter of the window is known."""
+        """The limits of a step. `since`: the first step with the same settings (phase, warm-up and mixture considered); it may lie in the
+        future. There are no limits until a quarter of the window is filled."""
         if since != self.since:
             self.forget(since)
         if self.options is None or step < since or len(self._losses) < self.options.window // 4:

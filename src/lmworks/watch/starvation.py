@@ -8,9 +8,9 @@ _WINDOW = 50
 
 
 class Starvation:
-    """Reports when waiting for batches took more than `share` of the time of the last `window` steps.
+    """Reports when waiting for batches took more than the fraction `share` of the time of the last `window` steps.
 
-    Each stretch is reported once, until the fraction has fallen below half of `share`.
+    It is reported once, and again only after the fraction has fallen below half of `share`.
     """
 
     def __init__(self, share: float, window: int = _WINDOW) -> None:
@@ -38,5 +38,5 @@ class Starvation:
 def advice(cached: bool) -> str:
     """What the user can change."""
     if cached:
-        return "raise shards.cache.prefetch or shards.cache.max_bytes, or bring the shards nearer"
-    return "put the shards on a faster disk, or give the process a core of its own for reading"
+        return "raise shards.cache.prefetch or shards.cache.max_bytes, or move the shards closer to the machine"
+    return "put the shards on a faster disk, or reserve a CPU core for reading"

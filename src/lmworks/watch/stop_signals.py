@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, and SIGUSR1 (Slurm's warning before the end): finish the step, save, leave; a second Ctrl-C leaves at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 (Slurm's warning before the time limit): finish the step, save, and exit; a second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_SAME = 1.0
-"""Seconds within which a signal that comes again is the same request: a terminal and a launcher both hand Ctrl-C to a process."""
+_SAME_REQUEST = 1.0
+"""Seconds within which a repeated signal counts as the same request: a terminal and a launcher both deliver Ctrl-C to a process."""
 
 
 class Stop:
@@ -29,23 +29,23 @@ class Stop:
 
     @property
     def preempted(self) -> bool:
-        """Whether the signal came from a scheduler and not from Ctrl-C: the run is to be queued again."""
+        """Whether the signal came from a scheduler and not from Ctrl-C: the run is to be requeued."""
         return self.signal not in (None, signal.SIGINT)
 
     def message(self, step: int, command: str) -> str:
         """The last line that a stopped run prints."""
-        return f"stopped by {self.signal.name if self.signal else 'request'} and saved at step {step}; go on with: {command}"
+        return f"stopped by {self.signal.name if self.signal else 'request'} and saved at step {step}; resume with: {command}"
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            # A pre-emption is several signals, SIGUSR1 and SIGTERM, from Slurm and from torchrun: they must not cut its save short.
-            if number == self.signal == signal.SIGINT and time.monotonic() - self._since > _SAME:
+            # At a preemption Slurm and torchrun send several signals, SIGUSR1 and SIGTERM, which must not interrupt the save.
+            if number == self.signal == signal.SIGINT and time.monotonic() - self._since > _SAME_REQUEST:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
-        # os.write, because a print inside a handler may meet the lock of the print that it interrupted.
-        more = b"; once more to stop at once, without saving" if number == signal.SIGINT else b""
+        # os.write, because a print inside a handler could deadlock on the lock of the print that it interrupted.
+        more = b"; press Ctrl-C again to stop at once, without saving" if number == signal.SIGINT else b""
         os.write(2, b"\nstopping after this step" + more + b"\n")
 
 
@@ -54,7 +54,7 @@ def graceful_stop() -> Iterator[Stop]:
     """Within the block SIGINT, SIGTERM and SIGUSR1 only set the yielded `Stop`; a second SIGINT, a second or more after the first, ends
     the process.
 
-    Outside the main thread Python cannot catch signals: there the `Stop` is never set and the signals keep their meaning.
+    Outside the main thread Python cannot handle signals: there the `Stop` is never set, and the signals keep their default effect.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():

@@ -1,1 +1,1 @@
-"""Before money is spent: checks of everything that a run will lean on."""
+"""Preflight checks: verify the machines, the data and the layout before a run starts."""

@@ -76,14 +76,14 @@ class CheckContext:
 
     @cached_property
     def layout(self) -> Layout:
-        """The ranks that are there, else what the recipe asks for, else what the plan chose for the cluster."""
+        """The layout of the running ranks, else that of the recipe, else the plan's choice for the cluster."""
         if self.ranks is not None:
             return self.ranks.layout
         if world_size(self.recipe.layout) > 1 or self.cluster is None:
             return self.recipe.layout
         try:
             return self.plan.phases[0].placed.layout
-        except UserError:  # another check says so
+        except UserError:  # reported by another check
             return self.recipe.layout
 
     @property

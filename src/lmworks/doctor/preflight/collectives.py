@@ -1,4 +1,4 @@
-"""What the ranks' network gives, against what the plan and the cluster say."""
+"""Measures the network between ranks and compares it with the plan and the cluster file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lmworks.recipe.schema.layout import world_size
 
 _LARGE = 4 << 20  # fp32 numbers
 _SMALL_TIMES, _LARGE_TIMES = 20, 4
-_SHARE_OF_NETWORK = 0.5  # of what the cluster states; less is a wrong route or a bad cable
-_SHARE_OF_STEP = 0.5  # that gradients may travel; less is hidden behind the backward
+_SHARE_OF_NETWORK = 0.5  # of the stated bandwidth; less indicates a wrong route or a bad cable
+_SHARE_OF_STEP = 0.5  # of a step for gradient communication; less can overlap with the backward pass
 
 
 def measured(context: CheckContext) -> CheckResult:
-    """Latency and bus bandwidth of an all-reduce along every axis that has ranks; all ranks together.
+    """Latency and bus bandwidth of an all-reduce along every axis with more than one rank; collective.
 
-    Bus bandwidth is 2 (n - 1) / n bytes over time, which a ring sends through each link, so it compares with the link whatever n is.
+    Bus bandwidth is 2 (n - 1) / n times the bytes over the time: the traffic of each link in a ring, comparable with the link for any n.
     """
     ranks = context.ranks
     if ranks is None:
         wanted = world_size(context.layout)
         if wanted == 1:
-            return CheckResult("skip", "one rank talks to nobody")
+            return CheckResult("skip", "there is only one rank")
         launch = f"lmworks launch local {context.name} --to preflight"
         return CheckResult("skip", f"this is one process, and the layout has {wanted:,} ranks", launch)
     figures: dict[str, float] = {}
@@ -42,7 +42,7 @@ def measured(context: CheckContext) -> CheckResult:
         if axis in ("fsdp", "dp_replicate"):
             slowest = min(slowest, bandwidth)
     if not texts:
-        return CheckResult("skip", "one rank talks to nobody")
+        return CheckResult("skip", "there is only one rank")
     text = "; ".join(texts)
     link = context.machine.network_gbps / 8 * 1e9
     if link and slowest < _SHARE_OF_NETWORK * link:
@@ -50,17 +50,17 @@ def measured(context: CheckContext) -> CheckResult:
         return CheckResult("warn", f"{text}; the cluster states {size(link)}/s", advice, figures)
     if slowest < float("inf"):
         plan = context.plan
-        travel = 2 * plan.counts.total / ranks.size("tp") / ranks.size("pp") * 4 / slowest  # fp32 gradients out, weights back
+        travel = 2 * plan.counts.total / ranks.size("tp") / ranks.size("pp") * 4 / slowest  # fp32: gradients reduced, weights gathered
         step = plan.seconds / plan.steps
         figures |= {"gradient_seconds": travel, "step_seconds": step}
-        text += f"; gradients travel {travel:.2g} s of a step of {step:.2g} s"
+        text += f"; gradient communication takes {travel:.2g} s of a step of {step:.2g} s"
         if travel > _SHARE_OF_STEP * step:
-            return CheckResult("warn", text, "a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
+            return CheckResult("warn", text, "use a larger batch, layout.dp_replicate across slow links, or a faster network", figures)
     return CheckResult("ok", text, figures=figures)
 
 
 def _measure(ranks: Ranks, axis: str) -> tuple[float, float]:
-    """Seconds of the smallest all-reduce, and bytes per second through a link in a large one; the slowest rank's figures, on all."""
+    """Seconds of a minimal all-reduce, and bytes per second and link of a large one; those of the slowest rank, on all ranks."""
     device = torch.device(ranks.mesh(axis).device_type)
     n = ranks.size(axis)
 

@@ -1,4 +1,4 @@
-"""Token files are what was written, lead back to their documents, and speak of the model's tokens."""
+"""Checks that token files are undamaged, that their lineage is complete, and that they match tokenizer and model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lmworks.shards.format.lineage import ENDING, open_lineage
 from lmworks.shards.format.manifest import Manifest, Shard, check_vocabulary, verify
 from lmworks.tokenizer import load as load_tokenizer
 
-_HASHED = 4 << 30  # bytes; of more, a sample of the shards is hashed
+_HASHED = 4 << 30  # bytes; of more data only a sample of the shards is hashed
 _PROBE = "Hello, world! 123 + 456 = 579.\n\tnaïve café 你好 👩‍👧"
 
 
 def hashes(context: CheckContext) -> CheckResult:
-    """Every file against its hash (of much data a sample), one row of lineage per document, and the run's own data where it has begun."""
+    """Verify the hash of every file (a sample if there is much data), one lineage row per document, and that the data of a run that has
+    begun has not changed."""
     context.need_shards()
     manifest = Manifest.load(context.shards_dir)
     shards = list(manifest.shards())
@@ -35,17 +36,17 @@ def hashes(context: CheckContext) -> CheckResult:
     for shard in chosen:
         path = with_ending(context.shards_dir / shard.prefix, ENDING)
         if path.exists() and (rows := open_lineage(path).metadata.num_rows) != shard.documents:
-            return CheckResult("fail", f"{path} knows {rows:,} documents where the shard has {shard.documents:,}",
+            return CheckResult("fail", f"{path} has {rows:,} documents, but the shard has {shard.documents:,}",
                            f"delete {path.parent} and run: lmworks shards build {context.name}")  # fmt: skip
     if (saved := listing.directories(context.run_dir / "checkpoints")) != []:
         before = listing.read_meta(saved[-1])["meta"].get("shards", {})
         digests = manifest.digests()
         changed = sorted(name for name, digest in before.items() if digests.get(name) != digest)
         if changed:
-            return CheckResult("fail", f"the run began with other token files of {', '.join(changed)}",
-                           "put the old text and tokenizer back, choose another run_dir, or go on with --allow shards")  # fmt: skip
+            return CheckResult("fail", f"the run began with different token files of {', '.join(changed)}",
+                           "restore the old text and tokenizer, choose another run_dir, or continue with --allow shards")  # fmt: skip
     sampled = "" if len(chosen) == len(shards) else f" (a sample of {len(shards)})"
-    text = f"{len(chosen)} shards, {size(total)}{sampled}: all hashes and lineage as written"
+    text = f"{len(chosen)} shards, {size(total)}{sampled}: all hashes and lineage are correct"
     return CheckResult("ok", text, figures={"bytes": float(total)})
 
 
@@ -63,7 +64,7 @@ def _only(manifest: Manifest, prefixes: set[str]) -> Manifest:
 
 
 def vocabulary(context: CheckContext) -> CheckResult:
-    """Text survives the tokenizer; its entries, the shards' and the model's rows are the same tokens."""
+    """Check that the tokenizer round-trips text, and that tokenizer, shards and model have the same vocabulary."""
     file = context.run_dir / "tokenizer" / "tokenizer.json"
     if not file.exists():
         raise MissingInput("there is no tokenizer yet", f"lmworks tokenizer train {context.name}, then this again")
@@ -71,7 +72,7 @@ def vocabulary(context: CheckContext) -> CheckResult:
     rows = context.recipe.model.vocab_size
     assert rows
     if tokenizer.vocab_size > rows:
-        return CheckResult("fail", f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {rows:,} rows",
+        return CheckResult("fail", f"the tokenizer has {tokenizer.vocab_size:,} entries, but the model has {rows:,} rows",
                        f"--set model.vocab_size={tokenizer.vocab_size}")  # fmt: skip
     if (back := tokenizer.decode(tokenizer.encode(_PROBE))) != _PROBE:
         return CheckResult("fail", f"the tokenizer turns {_PROBE!r} into {back!r}", f"delete {file.parent} and train it again")

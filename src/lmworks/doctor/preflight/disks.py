@@ -1,7 +1,7 @@
-"""Disks: room, bandwidth, and the longest time that one write or read took.
+"""Disks: free space, bandwidth, and the longest single write or read.
 
-Token files that a full or shared file system moves away in the background are the classic reason for a throughput that vanishes hours
-after the start (the SmolLM3 report): means look well, single reads take seconds. So stalls are looked for, with the page cache emptied.
+A file system that moves token files to slower storage in the background is a common cause of throughput that drops hours after the start
+(SmolLM3 report): the mean is good, but single reads take seconds. So the checks look for stalls, without the page cache.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BLOCK = 4 << 20
 _WRITES = 8
 _READ = 1 << 20
 _READS = 48
-_STALL = 1.0  # seconds for one block; a healthy disk takes hundredths
-_RATHER = 10  # a stall is also so many times longer than the median
+_STALL = 1.0  # seconds for one block; a healthy disk takes a few hundredths
+_STALL_RATIO = 10  # a stall is also this many times longer than the median
 _SHARED = ("nfs", "lustre", "wekafs", "ceph", "beegfs", "gpfs", "cifs", "smb", "9p", "fuse.", "afs", "glusterfs")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the run writes, and how many more bytes it will need there."""
+    """A directory that the run writes to, and the bytes that it still needs there."""
 
     name: str
     path: Path
@@ -41,14 +41,14 @@ class Place:
 
 
 def places(context: CheckContext) -> Iterator[Place]:
-    """Every directory that the run writes much to."""
+    """All directories to which the run writes much data."""
     disk, options = context.plan.disk, context.recipe.checkpoints
-    copies = disk.checkpoints_kept + 1  # the newest is written before the oldest goes
+    copies = disk.checkpoints_kept + 1  # the newest is written before the oldest is removed
     checkpoints = context.run_dir / "checkpoints"
     yield Place("checkpoints", checkpoints, max(0.0, copies * disk.checkpoint - _bytes(checkpoints)))
     yield Place("token files", context.shards_dir, max(0.0, disk.data - _bytes(context.shards_dir)))
     if options.local:
-        share = ranks_here(context) / world_size(context.layout)  # a machine's disk takes what its own ranks write
+        share = ranks_here(context) / world_size(context.layout)  # the disk of a machine holds only what its own ranks write
         yield Place("checkpoints.local", Path(options.local), (options.keep_last + 1) * disk.checkpoint * min(1.0, share))
     if options.copy_to and "://" not in options.copy_to:
         yield Place("checkpoints.copy_to", Path(options.copy_to), copies * disk.checkpoint)
@@ -57,12 +57,12 @@ def places(context: CheckContext) -> Iterator[Place]:
 
 
 def ranks_here(context: CheckContext) -> int:
-    """Ranks on one machine: those that were started on this one, or as many as the cluster's machines have devices."""
+    """Ranks per machine: those started on this one, or the number of devices per machine of the cluster."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", context.machine.devices_per_node))
 
 
 def written(context: CheckContext) -> CheckResult:
-    """Room for all that is planned, and what writing a few tens of megabytes with fsync takes, on every disk."""
+    """Check the free space for everything planned, and the time of writing tens of megabytes with fsync, on every disk."""
     plan, worst, texts, advice = context.plan, 0, [], []
     figures: dict[str, float] = {}
     disks: dict[int, list[Place]] = {}
@@ -74,7 +74,7 @@ def written(context: CheckContext) -> CheckResult:
         except UserError as error:
             worst = 2
             texts.append(f"{place.name}: {error}")
-            advice.append(f"give {place.name} a directory that can be written")
+            advice.append(f"choose a writable directory for {place.name}")
     train, step_tokens = context.recipe.train, max(1, plan.tokens // plan.steps)
     apart = [train.save_every.steps(step_tokens=step_tokens, phase_tokens=plan.tokens)]
     apart += [phase.save_every.steps(step_tokens=step_tokens, phase_tokens=phase.tokens) for phase in train.phases if phase.save_every]
@@ -97,13 +97,13 @@ def written(context: CheckContext) -> CheckResult:
             worst = max(worst, 1)
             advice.append(f"writes to {path} stall: look for a full or shared disk; checkpoints.local keeps saves on a disk of the machine")
     if "://" in (context.recipe.checkpoints.copy_to or ""):
-        texts.append("checkpoints.copy_to is far away and not measured")
+        texts.append("checkpoints.copy_to is remote and not measured")
     results: tuple[Status, ...] = ("ok", "warn", "fail")
     return CheckResult(results[worst], "; ".join(texts), "; ".join(advice), figures)
 
 
 def read(context: CheckContext) -> CheckResult:
-    """What reading token files at random places takes, against what training will read, and the longest that one read took."""
+    """Compare the bandwidth of random reads of token files with that of training, and find the longest single read."""
     context.need_shards()
     files = sorted(context.shards_dir.rglob("*.bin"))
     times, count = read_times(files, random.Random(context.recipe.seed))
@@ -119,20 +119,20 @@ def read(context: CheckContext) -> CheckResult:
     if rate < wanted:
         return CheckResult("fail", f"{text}: training would wait for its data", remedy, figures)
     if stalled(times):
-        return CheckResult("warn", f"{text}: single reads stall, as where a file system moves files away", remedy, figures)
+        return CheckResult("warn", f"{text}: single reads stall, as if a file system had moved files to slower storage", remedy, figures)
     if kind.startswith(_SHARED) and context.recipe.shards.cache is None:
-        return CheckResult("warn", f"{text}; a shared file system may slow down or move files away under the run", remedy, figures)
+        return CheckResult("warn", f"{text}; a shared file system may slow down or move files during the run", remedy, figures)
     return CheckResult("ok", text, figures=figures)
 
 
 def stalled(times: Sequence[float]) -> bool:
-    """Whether one of these times is of another kind than the others."""
-    return max(times) > _STALL and max(times) > _RATHER * statistics.median(times)
+    """Whether one of these times is an outlier."""
+    return max(times) > _STALL and max(times) > _STALL_RATIO * statistics.median(times)
 
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A directory inside of `folder` that goes again; `UserError` if there can be none."""
+    """A temporary directory inside `folder`. Raises `UserError` if it cannot be created."""
     try:
         made = tempfile.TemporaryDirectory(dir=folder, prefix=".preflight-")
     except OSError as error:
@@ -142,7 +142,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 
 def write_times(folder: Path) -> list[float]:
-    """Seconds that each of some blocks took to be on the disk; nothing stays."""
+    """Seconds to write and sync each of several blocks to a temporary file."""
     data, times = os.urandom(_BLOCK), []
     with tempfile.TemporaryFile(dir=folder) as handle:
         for _ in range(_WRITES):
@@ -155,7 +155,7 @@ def write_times(folder: Path) -> list[float]:
 
 
 def read_times(files: Sequence[Path], draw: random.Random) -> tuple[list[float], int]:
-    """Seconds of each of some reads at random places, and the bytes that they gave."""
+    """Seconds of each of several random reads, and the total number of bytes read."""
     files = [path for path in files if path.stat().st_size]
     times, count = [], 0
     for _ in range(_READS if files else 0):
@@ -168,7 +168,7 @@ def read_times(files: Sequence[Path], draw: random.Random) -> tuple[list[float],
 
 
 def read_block(path: Path, start: int) -> int:
-    """Read a block from the disk, not from memory; returns its bytes."""
+    """Read a block from the disk, not from the page cache; returns the number of bytes."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

@@ -1,4 +1,4 @@
-"""What is installed, and whether the plan holds."""
+"""Checks of installed packages, hardware and the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = 1024  # that one process may have open
 
 
 def needed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(module, extra, what of the recipe needs it)."""
+    """The optional modules that the recipe needs: module, extra, and what needs it."""
     tasks = bool(recipe.evaluate.tasks) or any(data.kind == "tasks" for data in (recipe.tune.data if recipe.tune else ()))
     cache = recipe.shards.cache
     for module, extra, why, asked in (
@@ -33,7 +33,7 @@ def needed(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def versions(context: CheckContext) -> CheckResult:
-    """Python, torch, the extras that the recipe needs, open files, and whether the hardware has the precision."""
+    """Check Python, torch, the extras that the recipe needs, the limit of open files, and hardware support for the precision."""
     import resource
 
     import torch
@@ -62,7 +62,7 @@ def versions(context: CheckContext) -> CheckResult:
 
 
 def planned(context: CheckContext) -> CheckResult:
-    """Whether the layout is legal and fits, and what is unwise about it."""
+    """Check that the layout is legal and fits, and report the plan's warnings."""
     from lmworks.plan.layout import describe
     from lmworks.plan.memory import GIB
     from lmworks.plan.plan import days

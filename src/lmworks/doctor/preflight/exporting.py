@@ -1,4 +1,4 @@
-"""A small model of the same kind goes out in every format that the recipe asks for, and is compared."""
+"""Exports a small model of the same architecture in every format that the recipe requests, and verifies the exports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS, _LENGTH = 2, 32
 
 @torch.no_grad()
 def round_trip(context: CheckContext) -> CheckResult:
-    """What transformers and a GGUF reader make of it, against what it is."""
+    """Compare the exports, as loaded by transformers and read by a GGUF reader, with the model."""
     options = context.recipe.export
     if not options.huggingface and not options.gguf:
         return CheckResult("skip", "the recipe exports nothing")
@@ -36,7 +36,7 @@ def round_trip(context: CheckContext) -> CheckResult:
     whole = context.recipe.model
     assert whole.vocab_size and whole.num_attention_heads and whole.head_dim
     rows = whole.vocab_size
-    # a class may want heads as wide as the model, and llama.cpp layers without positions where the whole model has them
+    # a class may require heads x head_dim to equal the hidden size, and llama.cpp layers without positions as in the full model
     head = _HIDDEN // HEADS if whole.num_attention_heads * whole.head_dim == whole.hidden_size else _HEAD
     small = small_recipe(context.recipe, rows, _HIDDEN, head)
     model = initialize(
@@ -56,5 +56,5 @@ def round_trip(context: CheckContext) -> CheckResult:
             gguf.write_gguf(model, load_tokenizer(directory), path, dtype, small.name)
             texts.append(f"GGUF {gguf.architecture_for(model.config)}: {gguf.check_gguf(model, path, dtype)} tensors equal")
         elif options.gguf:
-            texts.append("GGUF not tried: it holds the tokenizer, and there is none yet")
+            texts.append("GGUF not tested: it contains the tokenizer, and there is none yet")
     return CheckResult("ok", "; ".join(texts))

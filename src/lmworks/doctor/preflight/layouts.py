@@ -1,7 +1,7 @@
-"""Whether a layout changes what is computed: the first weights, and the first steps.
+"""Checks that the layout does not change the result: initial weights, and the first steps.
 
-Tensor ranks that draw their parts from the same seed have the same rows in every part; the loss falls all the same, only less (a 3B model
-trained on a trillion tokens before it was found, in the SmolLM3 report). So the whole tensors are compared with those of one process.
+Tensor-parallel ranks that initialize their shards from the same seed have equal shards; the loss still falls, but less (the SmolLM3 report
+describes a 3B model that was trained on a trillion tokens before this was found). So full tensors are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.layout import Layout, world_size
 from lmworks.recipe.schema.recipe import Recipe
 
-_BOX = 48  # rows and columns
-_ALIKE = 0.1  # correlation of two boxes, beyond chance
-TOLERANCE = 1e-5  # fp32 sums in another order differ by some 1e-6
-OF_UPDATE = 4e-3  # of a step's rate: Newton-Schulz magnifies the rounding of small singular values
+_BOX = 48  # rows and columns of a compared slice
+_ALIKE = 0.1  # correlation of two slices above chance
+TOLERANCE = 1e-5  # fp32 sums in another order differ by about 1e-6
+OF_UPDATE = 4e-3  # of the learning rate: Newton-Schulz amplifies the rounding of small singular values
 _CHANGES = "the layout changes the training result: use another, and report this one with resolved.json"
-_ADVICE = "weights must follow from seed, name and place in the whole tensor; with a seed of the rank alone the model trains worse"
+_ADVICE = "initial weights must depend on seed, name and position in the full tensor; with a seed per rank the model trains worse"
 
 
 def same_start(context: CheckContext) -> CheckResult:
-    """First weights of the real shapes, part by part, are those of the whole; and so are all weights on the layout scaled down."""
+    """Check that shards of the initial weights, in the real shapes, equal the full tensors; and all weights on a scaled-down layout."""
     tp = max(2, context.layout.tp)
     boxes = 0
     for name, shape in _kinds(context).items():
         parts = [_box(context.recipe.seed, name, shape, rank, tp) for rank in range(2)]
         for rank, part in enumerate(parts):
             if not torch.equal(part, _plainly(context.recipe.seed, name, shape, rank, tp, tuple(part.shape))):
-                return CheckResult("fail", f"{name}: the part of tensor rank {rank} is not that part of the whole tensor", _ADVICE)
+                return CheckResult("fail", f"{name}: the shard of tensor rank {rank} differs from the full tensor", _ADVICE)
         count = parts[0].numel()
         if count >= _BOX and _correlation(parts[0], parts[1]) > _ALIKE + 5 / count**0.5:
-            return CheckResult("fail", f"{name}: tensor ranks 0 and 1 begin with the same weights", _ADVICE)
+            return CheckResult("fail", f"{name}: tensor ranks 0 and 1 have the same initial weights", _ADVICE)
         boxes += len(parts)
     tensors = 0
     for small in worlds(context):
@@ -49,19 +49,18 @@ def same_start(context: CheckContext) -> CheckResult:
             for name, value in found.start.items():
                 tensors += 1
                 if not np.array_equal(value, small.one.start[name]):
-                    text = f"{name} begins with other weights on {describe(small.layout)} than in one process"
+                    text = f"the initial weights of {name} on {describe(small.layout)} differ from those of one process"
                     return CheckResult("fail", f"{text} ({_repeats(value)})", _ADVICE)
-    scaled = f", {tensors} whole tensors on the layout scaled down" if tensors else ""
-    return CheckResult("ok", f"{boxes} parts of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
+    scaled = f", {tensors} full tensors on the scaled-down layout" if tensors else ""
+    return CheckResult("ok", f"{boxes} shards of the real shapes{scaled}: all as in one process", figures={"boxes": float(boxes)})
 
 
 def same_steps(context: CheckContext) -> CheckResult:
-    """Losses, gradient norms, gradients and updated weights of a small model of the same kind, on the layout scaled down.
-
-    In fp32 throughout; and in bf16, where the recipe may train in it. Which, the processor has no say in.
+    """Compare losses, gradient norms, gradients and updated weights of a small model of the same architecture on the scaled-down layout
+    with those of one process: in fp32, and also in bf16 if the recipe may train in it, on any processor.
     """
     if world_size(context.layout) == 1:
-        return CheckResult("skip", "one rank has nobody to differ from")
+        return CheckResult("skip", "there is only one rank")
     texts: list[str] = []
     figures: dict[str, float] = {}
     for small in worlds(context):
@@ -131,7 +130,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class World:
-    """A layout scaled down, with what one process and what its ranks computed, in fp32, and in bf16 where the recipe may train in it."""
+    """A scaled-down layout with the results of one process and of its ranks, in fp32 and, if the recipe may train in it, in bf16."""
 
     layout: Layout
     one: Trained
@@ -140,7 +139,7 @@ class World:
 
 
 def worlds(context: CheckContext) -> list[World]:
-    """Each layout scaled down; made once for all checks."""
+    """The scaled-down layouts; computed once for all checks."""
     if "worlds" not in context.memory:
         recipe = small_recipe(context.recipe)
         with_engine = recipe.train.model_copy(update={"deepspeed": context.recipe.train.deepspeed})
@@ -158,7 +157,7 @@ def worlds(context: CheckContext) -> list[World]:
 
 
 def _alone_in_bf16(recipe: Recipe) -> tuple[Trained, Trained] | None:
-    """One process in fp32 and in bf16; None where the recipe computes in fp32, and for DeepSpeed, which keeps other numbers in bf16."""
+    """One process in fp32 and in bf16; None if the recipe trains in fp32 or with DeepSpeed, which stores other tensors in bf16."""
     if recipe.train.precision == "fp32" or recipe.train.deepspeed is not None:
         return None
     (exact,) = local_ranks.run(train, 1, small_recipe(recipe), Layout(), LONGER)
@@ -184,7 +183,7 @@ def _kinds(context: CheckContext) -> dict[str, tuple[int, ...]]:
 
 
 def _place(shape: tuple[int, ...], rank: int, tp: int) -> tuple[int, ...]:
-    """Where the part of a tensor rank begins, split along the next to last dim."""
+    """The offsets of a tensor rank's shard, split along the second-to-last dimension."""
     return (*(0 for _ in shape[:-2]), rank * (shape[-2] // tp), 0)
 
 
@@ -194,7 +193,7 @@ def _box(seed: int, name: str, shape: tuple[int, ...], rank: int, tp: int) -> to
 
 
 def _plainly(seed: int, name: str, shape: tuple[int, ...], rank: int, tp: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The same box row by row, out of the stream of the whole tensor."""
+    """The same slice, row by row from the stream of the full tensor."""
     first = _place(shape, rank, tp)[-2]
     rows = [normal(seed, name, (first + row) * shape[-1], sizes[-1]) for row in range(sizes[-2])]
     return torch.stack(rows).view(sizes)
@@ -205,11 +204,11 @@ def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _repeats(value: np.ndarray) -> str:
-    """Whether the halves of a tensor are the same, along any dim: the mark of ranks with one seed."""
+    """Describe whether the halves of a tensor along any dimension are equal, as with ranks that use the same seed."""
     for dim in range(value.ndim):
         if value.shape[dim] % 2:
             continue
         first, second = np.split(value, 2, axis=dim)
         if np.array_equal(first, second):
-            return f"its halves along dim {dim} are equal, as of ranks that draw from the same seed"
-    return "its parts are not those of the whole"
+            return f"its halves along dim {dim} are equal, as if ranks used the same seed"
+    return "its shards differ from the full tensor"

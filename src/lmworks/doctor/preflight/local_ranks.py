@@ -14,22 +14,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 180  # seconds
+_TIMEOUT = 180  # seconds
 
 
 class Lost(RuntimeError):
-    """A rank failed, or did not answer."""
+    """A rank failed or did not respond."""
 
 
 def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """`function(*args)` on each rank of a new gloo world (one rank has no group at all); what each returned.
+    """Run `function(*args)` on each rank of a new gloo process group (a single rank has none); returns the results of all ranks.
 
-    `function` is one of a module, and what it returns is made of arrays and plain values. Raises `Lost` with what a rank said last.
+    `function` must be importable, and its result must consist of arrays and plain values. Raises `Lost` with the last message of a rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         answers, processes = start(function, ranks, Path(folder) / "store", *args)
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         try:
             while len(found) < ranks:
                 try:
@@ -46,13 +46,13 @@ def run(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 
 
 def _require_alive(found: dict[int, Any], processes: list[BaseProcess], deadline: float) -> None:
-    """Raise `Lost` for a rank that can no longer answer, or has not in time."""
+    """Raise `Lost` for a rank that has exited or has not responded in time."""
     waited = [rank for rank in range(len(processes)) if rank not in found]
     for rank in waited:
         if processes[rank].exitcode:
             raise Lost(f"rank {rank} ended with code {processes[rank].exitcode}")
     if time.monotonic() > deadline:
-        raise Lost(f"ranks {waited} did not answer in {_PATIENCE} s")
+        raise Lost(f"ranks {waited} did not answer in {_TIMEOUT} s")
 
 
 def start(function: Callable[..., Any], ranks: int, store: Path, *args: Any) -> tuple[Any, list[BaseProcess]]:
@@ -68,7 +68,7 @@ def start(function: Callable[..., Any], ranks: int, store: Path, *args: Any) -> 
 
 
 def end(processes: list[BaseProcess]) -> None:
-    """Kill what is left of them."""
+    """Kill the remaining processes."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -87,7 +87,7 @@ def _rank(function: Callable[..., Any], rank: int, ranks: int, store: str, answe
     torch.set_num_threads(1)
     try:
         if ranks > 1:
-            patience = timedelta(seconds=_PATIENCE)
+            patience = timedelta(seconds=_TIMEOUT)
             dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=patience)
         answers.put((rank, function(*args), None))
     except BaseException:

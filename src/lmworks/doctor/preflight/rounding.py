@@ -22,7 +22,7 @@ def worst(exact: Mapping[str, np.ndarray], one: Mapping[str, np.ndarray], found:
     `exact` is one process in fp32, `one` the same in bf16. The error is the Euclidean distance from `exact`, of a tensor, and of each row
     of attention's matrices, since a sum that is missing there may concern a few: those of a shared key. A row is allowed the matrix'
     mean error besides its own in `one`, which may by chance be next to none. Elsewhere rows are tokens or experts, of which a token that
-    goes to another expert moves some by much. Selection biases are left out: they move by the sign of a difference of counts.
+    goes to another expert moves some by much. Selection biases are excluded: they move by the sign of a difference of counts.
     """
     largest = (0.0, "")
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""A small model is trained and saved where the checkpoints will lie, its ranks are killed inside a save, and one process trains on."""
+"""Trains a small model, saves it in the directory of the checkpoints, kills its ranks during a save, and resumes on one process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from lmworks.train.pretrain import build_model, device_for, with_optimizer
 
 _WATCH = 0.005  # seconds between looks at the memory of a process
 _PATIENCE = 120.0  # seconds; more than this is not for a check
-_NATS = 0.5  # that the first loss may lie off ln(vocab), on top of what the logits' own spread gives
+_NATS = 0.5  # tolerance of the first loss around ln(vocab) plus the effect of the logits' variance
 _MORE, _EAGER, _MORE_BYTES = 1.5, 2.5, 1 << 28  # memory beyond the plan that is worth a word; eager code keeps what compiled code does not
 
 
@@ -89,7 +89,7 @@ def first_batches(context: CheckContext) -> CheckResult:
         elif not low <= loss <= high:
             result = 2
             advice.append(
-                f"{name}: the first loss should lie between {low:.2f} and {high:.2f} (ln of the vocabulary); look at initializer_range"
+                f"{name}: the first loss should be between {low:.2f} and {high:.2f} (ln of the vocabulary); look at initializer_range"
             )
         elif used > (_EAGER if context.recipe.train.compile else _MORE) * planned + _MORE_BYTES:
             result = max(result, 1)
@@ -98,7 +98,7 @@ def first_batches(context: CheckContext) -> CheckResult:
 
 
 def expected_loss(recipe: Recipe) -> tuple[float, float]:
-    """Between what the first loss must lie: ln(vocab), and what the spread of the logits adds (half their variance).
+    """The range of the first loss: ln(vocab), plus half the variance of the logits.
 
     Normed states times a head of initializer_range give logits of variance hidden_size * initializer_range^2. A tied head sees its own
     embedding in the state, which can add as much as hidden_size * initializer_range."""

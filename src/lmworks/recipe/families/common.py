@@ -1,4 +1,4 @@
-"""What several families share: keys of config.json and the names of weights as Llama has them, RoPE's parameters, experts, windows."""
+"""Shared by several families: keys of config.json, the weight names of Llama, RoPE parameters, experts, sliding windows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
 from lmworks.recipe.schema.model import Model, Moe, Rope
 
 _PARTS = ("gate", "up", "down")
-_SLIDES, _SEES_ALL = "sliding_attention", "full_attention"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _SCALINGS = ("default", "linear", "yarn", "llama3")
 
 ENDS: Names = (
@@ -47,7 +47,7 @@ LLAMA: Names = (*ENDS, *PRE_NORMS, *PROJECTIONS, *FFN)
 
 
 def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
-    """config.json, without the ids of tokens."""
+    """The keys of config.json that all families share, without token ids."""
     config: dict[str, Any] = {
         "architectures": [family.name], "model_type": family.model_type, "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_hidden_layers,
@@ -63,9 +63,9 @@ def to_config(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
 
 
 def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
-    """RoPE as `transformers` states it."""
+    """`rope_parameters` of config.json."""
     theta = rope.theta
-    if rope.scaling == "ntk":  # a raised base, and said so
+    if rope.scaling == "ntk":  # expressed as a larger base
         rotated = model.mla.qk_rope_head_dim if model.mla else int((model.head_dim or 0) * rope.partial_rotary_factor)
         theta = rope.theta * rope.factor ** (rotated / (rotated - 2))
     parameters: dict[str, Any] = {"rope_type": "default" if rope.scaling in ("none", "ntk") else rope.scaling, "rope_theta": theta}
@@ -79,20 +79,21 @@ def rope_parameters(family: Family, model: Model, rope: Rope) -> dict[str, Any]:
     if rope.scaling == "yarn":
         parameters |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         if model.mla is not None:
-            parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # the scale is on the whole score
+            parameters |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # scales the whole attention score
     if rope.scaling == "llama3":
         parameters |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     return parameters
 
 
 def from_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Values of `Model` that config.json of any class states; `UserError` for what we have not, `KeyError` for what is missing."""
+    """Values of `Model` from the keys of config.json that all families share. Raises `UserError` for unsupported options and `KeyError` for
+    missing keys."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UserError(f"config.json has hidden_act {activation}; lmworks reads silu")
+        raise UserError(f"config.json has hidden_act {activation}; lmworks supports silu")
     if config.get("attention_bias") and not family.has("biases"):
-        raise UserError(f"config.json has attention_bias, which in {family.name} also gives the output a bias; lmworks has none there")
+        raise UserError(f"config.json has attention_bias, which in {family.name} includes an output bias; lmworks does not support that")
     if config.get("mlp_bias"):
-        raise UserError("config.json has mlp_bias; in lmworks feed-forward layers have no biases")
+        raise UserError("config.json has mlp_bias; lmworks does not support biases in feed-forward layers")
     heads = config["num_attention_heads"]
     return {
         "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"], "num_hidden_layers": config["num_hidden_layers"],
@@ -114,12 +115,12 @@ def _rope(family: Family, config: dict[str, Any]) -> Rope:
     rope = {"rope_type": given.get("type", "default"), **given}
     theta, kind = rope.get("rope_theta", config.get("rope_theta", 10_000.0)), rope["rope_type"]
     if kind not in _SCALINGS:
-        raise UserError(f"config.json has rope_type {kind}; lmworks reads {', '.join(_SCALINGS[:-1])} and {_SCALINGS[-1]}")
+        raise UserError(f"config.json has rope_type {kind}; lmworks supports {', '.join(_SCALINGS[:-1])} and {_SCALINGS[-1]}")
     if family.has("MLA") and kind == "yarn" and (rope.get("mscale"), rope.get("mscale_all_dim")) != (1, 1):
-        raise UserError("config.json has YaRN with mscale or mscale_all_dim other than 1; lmworks scales the whole score, as DeepSeek-V3")
+        raise UserError("config.json has YaRN with mscale or mscale_all_dim other than 1; lmworks supports only 1, as in DeepSeek-V3")
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if family.has("partial RoPE") else 1.0))
     if fraction != 1 and not family.has("partial RoPE"):
-        raise UserError(f"config.json has partial_rotary_factor {fraction}, which {family.name} has not; lmworks cannot read it")
+        raise UserError(f"config.json has partial_rotary_factor {fraction}, but {family.name} has no such option; lmworks cannot read it")
     factors = {key: rope[key] for key in ("low_freq_factor", "high_freq_factor")} if kind == "llama3" else {}
     return Rope(
         theta=theta, partial_rotary_factor=fraction, scaling="none" if kind == "default" else kind, factor=rope.get("factor", 1.0),
@@ -129,7 +130,7 @@ def _rope(family: Family, config: dict[str, Any]) -> Rope:
 
 
 def experts_to_config(moe: Moe) -> dict[str, Any]:
-    """Experts as DeepSeek-V3 states them, and GLM after it."""
+    """The keys of experts in DeepSeek-V3 and GLM."""
     return {
         "n_routed_experts": moe.n_routed_experts, "num_experts_per_tok": moe.num_experts_per_tok,
         "moe_intermediate_size": moe.moe_intermediate_size,
@@ -139,7 +140,7 @@ def experts_to_config(moe: Moe) -> dict[str, Any]:
 
 
 def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`moe`, and `mtp` where there is any."""
+    """`moe`, and `mtp` if the config has it."""
     moe = {
         "n_routed_experts": config["n_routed_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
         "moe_intermediate_size": config["moe_intermediate_size"],
@@ -153,43 +154,43 @@ def experts_from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_to_config(model: Model, _: Rope | None = None) -> dict[str, Any]:
-    """A window, and which layers slide."""
+    """The keys of a sliding window and of the layers that have it."""
     return {
         "use_sliding_window": bool(model.sliding_window), "sliding_window": int(model.sliding_window) if model.sliding_window else None,
-        "layer_types": [_SLIDES if model.slides(layer) else _SEES_ALL for layer in range(model.num_hidden_layers or 0)],
+        "layer_types": [_SLIDING if model.slides(layer) else _FULL for layer in range(model.num_hidden_layers or 0)],
     }  # fmt: skip
 
 
 def window_from_config(config: dict[str, Any], default: Callable[[dict[str, Any]], list[bool]]) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`, as the shortest pattern that repeats; `default` says which layers slide where an older
+    """`sliding_window`, and `layer_types` as the shortest repeating pattern; `default` tells which layers have the window if an older
     config.json does not list them.
     """
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         return {}
     layers = config["num_hidden_layers"]
-    types = config.get("layer_types") or [_SLIDES if slid else _SEES_ALL for slid in default(config)]
-    if len(types) != layers or set(types) - {_SLIDES, _SEES_ALL}:
-        raise UserError(f"config.json has layer_types that are not {layers} of {_SLIDES} and {_SEES_ALL}; lmworks cannot read it")
-    if _SLIDES not in types:
+    types = config.get("layer_types") or [_SLIDING if slides else _FULL for slides in default(config)]
+    if len(types) != layers or set(types) - {_SLIDING, _FULL}:
+        raise UserError(f"config.json has layer_types that are not {layers} of {_SLIDING} and {_FULL}; lmworks cannot read it")
+    if _SLIDING not in types:
         return {}
     size = next(size for size in range(1, layers + 1) if all(types[layer] == types[layer % size] for layer in range(layers)))
-    return whole_window(config) | {"layer_types": tuple(types[:size]) if _SEES_ALL in types else ()}
+    return window_of_all_layers(config) | {"layer_types": tuple(types[:size]) if _FULL in types else ()}
 
 
-def whole_window(config: dict[str, Any]) -> dict[str, Any]:
-    """`sliding_window` of all layers, where there is one."""
+def window_of_all_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """`sliding_window` of all layers, if there is one."""
     return {"sliding_window": f"{config['sliding_window']} tokens"} if config.get("sliding_window") else {}
 
 
 def upper_layers_slide(config: dict[str, Any]) -> list[bool]:
-    """Qwen's rule for a config.json without layer_types."""
+    """Qwen's rule for a config.json without layer_types: layers from `max_window_layers` on have the window."""
     return [layer >= config.get("max_window_layers", 28) for layer in range(config["num_hidden_layers"])]
 
 
-def gguf(model: Model, architecture: str, *, neighbors: bool = False, metadata: dict[str, Any] | None = None) -> Gguf:
-    """An architecture of llama.cpp; `NoClass` for what it leaves out of any."""
+def gguf(model: Model, architecture: str, *, interleaved_rope: bool = False, metadata: dict[str, Any] | None = None) -> Gguf:
+    """An architecture of llama.cpp. Raises `NoClass` for options that llama.cpp ignores in all of them."""
     if model.sliding_window:
         raise NoClass("it has a sliding window, which llama.cpp ignores for this architecture")
     if model.rope.scaling == "llama3" and architecture != "llama":
-        raise NoClass(f"it has rope.scaling llama3, which llama.cpp reads for its architecture llama and not for {architecture}")
-    return Gguf(architecture, neighbors, metadata or {})
+        raise NoClass(f"it has rope.scaling llama3, which llama.cpp supports for its architecture llama and not for {architecture}")
+    return Gguf(architecture, interleaved_rope, metadata or {})

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, with experts as GLM's or dense."""
+"""DeepSeek-V3: multi-head latent attention; dense, or with experts as in GLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmworks.recipe.families.family import Family, Gguf, Names, NoClass
 from lmworks.recipe.schema.model import Model, Rope
 
 _LATENT_EPS = 1e-6
-"""`transformers` norms latents with this, whatever rms_norm_eps says; other engines take rms_norm_eps."""
+"""`transformers` normalizes latents with this epsilon and ignores rms_norm_eps; other engines use rms_norm_eps."""
 
 _LATENT: Names = (
     ("layers.{i}.attention.query_down.weight", "model.layers.{i}.self_attn.q_a_proj.weight"),
@@ -23,7 +23,7 @@ _LATENT: Names = (
 
 def _differs(model: Model) -> str | None:
     if model.mla and model.mla.rms_norm_eps != _LATENT_EPS:
-        return f"its latents are not normed with {_LATENT_EPS:g} but {model.mla.rms_norm_eps:g} (mla.rms_norm_eps)"
+        return f"its latents are normalized with {model.mla.rms_norm_eps:g} instead of {_LATENT_EPS:g} (mla.rms_norm_eps)"
     if model.moe is not None and not model.moe.n_shared_experts:
         return "it has no shared expert (moe.n_shared_experts)"
     return None
@@ -57,7 +57,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf(_: Model) -> Gguf:
-    raise NoClass("it has latent attention (mla), whose weights llama.cpp wants taken apart and transposed, which lmworks does not do")
+    raise NoClass("it has latent attention (mla), whose weights llama.cpp needs split and transposed, which lmworks does not support")
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""What a model family declares, and the traits of a model by which its class is found."""
+"""The declaration of a model family, and the traits of a model by which its class is found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmworks.recipe.schema.model import Model, Rope
 
 
 class NoClass(UserError):
-    """No class expresses the model; `reason` says what of it."""
+    """No class expresses the model; `reason` states the property that none has."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"no Hugging Face class expresses this model: {reason}; change the model, or set export.huggingface=false")
@@ -19,7 +19,8 @@ class NoClass(UserError):
 
 
 class Trait(NamedTuple):
-    """Something that a model has or has not, and that a class always has, may have or never has."""
+    """A property that a model has or lacks, and that a class always has, may have, or never has. `present` and `absent` describe it in
+    messages."""
 
     found: Callable[[Model], bool]
     present: str
@@ -51,29 +52,29 @@ TRAITS: dict[str, Trait] = {
     "MLA": Trait(lambda model: model.mla is not None, "it has latent attention (mla)", "it has no latent attention (mla)"),
     "QK norm": Trait(
         lambda model: model.use_qk_norm and model.qk_norm_over == "head",
-        "queries and keys are normed head by head (qk_norm)", "queries and keys are not normed head by head (qk_norm)",
+        "queries and keys are normalized per head (use_qk_norm)", "queries and keys are not normalized per head (use_qk_norm)",
     ),
     "QK norm over all heads": Trait(
         lambda model: model.use_qk_norm and model.qk_norm_over == "all_heads",
-        "queries and keys are normed over all heads (qk_norm_over)", "queries and keys are not normed over all heads (qk_norm_over)",
+        "queries and keys are normalized over all heads (qk_norm_over)",
+        "queries and keys are not normalized over all heads (qk_norm_over)",
     ),
     "post-norm": Trait(
-        lambda model: model.norm_position == "post", "its layers norm what they add (norm_position)",
-        "its layers norm what they read (norm_position)",
+        lambda model: model.norm_position == "post", "its layers are post-norm (norm_position)", "its layers are pre-norm (norm_position)",
     ),
     "biases": Trait(lambda model: model.attention_bias, "it has biases (attention_bias)", "it has no biases (attention_bias)"),
     "partial RoPE": Trait(
         lambda model: 0 < model.rope.partial_rotary_factor < 1,
-        "it rotates a part of each head (rope.partial_rotary_factor)", "it rotates whole heads (rope.partial_rotary_factor)",
+        "it rotates only a part of each head (rope.partial_rotary_factor)", "it rotates whole heads (rope.partial_rotary_factor)",
     ),
     "NoPE layers": Trait(
         lambda model: model.no_rope_layer_interval > 0, "it has layers without positions (no_rope_layer_interval)",
             "all its layers have positions (no_rope_layer_interval)"
     ),
     "sliding window": Trait(lambda model: bool(model.sliding_window), "it has a sliding window", "it has no sliding window"),
-    "layers that see all beside it": Trait(
-        lambda model: "full_attention" in model.layer_types, "only some of its layers slide (layer_types)",
-        "all its layers slide (layer_types)",
+    "full-attention layers beside it": Trait(
+        lambda model: "full_attention" in model.layer_types, "only some of its layers have the window (layer_types)",
+        "all its layers have the window (layer_types)",
     ),
     "logit soft-cap": Trait(lambda model: model.final_logit_softcapping > 0, "final_logit_softcapping is on",
         "final_logit_softcapping is off"),
@@ -86,18 +87,18 @@ Names = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Gguf:
-    """How llama.cpp knows a model: the name of the architecture, and what its metadata say beside what they say of any.
+    """A model in llama.cpp: the name of the architecture, and its metadata beyond those of every model.
 
-    `metadata` are values by the names of GGUFWriter's methods, without `add_`. Under `neighbors` it rotates neighboring dimensions
-    (2i, 2i + 1) and not halves (i, i + R/2), so rows of query and key are reordered.
+    `metadata`: values by the names of GGUFWriter's methods, without `add_`. `interleaved_rope`: llama.cpp rotates neighboring dimensions
+    (2i, 2i + 1) instead of halves (i, i + R/2), so rows of query and key are reordered.
     """
 
     architecture: str
-    neighbors: bool = False
+    interleaved_rope: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_keys(*_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -105,18 +106,19 @@ def _nothing(*_: Any) -> dict[str, Any]:
 class Family:
     """A class of `transformers`.
 
-    name, model_type: as config.json has them
-    about: the models it is for, in a few words
-    names: our tensors and theirs; `{i}` is a layer, `{e}` an expert of a stacked tensor
-    requires, allows: traits that it always has and may have; it has none of the others
-    differs: what else of a model with the right traits is not of this class, or None
-    to_config: what config.json says beside what it says of any model (`common.to_config`), from a model and the rope of the last phase
-    omits: what it does not say of that
-    from_config: values of `Model` out of config.json beside those of any (`common.from_config`); `UserError` for what we have not
-    zero: tensors of ours that have no place there and must be zero
-    mtp: whether there is a place for multi-token prediction beside experts, as in the published models
-    architectures: llama.cpp's names for it; `gguf` says which of them it is for a model, and raises `NoClass` with the reason where none is
-    without_gguf: which models llama.cpp does not know, in a few words
+    name, model_type: as in config.json
+    about: the models of this class, in a few words
+    names: pairs of our tensor name and Hugging Face's; `{i}` is a layer, `{e}` an expert of a stacked tensor
+    requires, allows: traits that models of the class always have and may have; they have no others
+    differs: why a model with matching traits is still not of this class, or None
+    to_config: keys of config.json beyond those of every model (`common.to_config`), from a model and the RoPE of the last phase
+    omits: keys of `common.to_config` that the class does not have
+    from_config: values of `Model` from config.json beyond those of every model (`common.from_config`); raises `UserError` for unsupported
+        options
+    zero: our tensors that do not exist in the class and must be zero
+    mtp: whether the class supports multi-token prediction with experts, as in the published models
+    architectures: the names of its architectures in llama.cpp; `gguf` returns the one for a model, or raises `NoClass` with the reason
+    without_gguf: the models that llama.cpp does not support, in a few words
     """
 
     name: str
@@ -128,9 +130,9 @@ class Family:
     requires: frozenset[str] = frozenset()
     allows: frozenset[str] = frozenset()
     differs: Callable[[Model], str | None] = lambda _: None
-    to_config: Callable[[Model, Rope], dict[str, Any]] = _nothing
+    to_config: Callable[[Model, Rope], dict[str, Any]] = _no_keys
     omits: tuple[str, ...] = ()
-    from_config: Callable[[dict[str, Any]], dict[str, Any]] = _nothing
+    from_config: Callable[[dict[str, Any]], dict[str, Any]] = _no_keys
     zero: tuple[str, ...] = ()
     mtp: bool = False
     without_gguf: str = ""
@@ -143,7 +145,7 @@ class Family:
         return trait in self.requires or trait in self.allows
 
     def why_not(self, model: Model) -> list[str]:
-        """What of a model is not of this class; empty where the class is exactly the model."""
+        """The reasons why a model is not of this class; empty if it is."""
         reasons = []
         for name, trait in TRAITS.items():
             found = trait.found(model)

@@ -20,7 +20,7 @@ def _to_config(model: Model, rope: Rope) -> dict[str, Any]:
 def _gguf(model: Model) -> Gguf:
     moe = model.moe
     assert moe is not None
-    grouped = moe.topk_group < moe.n_group  # llama.cpp stops on groups that are all kept, which are no groups
+    grouped = moe.topk_group < moe.n_group  # llama.cpp rejects groups that are all selected
     metadata = {
         "expert_count": moe.n_routed_experts, "expert_used_count": moe.num_experts_per_tok,
         "expert_feed_forward_length": moe.moe_intermediate_size,

@@ -9,5 +9,5 @@ from lmworks.recipe.families.family import Family
 
 FAMILY = Family(
     name="LlamaForCausalLM", model_type="llama", about="dense, plain", names=common.LLAMA,
-    architectures=("llama",), gguf=partial(common.gguf, architecture="llama", neighbors=True),
+    architectures=("llama",), gguf=partial(common.gguf, architecture="llama", interleaved_rope=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mistral: a sliding window in all layers. Without one it is Llama, by whose name it is exported."""
+"""Mistral: a sliding window in all layers. Without one it equals Llama and is exported as Llama."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
 
 
 def _from_config(config: dict[str, Any]) -> dict[str, Any]:
-    return common.whole_window({"sliding_window": 4096} | config)  # what the class takes where nothing is said
+    return common.window_of_all_layers({"sliding_window": 4096} | config)  # the default of the class
 
 
 def _gguf(_: Model) -> Gguf:

@@ -1,4 +1,4 @@
-"""OLMo 2: each layer norms what it adds and not what it reads, and queries and keys over all heads at once."""
+"""OLMo 2: post-norm layers, and QK norm over all heads at once."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 def _gguf(model: Model) -> Gguf:
     assert model.num_attention_heads and model.head_dim
     if model.num_attention_heads * model.head_dim != model.hidden_size:
-        return common.gguf(model, "llama", neighbors=True)  # the same with biases, and with heads of any width
+        return common.gguf(model, "llama", interleaved_rope=True)  # the same with biases, and with heads of any width
     return common.gguf(model, "qwen2")
 
 
 FAMILY = Family(
     name="Qwen2ForCausalLM", model_type="qwen2", about="dense with biases", names=common.LLAMA,
-    requires=frozenset({"biases"}), allows=frozenset({"sliding window", "layers that see all beside it"}),
+    requires=frozenset({"biases"}), allows=frozenset({"sliding window", "full-attention layers beside it"}),
     to_config=common.window_to_config, from_config=_from_config,
     architectures=("qwen2", "llama"), gguf=_gguf, without_gguf="sliding window",
 )  # fmt: skip

@@ -15,7 +15,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     name="Qwen3ForCausalLM", model_type="qwen3", about="dense with QK norm", names=(*common.LLAMA, *common.QK_NORMS),
-    requires=frozenset({"QK norm"}), allows=frozenset({"sliding window", "layers that see all beside it"}),
+    requires=frozenset({"QK norm"}), allows=frozenset({"sliding window", "full-attention layers beside it"}),
     to_config=common.window_to_config, from_config=_from_config,
     architectures=("qwen3",), gguf=partial(common.gguf, architecture="qwen3"), without_gguf="sliding window",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): QK norm, softmax gates, no shared expert and no bias that selects."""
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): QK norm, softmax gates, no shared expert and no selection bias."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     dense = list(config.get("mlp_only_layers") or ())
     if sorted(dense) != list(range(len(dense))):
         raise UserError(f"config.json has mlp_only_layers {dense}; in lmworks only the first layers can be dense beside experts")
-    experts = config.get("num_experts", config.get("num_local_experts"))  # of which the latter is another name of it in transformers
+    experts = config.get("num_experts", config.get("num_local_experts"))  # an alias in transformers
     if experts is None:
         raise KeyError("num_experts")
     moe = {
@@ -36,7 +36,7 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
         "first_k_dense_replace": len(dense), "scoring_func": "softmax", "norm_topk_prob": config.get("norm_topk_prob", False),
         "balance": {"method": "aux"},
     }  # fmt: skip
-    return {"moe": moe} | (common.whole_window(config) if config.get("use_sliding_window") else {})
+    return {"moe": moe} | (common.window_of_all_layers(config) if config.get("use_sliding_window") else {})
 
 
 def _gguf(model: Model) -> Gguf:
@@ -45,10 +45,10 @@ def _gguf(model: Model) -> Gguf:
     if moe.first_k_dense_replace:
         raise NoClass(
             f"its first layers are dense (moe.first_k_dense_replace {moe.first_k_dense_replace}), and llama.cpp's qwen3moe has "
-            f"experts in all"
+            f"experts in all layers"
         )
     if not moe.norm_topk_prob:
-        raise NoClass("the weights of its chosen experts are not normalized (moe.norm_topk_prob), and llama.cpp's qwen3moe does that")
+        raise NoClass("the weights of its chosen experts are not normalized (moe.norm_topk_prob), and llama.cpp's qwen3moe normalizes them")
     metadata = {
         "expert_count": moe.n_routed_experts,
         "expert_used_count": moe.num_experts_per_tok,

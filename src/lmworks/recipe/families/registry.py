@@ -1,4 +1,4 @@
-"""The families, found by looking through this package: a file with a `FAMILY` is one."""
+"""Finds all families: the modules of this package with a `FAMILY`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES = _found()
 
 
 def family_of(model: Model) -> Family:
-    """The family whose mathematics is this model's, of several the plainest; `NoClass` with the reason if there is none."""
+    """The family that expresses this model, the simplest one if there are several. Raises `NoClass` with the reason if there is none."""
     reasons = {name: family.why_not(model) for name, family in FAMILIES.items()}
     traits = {name for name, trait in TRAITS.items() if trait.found(model)}
     nearest = min(FAMILIES, key=lambda name: (len(reasons[name]), -len(FAMILIES[name].requires & traits), len(FAMILIES[name].allows)))
@@ -36,7 +36,7 @@ def family_in(config: dict[str, Any]) -> Family:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(f"config.json is of class {name}; lmworks reads {', '.join(FAMILIES)}")
+        raise UserError(f"config.json is of class {name}; lmworks supports {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

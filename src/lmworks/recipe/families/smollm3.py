@@ -1,4 +1,4 @@
-"""SmolLM3: every n-th layer has no positions."""
+"""SmolLM3: every n-th layer has no position encoding (NoPE)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _layers_without_positions(config: dict[str, Any]) -> list[bool]:
 
 
 def _gguf(model: Model) -> Gguf:
-    known = common.gguf(model, "smollm3", neighbors=True)
+    known = common.gguf(model, "smollm3", interleaved_rope=True)
     if model.no_rope_layer_interval != 4:
         raise NoClass(
-            f"it has layers without positions every {model.no_rope_layer_interval} layers (no_rope_layer_interval), and llama.cpp "
-            f"knows only 4"
+            f"one of {model.no_rope_layer_interval} layers has no positions (no_rope_layer_interval), and llama.cpp "
+            f"supports only one of 4"
         )
     return known
 
@@ -45,7 +45,7 @@ def _gguf(model: Model) -> Gguf:
 FAMILY = Family(
     name="SmolLM3ForCausalLM", model_type="smollm3", about="dense, layers without positions, or a sliding window in some",
     names=common.LLAMA,
-    allows=frozenset({"NoPE layers", "sliding window", "layers that see all beside it"}),
+    allows=frozenset({"NoPE layers", "sliding window", "full-attention layers beside it"}),
     to_config=_to_config, from_config=_from_config,
     architectures=("smollm3",), gguf=_gguf, without_gguf="any interval but every 4th, sliding window",
 )  # fmt: skip

@@ -16,7 +16,7 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     if layout.pp > 1 and layout.zero >= 2:
         yield (
             ("layout", "pp"),
-            f"ZeRO-{layout.zero} does not combine with a pipeline: each micro-batch would reduce gradients or gather weights anew; "
+            f"ZeRO-{layout.zero} cannot be combined with a pipeline: each micro-batch would reduce gradients or gather weights; "
             "set pp=1, or leave out train.deepspeed",
         )
     for axis, why in (

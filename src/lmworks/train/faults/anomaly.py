@@ -1,7 +1,7 @@
-"""The first operator whose result is not finite, found by watching every one of a pass, forward and backward (SPEC STB4).
+"""Finds the first operator of a forward and backward pass whose result is not finite.
 
-An operator is to blame if it made a NaN from inputs without one, or an infinity from finite inputs. So neither a mask of -inf is, which
-is filled in on purpose, nor what only hands on what it was given.
+An operator is reported if it made a NaN from inputs without NaN, or an infinity from finite inputs. So neither masks of -inf nor operators
+that only propagate such values are reported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ATTENTION = "scaled_dot_product"  # its first result is the attention; of a row
 
 
 class FirstNonFinite(TorchDispatchMode):
-    """Within the block, watches the operators; `found` then describes the first that went wrong, or is None.
+    """Within the block, observes all operators; afterwards `found` describes the first faulty one, or is None.
 
-    Modules of the `parts` of a model are named in it. The layers run eagerly meanwhile, since compiled code cannot be watched. Costs
-    several times the work of the pass.
+    It names the module within `parts`. Layers run eagerly meanwhile, because compiled code cannot be observed. The pass takes several
+    times as long.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
@@ -77,23 +77,23 @@ class FirstNonFinite(TorchDispatchMode):
                 tensor.register_hook(lambda grad: self._back(name))
 
     def _back(self, name: str) -> None:
-        """The backward pass has come to a module's output, or left one through its input."""
+        """Called when the backward pass enters a module at its output, or leaves it at its input."""
         self._backward = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
-        if self.found is not None or name in _UNWRITTEN or "c10d" in func.namespace:  # what another rank sent is its fault
+        if self.found is not None or name in _UNWRITTEN or "c10d" in func.namespace:  # received values are the other rank's error
             return func(*args, **kwargs)
         given = _floats((args, kwargs))
-        before = _faults(given) if func._schema.is_mutable else None  # what it overwrites cannot be looked at afterwards
+        before = _faults(given) if func._schema.is_mutable else None  # it overwrites its inputs
         result = func(*args, **kwargs)
         made = _floats(result)
         self._judge(name, given, made[:1] if _ATTENTION in name else made, before)
         return result
 
     def _fused(self, attend: Any) -> Any:
-        """FlexAttention as one operator, compiled as ever: its eager form makes all scores."""
+        """FlexAttention as one compiled operator: in eager mode it would compute all scores."""
 
         def attend_flex(*args: Any) -> Any:
             with torch.compiler.set_stance("default"), _disable_current_modes():
@@ -105,7 +105,7 @@ class FirstNonFinite(TorchDispatchMode):
         return attend_flex
 
     def _judge(self, name: str, given: list[Tensor], made: list[Tensor], before: tuple[bool, bool] | None = None) -> None:
-        """Blame an operator, if it is to blame; `before` is what was wrong with the tensors given, where they are not as they were."""
+        """Report an operator if its result is faulty; `before`: faults of its inputs, if it has overwritten them."""
         nan, infinite = _faults(made)
         if nan or infinite:
             had_nan, had_infinite = before or _faults(given)
@@ -113,7 +113,7 @@ class FirstNonFinite(TorchDispatchMode):
                 self._describe(name, "NaN" if nan and not had_nan else "infinite")
 
     def _describe(self, name: str, what: str) -> None:
-        # With no node of the backward pass at work, this is the forward, a recomputed one included.
+        # Without a current autograd node this is the forward pass, or its recomputation.
         backward = torch._C._current_autograd_node() is not None and len(self._where) == 1
         where = self._backward if backward else self._where[-1]
         place = f" of {where}" if where else ""
@@ -121,15 +121,16 @@ class FirstNonFinite(TorchDispatchMode):
 
 
 def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch_size: int, scale: float | Tensor) -> str | None:
-    """Run forward and backward of a step under watch; this rank's first operator whose result is not finite. The gradients are dropped.
+    """Run forward and backward of a step under observation; returns this rank's first operator with a result that is not finite. Gradients
+    are discarded.
 
-    `batch` is this rank's share of the step's `rows` sequences. A look that fails does not end the run: it says why it found nothing.
+    `batch` is this rank's share of the step's `rows` sequences. A failure here does not end the run; it is described in the result.
     """
     watched = FirstNonFinite(model.parts)
     try:
         with watched:
             model.rerun_forward_backward(batch, rows, micro_batch_size, scale)
-    except Exception as error:  # most likely too little memory beside what training holds
+    except Exception as error:  # most likely out of memory
         reason = (str(error).splitlines() or [""])[0]
         return watched.found or f"an operator that could not be found ({type(error).__name__}: {reason})"
     return watched.found
@@ -138,7 +139,7 @@ def first_non_finite(model: ParallelModel, batch: Batch, rows: int, micro_batch_
 def _floats(values: Any) -> list[Tensor]:
     """The floating-point tensors among arguments or results, as this rank holds them."""
     found: Iterable[Any] = tree_leaves(values)
-    real = [one for one in found if isinstance(one, Tensor) and not isinstance(one, FakeTensor)]  # the others are of a compiler at work
+    real = [one for one in found if isinstance(one, Tensor) and not isinstance(one, FakeTensor)]  # fake tensors belong to a compilation
     return [local(one) for one in real if one.is_floating_point() and one.itemsize > 1 and one.numel()]
 
 

@@ -114,7 +114,7 @@ class FaultHandler:
         if found is None:
             return None
         self._report("corruption", step=step, ranks=found.ranks, certain=found.certain, what=found.what)
-        stop = f"silent corruption on {found}; take its machine out and run the same command again; it goes on from the last checkpoint"
+        stop = f"silent corruption on {found}; remove its machine and run the same command again; it resumes from the last checkpoint"
         if self.options.on_corruption == "stop":
             raise UserError(f"stopped at step {step}: {stop}")
         return RollbackRequest(step, f"silent corruption on {found}", stop, skip=False)
@@ -135,7 +135,7 @@ class FaultHandler:
         except UserError as silent:  # most often the same full disk; no reason for the first rank to end before the others
             self._warn(f"step {step:,}: {silent}")
         self.saves.failed(step, error)
-        self._warn(f"step {step:,}: {error}. Training goes on; the next try is after step {self.saves.retry_at:,}")
+        self._warn(f"step {step:,}: {error}. Training continues; the next attempt is after step {self.saves.retry_at:,}")
 
     def observe_data_wait(self, step: int, waited: float, seconds: float) -> None:
         """Record the seconds that a step waited for its batch, and the seconds of the whole step; warns about starvation."""
@@ -151,9 +151,9 @@ class FaultHandler:
         """
         if self._communicator.size == 1:
             return None
-        told = self._communicator.all_gather((time_matmul(device), own, step_seconds))
-        arithmetic, host = [one[0] for one in told], [one[1] for one in told]
-        typical = median(one[2] for one in told)
+        gathered = self._communicator.all_gather((time_matmul(device), own, step_seconds))
+        arithmetic, host = [one[0] for one in gathered], [one[1] for one in gathered]
+        typical = median(one[2] for one in gathered)
         floors = {"arithmetic": 0.25 * median(arithmetic), "data and host": 0.1 * typical}
         for what, seconds in (("arithmetic", arithmetic), ("data and host", host)):
             for rank in self._slow[what].observe(seconds, floors[what]):

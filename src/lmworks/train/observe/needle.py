@@ -19,7 +19,7 @@ from lmworks.shards.read.batch import Batch
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 FACTS = 4  # in a sequence; chance is 1 / FACTS
-DEPTHS = (10, 30, 50, 70, 90)  # per cent of the filler that stands before the fact
+DEPTHS = (10, 30, 50, 70, 90)  # percent of the filler before the fact
 _EACH = 2  # sequences per depth and length
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 _THINGS = ("door", "box", "house", "book", "wall", "table", "road", "ship")

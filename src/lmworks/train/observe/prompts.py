@@ -12,7 +12,7 @@ _LOOKED_AT = 64  # documents of each file
 
 
 def prompts(recipe: Recipe, corpus_dir: Path) -> tuple[str, ...]:
-    """Those of `evaluate.prompts`; where left out the same beginnings each time, of text that the model is never trained on."""
+    """The prompts of `evaluate.prompts`, or by default fixed beginnings of held-out text."""
     if recipe.evaluate.prompts is not None:
         return recipe.evaluate.prompts
     import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ def prompts(recipe: Recipe, corpus_dir: Path) -> tuple[str, ...]:
 
 
 def beginning(text: str) -> str:
-    """The first words of a text, or characters where it has no spaces; nothing of a text that is over too soon to go on."""
+    """The first words of a text, or characters if it has no spaces; empty for a text that is too short to continue."""
     text = text.strip()
     if len(text) < 2 * _LENGTH:
         return ""

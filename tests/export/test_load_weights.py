@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmworks.errors import UserError
-from lmworks.export.huggingface import fill, read_model, write_model
+from lmworks.export.huggingface import load_weights, read_model, write_model
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.parallel.mesh import Ranks
@@ -20,6 +20,7 @@ from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.model import Model
 from parallel.parity import MODELS, recipe_of, whole
 from rank_pool import RankPool
+from small_config import small_config
 
 _MODELS: dict[str, dict[str, Any]] = {
     "mla": MODELS["mla"], "moe": MODELS["moe"],
@@ -31,7 +32,7 @@ def _filled(layout: dict[str, Any], kind: str, folder: Path) -> dict[str, np.nda
     recipe = recipe_of("dense").model_copy(update={"model": Model.model_validate(_MODELS[kind])})
     ranks = Ranks(Layout(**layout))
     model = ParallelModel(build(recipe, ranks, torch.device("cpu")), ranks)
-    fill(folder, model.state_dict(), recipe.model)
+    load_weights(folder, model.state_dict(), recipe.model)
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
@@ -56,21 +57,13 @@ def test_ranks_read_what_one_process_reads(ranks: RankPool, tmp_path: Path, layo
 
 
 def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_path: Path) -> None:
-    small = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-    }
+    small = small_config()
     source = initialize(Transformer(Model.model_validate(small)), 7)
     write_model(source, tmp_path, {}, torch.float32)
     config = Model.model_validate(small | {"vocab_size": 70})
     larger = initialize(Transformer(config), 1)
     new = larger.embedding.weight[64:].clone()
-    fill(tmp_path, larger.state_dict(), config)
+    load_weights(tmp_path, larger.state_dict(), config, extend=True)
     assert torch.equal(larger.embedding.weight[:64], source.embedding.weight) and torch.equal(larger.head.weight[:64], source.head.weight)
     assert torch.equal(larger.embedding.weight[64:], new)
     for change, reason in (
@@ -79,4 +72,4 @@ def test_rows_of_the_vocabulary_may_be_more_and_other_weights_are_refused(tmp_pa
     ):  # fmt: skip
         config = Model.model_validate(small | change)
         with pytest.raises(UserError, match=reason):
-            fill(tmp_path, Transformer(config).state_dict(), config)
+            load_weights(tmp_path, Transformer(config).state_dict(), config, extend=True)

@@ -1,7 +1,8 @@
-"""OpenAI's response bodies, made from the engine's events."""
+"""Builds OpenAI's response bodies from the engine's events."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator
@@ -9,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmworks.model.generate import Token
-from lmworks.serve.engine import Delta, Engine, Request, Scores
-from lmworks.serve.protocol import ChatRequest, CompletionRequest, finite
+from lmworks.serve.engine import Engine
+from lmworks.serve.openai.protocol import ChatRequest, CompletionRequest
+from lmworks.serve.requests import Delta, Request, Scores
 from lmworks.serve.text import Placement
 from lmworks.tokenizer.reply import Reply, ReplyReader, ToolCall, read
 
 
 @dataclass
 class Usage:
-    """Tokens read and written for one request. Prompts that n repeats are counted once."""
+    """Prompt and generated tokens of one request. A prompt that is repeated by `n` is counted once."""
 
     prompt: int
     generated: dict[int, int] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class _Choice:
 
 
 class _Reply:
-    """What whole and streamed replies of both kinds have in common."""
+    """The common part of full and streamed replies of both kinds."""
 
     prefix, whole, part = "", "", ""
 
@@ -50,7 +52,7 @@ class _Reply:
         self._choices = [_Choice() for _ in request.prompts]
 
     def add(self, event: Delta | Scores) -> None:
-        """Take an event into a whole reply."""
+        """Add an event to a full reply."""
         if isinstance(event, Delta):
             self.usage.count(event)
             choice = self._choices[event.index]
@@ -59,7 +61,7 @@ class _Reply:
             choice.finish = event.finish
 
     def body(self) -> dict[str, Any]:
-        """The whole reply, when all events are in."""
+        """The full reply, after all events."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head(self.whole), "choices": choices, "usage": self.usage.body()}
 
@@ -92,7 +94,7 @@ class _Reply:
 
 
 class Completion(_Reply):
-    """`/v1/completions`. With `echo` the prompt comes first, its log-probabilities too if they were asked for."""
+    """`/v1/completions`. With `echo` the prompt comes first, with its log-probabilities if they were requested."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
     _asked: CompletionRequest
@@ -132,17 +134,22 @@ class Completion(_Reply):
         text = self._engine.vocabulary.token_text
         return {
             "tokens": [text(placed.token.id) for placed in tokens],
-            "token_logprobs": [finite(placed.token.logprob) for placed in tokens],
+            "token_logprobs": [_finite(placed.token.logprob) for placed in tokens],
             "top_logprobs": [_top(placed.token, text) for placed in tokens] if self._asked.logprobs else None,
             "text_offset": [placed.offset for placed in tokens],
         }
 
 
+def _finite(logprob: float) -> float | None:
+    """A log-probability as a JSON value: null for nan, and a very low number for minus infinity."""
+    return None if math.isnan(logprob) else max(logprob, -9999.0)
+
+
 def _top(token: Token, text: Any) -> dict[str, float | None] | None:
     if not token.top:
         return None
-    # Ids that share a text (parts of one character) share a key; the likelier one, which comes first, keeps it.
-    return {text(other): finite(value) for other, value in reversed(token.top)}
+    # Ids with the same text (parts of a character) share a key, which the most likely one, listed first, gets.
+    return {text(other): _finite(value) for other, value in reversed(token.top)}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -151,7 +158,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 class Chat(_Reply):
-    """`/v1/chat/completions`. Thoughts come as `reasoning_content`, calls of the tools offered as `tool_calls`."""
+    """`/v1/chat/completions`. Reasoning is returned as `reasoning_content`, calls of offered tools as `tool_calls`."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _asked: ChatRequest
@@ -206,10 +213,9 @@ class Chat(_Reply):
             return None
         entries = []
         for token in (placed.token for placed in tokens):
-            rivals = [self._entry(*rival) for rival in token.top]
-            entries.append({**self._entry(token.id, token.logprob), "top_logprobs": rivals})
+            entries.append({**self._entry(token.id, token.logprob), "top_logprobs": [self._entry(*other) for other in token.top]})
         return {"content": entries, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         vocabulary = self._engine.vocabulary
-        return {"token": vocabulary.token_text(token), "bytes": list(vocabulary.token_bytes(token)), "logprob": finite(logprob)}
+        return {"token": vocabulary.token_text(token), "bytes": list(vocabulary.token_bytes(token)), "logprob": _finite(logprob)}

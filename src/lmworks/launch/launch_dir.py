@@ -1,4 +1,4 @@
-"""RUN/launch: how the launcher and the ranks speak to each other, by files that all of them see."""
+"""RUN/launch: files on a shared file system through which the launcher and the ranks communicate."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 
 from lmworks.files import explain_os_errors, read_json, sync_directory, write_bytes, write_text
 
-VARIABLE = "LMWORKS_LAUNCH"  # the environment variable by which a rank finds the folder
-COMMAND = "LMWORKS_COMMAND"  # the one by which it knows the command that goes on with the run
-_LAST_WORD = 4096  # bytes kept for how the run ends: a full disk is one of the ways
+VARIABLE = "LMWORKS_LAUNCH"  # environment variable with the path of the directory
+COMMAND = "LMWORKS_COMMAND"  # environment variable with the command that resumes the run
+_OUTCOME_BYTES = 4096  # reserved for outcome.json, so that it can be written when the disk is full
 
 
 @dataclass(frozen=True)
-class Folder:
-    """`stop` asks all ranks to save and leave. `failed` says that a rank of the present world has failed. `outcome` is how the run has
-    ended; until it is there, whoever ends is started again. `unmet` has a byte for each start of the first rank
-    since the ranks last met.
+class LaunchDir:
+    """The files: `stop` asks all ranks to save a checkpoint and exit; `failed` marks the current process group as broken; `outcome.json`
+    is the result of the run, and ranks that exit before it exists are restarted; `unmet` has one byte per start of rank 0 since the
+    last successful rendezvous.
     """
 
     path: Path
 
     @classmethod
-    def of(cls, run_dir: Path) -> Folder:
+    def of(cls, run_dir: Path) -> LaunchDir:
         return cls(Path(run_dir).absolute() / "launch")
 
     @property
-    def beats(self) -> Path:
+    def heartbeats(self) -> Path:
         return self.path / "heartbeats"
 
     @property
@@ -42,7 +42,7 @@ class Folder:
         return self.path / "failed"
 
     @property
-    def unmet(self) -> Path:
+    def failed_starts(self) -> Path:
         return self.path / "unmet"
 
     @property
@@ -50,39 +50,39 @@ class Folder:
         return self.path / "hosts.json"
 
     def begin(self) -> None:
-        """Before the first rank: forget what an earlier launch has left to say."""
+        """Remove the messages of an earlier launch, before the first rank starts."""
         for name in ("stop", "outcome.json", "failed", "unmet"):
             (self.path / name).unlink(missing_ok=True)
         self.logs.mkdir(parents=True, exist_ok=True)
-        write_bytes(self._kept, b" " * _LAST_WORD)
+        write_bytes(self._reserved, b" " * _OUTCOME_BYTES)
 
     @property
-    def _kept(self) -> Path:
+    def _reserved(self) -> Path:
         return self.path / "outcome.kept"
 
-    def ask_to_stop(self, by: signal.Signals) -> None:
+    def request_stop(self, by: signal.Signals) -> None:
         write_text(self.path / "stop", by.name)
 
-    def stop(self) -> signal.Signals | None:
-        """The signal by which the ranks are asked to stop."""
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal with which the ranks are asked to stop; None if they are not."""
         try:
             return signal.Signals[(self.path / "stop").read_text(encoding="utf-8").strip()]
         except (FileNotFoundError, KeyError):
             return None
 
     def conclude(self, code: int, rank: int, message: str = "") -> None:
-        """The run is over, with this exit code. Needs no room on the disk but what `begin` has kept."""
+        """Record that the run is over, with this exit code. Needs no disk space beyond the file that `begin` reserved."""
         text = json.dumps({"code": code, "rank": rank, "message": message}).encode() + b"\n"
         path = self.path / "outcome.json"
-        if not self._kept.exists():
+        if not self._reserved.exists():
             write_bytes(path, text)
             return
         with explain_os_errors(path):
-            with open(self._kept, "r+b") as handle:
-                handle.write(text.ljust(_LAST_WORD))
+            with open(self._reserved, "r+b") as handle:
+                handle.write(text.ljust(_OUTCOME_BYTES))
                 handle.flush()
                 os.fsync(handle.fileno())
-            os.replace(self._kept, path)
+            os.replace(self._reserved, path)
             sync_directory(self.path)
 
     def outcome(self) -> dict[str, Any] | None:
@@ -90,11 +90,11 @@ class Folder:
         return dict(read_json(path)) if path.exists() else None
 
     def readmit(self, host: str) -> None:
-        """Ask the launcher to take a host back."""
+        """Ask the launcher to readmit a host."""
         write_text(self.path / "readmit" / host.replace("/", "_"), host)
 
-    def readmitted(self) -> list[str]:
-        """The hosts that somebody wants back; each is told once."""
+    def take_readmissions(self) -> list[str]:
+        """The hosts to readmit; removes the requests, so each is returned once."""
         hosts = []
         for path in sorted((self.path / "readmit").glob("[!.]*")):
             hosts.append(path.read_text(encoding="utf-8"))

@@ -1,55 +1,34 @@
-"""What clients may ask: OpenAI's request bodies, checked, and turned into an `engine.Request`.
+"""OpenAI's request bodies: their schemas, and their conversion to a `Request` of the engine.
 
-What this server cannot do is refused by name rather than ignored, because a client could not tell the difference.
+Unsupported parameters are rejected by name, not ignored, because a client could not notice the difference.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from lmworks.errors import one_line
 from lmworks.model.generate import GenerateOptions
-from lmworks.recipe.tree.paths import nearest
-from lmworks.serve.engine import Engine, Request
+from lmworks.serve.engine import Engine
+from lmworks.serve.openai.errors import BadRequest
+from lmworks.serve.requests import Request
 
-MAX_ANSWERS = 128  # answers that one request may ask for
+MAX_ANSWERS = 128  # per request
 _MAX_TOP = 20
 _MAX_STOPS = 16
 _MAX_MESSAGES = 10_000
-_MAX_DEPTH = 64  # of lists and maps in each other
 T = TypeVar("T")
 
 
-class _UpToTheFirstFault(FailFast):
-    """Of a list, since a million faults would otherwise be put into words, for each shape that it might have."""
+class _FirstErrorOnly(FailFast):
+    """Stops validating a list at its first error; otherwise a million errors would be reported, for each member of a union."""
 
-    def __hash__(self) -> int:  # what stands in a union must have one
+    def __hash__(self) -> int:  # required in a union
         return hash(type(self))
 
 
-ListOf = Annotated[list[T], _UpToTheFirstFault()]
-
-
-class BadRequest(Exception):
-    """A request that is refused; `param` names the field at fault."""
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.status = message, param, code, status
-
-
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error the way OpenAI writes it."""
-    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
-    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": one_line(message), "type": kind, "param": param, "code": code}
-    # message and param may quote half a surrogate pair from the request
-    return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in error.items()}}
+ListOf = Annotated[list[T], _FirstErrorOnly()]
 
 
 class StreamOptions(BaseModel):
@@ -57,7 +36,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """Fields that both kinds of request share. A null is the same as leaving the field out, as with OpenAI."""
+    """Fields of both kinds of request. As with OpenAI, null means that the field is not set."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -74,7 +53,7 @@ class Sampling(BaseModel):
     presence_penalty: Any = None
     frequency_penalty: Any = None
     logit_bias: Any = None
-    # for OpenAI's own books; no answer depends on them
+    # OpenAI's bookkeeping fields, accepted and ignored
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -99,7 +78,7 @@ class Sampling(BaseModel):
     def refuse_unsupported(self) -> None:
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
-                raise BadRequest(f"{name} is not supported by this server; leave it out", name)
+                raise BadRequest(f"{name} is not supported by this server; remove it", name)
 
     def options(self, engine: Engine, max_new_tokens: int, logprobs: int | None) -> GenerateOptions:
         return GenerateOptions(
@@ -137,11 +116,11 @@ class CompletionRequest(Sampling):
     def request(self, engine: Engine) -> Request:
         self.refuse_unsupported()
         if self.best_of not in (None, self.n):
-            raise BadRequest("best_of is not supported by this server; leave it out", "best_of")
+            raise BadRequest("best_of is not supported by this server; remove it", "best_of")
         if self.suffix:
-            raise BadRequest("suffix is not supported by this server; leave it out", "suffix")
+            raise BadRequest("suffix is not supported by this server; remove it", "suffix")
         if self.max_tokens == 0 and not self.echo:
-            raise BadRequest("max_tokens is 0, which only makes sense with echo to score the prompt; ask for at least 1", "max_tokens")
+            raise BadRequest("max_tokens is 0, which is allowed only with echo, to score the prompt; set at least 1", "max_tokens")
         prompts = tuple(prompt for prompt in self._prompts(engine) for _ in range(self.n))
         if len(prompts) > MAX_ANSWERS:
             raise BadRequest(f"prompts times n is {len(prompts)}; at most {MAX_ANSWERS} answers per request are allowed", "prompt")
@@ -158,8 +137,8 @@ class CompletionRequest(Sampling):
             ids = engine.vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
             wrong = [token for token in ids if not 0 <= token < engine.vocabulary.size]
             if wrong:
-                raise BadRequest(f"prompt has the token id {wrong[0]}, but this model's ids end at {engine.vocabulary.size - 1}", "prompt")
-            # A model continues something: an empty prompt begins a new document, as the end of the last one did in training.
+                raise BadRequest(f"prompt has the token id {wrong[0]}, but the largest id is {engine.vocabulary.size - 1}", "prompt")
+            # A model needs at least one token: an empty prompt becomes the end of a document, after which a new one begins.
             prompts.append(tuple(ids) or (engine.vocabulary.eos_id,))
         return prompts
 
@@ -180,7 +159,7 @@ class Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The form that chat templates take: text content."""
+        """The message in the form that chat templates expect, with text as content."""
         content = self.content if isinstance(self.content, str | None) else "".join(part.text for part in self.content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
         if self.reasoning_content is not None:
@@ -191,18 +170,18 @@ class Message(BaseModel):
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as it was given, in which all that is read of it later has its form. Raises `BadRequest`."""
+    """Validate the parts of a tool that are used later; returns it unchanged. Raises `BadRequest`."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest("a tool needs function.name", "tools")
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or not isinstance((parameters or {}).get("properties"), dict | None):
-        raise BadRequest("function.parameters of a tool is a JSON schema, an object with properties", "tools")
+        raise BadRequest("function.parameters of a tool must be a JSON schema, an object with properties", "tools")
     return tool
 
 
 class TemplateOptions(BaseModel):
-    """vLLM's and SGLang's way to tell the chat template whether the model may think first."""
+    """Options of the chat template, as in vLLM and SGLang: whether the model may think first."""
 
     enable_thinking: bool | None = None
 
@@ -212,7 +191,7 @@ class TemplateOptions(BaseModel):
         unknown = next((key for key in value if key not in cls.model_fields), None) if isinstance(value, dict) else None
         if unknown is not None:
             where = f"chat_template_kwargs.{unknown[:100]}"
-            raise BadRequest(f"{where} is not known to this server, which takes only enable_thinking there; leave it out", where)
+            raise BadRequest(f"{where} is not supported by this server, only enable_thinking is; remove it", where)
         return value
 
 
@@ -232,7 +211,7 @@ class ChatRequest(Sampling):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of."""
+        """The tools that are passed to the chat template."""
         return None if self.tool_choice == "none" else self.tools
 
     @property
@@ -243,11 +222,11 @@ class ChatRequest(Sampling):
     def request(self, engine: Engine) -> Request:
         self.refuse_unsupported()
         if self.response_format and self.response_format.get("type") != "text":
-            raise BadRequest("response_format other than text is not supported by this server; leave it out", "response_format")
+            raise BadRequest("response_format other than text is not supported by this server; remove it", "response_format")
         if self.tool_choice not in (None, "auto", "none"):
-            raise BadRequest("tool_choice can only be auto or none here; leave it out", "tool_choice")
+            raise BadRequest("tool_choice can only be auto or none here; remove it", "tool_choice")
         if not self.parallel_tool_calls:
-            raise BadRequest("parallel_tool_calls: false is not supported by this server; leave it out", "parallel_tool_calls")
+            raise BadRequest("parallel_tool_calls: false is not supported by this server; remove it", "parallel_tool_calls")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
         messages = [message.plain() for message in self.messages]
@@ -255,68 +234,3 @@ class ChatRequest(Sampling):
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
         return Request((prompt,) * self.n, options, self.seed, self.stops)
-
-
-R = TypeVar("R", bound=Sampling)
-
-
-def parse(kind: type[R], body: bytes, models: Collection[str]) -> R:
-    """A request body as `kind`, for a server that has `models`. Raises `BadRequest` with one line that names the field."""
-    try:
-        value = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
-    _refuse_unknown(kind, value)
-    if _deeper(value, _MAX_DEPTH):
-        raise BadRequest(f"the body has lists and objects in each other more than {_MAX_DEPTH} deep")
-    try:
-        request = kind.model_validate(value)
-    except ValidationError as error:
-        # Where a field may have several shapes each reports a fault; the one that got furthest is the one that was meant.
-        fault = max(error.errors(include_url=False, include_input=False), key=lambda fault: len(fault["loc"]))
-        where = ".".join(str(part) for part in fault["loc"] if not (isinstance(part, str) and "[" in part))
-        raise BadRequest(f"{where or 'body'}: {fault['msg']}", where or None) from None
-    if request.model is not None:
-        require_known(request.model, models)
-    return request
-
-
-def require_known(name: str, models: Collection[str]) -> None:
-    """Raise `BadRequest` unless a model of this name is served."""
-    if name not in models:
-        has = " and ".join(f"`{known}`" for known in models)
-        raise BadRequest(f"the model `{name}` does not exist; this server has {has}", "model", "model_not_found", 404)
-
-
-def _refuse_unknown(kind: type[Sampling], value: dict[str, Any]) -> None:
-    """Raise `BadRequest` that names the first parameter which is none of this kind of request's. A null is the same as none."""
-    unknown = next((key for key, item in value.items() if key not in kind.model_fields and item is not None), None)
-    if unknown is None:
-        return
-    name, other = unknown[:100], ChatRequest if kind is CompletionRequest else CompletionRequest
-    close = nearest(name, list(kind.model_fields))
-    if unknown in other.model_fields:
-        hint = f"is a parameter of /v1/{'chat/completions' if other is ChatRequest else 'completions'} and not of this"
-    else:
-        hint = f"is not known to this server; did you mean {close}?" if close else "is not known to this server; leave it out"
-    raise BadRequest(f"{name} {hint}", name)
-
-
-def _deeper(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most):
-        level = [item for one in level if isinstance(one, (dict, list)) for item in (one.values() if isinstance(one, dict) else one)]
-        if not level:
-            return False
-    return any(isinstance(one, (dict, list)) for one in level)
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def finite(logprob: float) -> float | None:
-    """A log-probability as JSON can say it: null for none, and a very low number for minus infinity."""
-    return None if math.isnan(logprob) else max(logprob, -9999.0)
