@@ -10,6 +10,8 @@ import pytest
 from command import Lmworks
 
 from lmworks.plan.loss_law import LAW_FILE, LossLaw, load_law, save_law
+from lmworks.watch.ledger import read_ledger
+from tiny_run import Tiny
 
 DAY = 86_400
 
@@ -86,5 +88,21 @@ def test_bad_input_is_one_line(lmworks: Lmworks, words: tuple[str, ...], message
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"e": -1}', '{"e": 1, "a": NaN}', "[" * 100_000])
 def test_a_law_that_is_none_is_refused(lmworks: Lmworks, tmp_path: Path, text: str) -> None:
-    (tmp_path / LAW_FILE).write_text(text)
+    (tmp_path / LAW_FILE).write_text(text, encoding="utf-8")
     assert "is not a fitted law" in lmworks("plan", "--time", "3d", "--cluster", "8xh100", "--ladder", tmp_path).error
+
+
+def test_a_run_records_its_prediction_before_the_first_step_and_then_its_error(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = tiny.copy(tmp_path / "run").run_dir
+    assert lmworks("pretrain", tiny.recipe, "--set", f"run_dir={run_dir}").code == 0
+    events = read_ledger(run_dir / "ledger.jsonl")
+    names = [line["event"] for line in events]
+    assert names.index("prediction") < names.index("start") and names.count("prediction") == names.count("prediction_error") == 1
+    found = events[names.index("prediction_error")]["figures"]
+    assert set(found) >= {"perf/tokens_per_second", "seconds", "checkpoint_bytes"}
+    assert all(one["error"] == pytest.approx(one["predicted"] / one["measured"] - 1, abs=1e-4) for one in found.values())
+    assert abs(found["checkpoint_bytes"]["error"]) < 0.5, "small tensors have large headers"
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "Predicted and measured" in page and f"{100 * found['seconds']['error']:+.0f}%" in page
+    assert lmworks("pretrain", tiny.recipe, "--set", f"run_dir={run_dir}").code == 0
+    assert [line["event"] for line in read_ledger(run_dir / "ledger.jsonl")].count("prediction") == 1

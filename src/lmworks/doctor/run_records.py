@@ -75,6 +75,7 @@ class Training:
     elapsed: Series = field(default_factory=Series)  # these seconds by step
     device_seconds: float = 0.0  # the same, counted for every rank
     core_seconds: float = 0.0  # and for every CPU core; 0 on GPUs
+    prediction: Json = field(default_factory=dict)  # the newest, from before the first step
     tokens_per_second: float = 0.0  # by the wall clock, saves and validation included, lately
     done: bool = False
 
@@ -234,6 +235,8 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
             part.phases = [*((at, name) for at, name in part.phases if at < step), (step, str(event.get("phase")))]
         elif what == "finish":
             part.done = True
+        elif what == "prediction":
+            part.prediction = event
         elif what == "bad_step":
             part.marks.append(Mark("bad", step, "not finite, no update"))
         elif what in _TROUBLES:
