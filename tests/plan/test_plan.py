@@ -55,7 +55,7 @@ def test_every_recipe_on_every_cluster(name: str, where: str) -> None:
     timeline = Timeline(resolved.recipe.train.phases)
     assert plan.steps == timeline.steps
     assert plan.tokens == timeline.tokens_before(timeline.steps)
-    assert plan.seconds * devices(cluster) * cluster.tflops * 1e12 * plan.mfu == pytest.approx(plan.flops)
+    assert plan.compute_seconds * devices(cluster) * cluster.tflops * 1e12 * plan.mfu == pytest.approx(plan.flops)
     for phase, source in zip(plan.phases, resolved.recipe.train.phases, strict=True):
         placed = phase.placed
         assert list(problems(resolved.recipe, cluster, placed.layout, source)) == []
@@ -274,8 +274,8 @@ def test_measured_mfu_replaces_the_assumption() -> None:
 
 def test_an_idle_pipeline_is_warned_of() -> None:
     resolved = load_recipe("smollm3-3b")
-    (line, *_) = make_plan(resolved.recipe, "", load_cluster("8192xh800")).warnings()
-    assert "the pipeline is idle for 78% of each step, so 40% MFU cannot be reached" in line
+    lines = list(make_plan(resolved.recipe, "", load_cluster("8192xh800")).warnings())
+    assert any("the pipeline is idle for 78% of each step, so 40% MFU cannot be reached" in line for line in lines)
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

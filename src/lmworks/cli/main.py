@@ -38,9 +38,17 @@ def _root(
 
 @cache
 def _register() -> None:
-    from lmworks.cli import data_commands, launch_commands, preflight_commands, recipe_commands, run_commands, serve_commands
+    from lmworks.cli import (
+        advice_commands,
+        data_commands,
+        launch_commands,
+        preflight_commands,
+        recipe_commands,
+        run_commands,
+        serve_commands,
+    )
 
-    for commands in (run_commands, launch_commands, recipe_commands, preflight_commands, data_commands, serve_commands):
+    for commands in (run_commands, launch_commands, recipe_commands, advice_commands, preflight_commands, data_commands, serve_commands):
         commands.register(app)
 
 

@@ -10,9 +10,12 @@ import typer
 
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+from lmworks.recipe.schema.units import Tokens
 
 if TYPE_CHECKING:
     from lmworks.recipe.loading.load import Resolved
+    from lmworks.recipe.schema.cluster import Cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -38,45 +41,103 @@ def register(app: typer.Typer) -> None:
             console().print(showing.phases(resolved))
             _warn(resolved, note)
 
-    @app.command()
-    def plan(
-        recipe: RecipeArgument,
-        overrides: SetOption,
-        cluster: Annotated[
-            str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")
-        ] = None,
-        size: SizeOption = None,
-        time: TimeOption = None,
-        calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU on this machine, in half a minute.")] = False,
-        mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="MFU to assume, from a measurement of yours.")] = None,
-        as_json: JsonOption = False,
-    ) -> None:
-        """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run."""
-        from lmworks.plan.machine import this_machine
-        from lmworks.plan.plan import make_plan, plain
-        from lmworks.plan.render import amount, render
-        from lmworks.plan.text_shortage import text_shortage
-        from lmworks.recipe.loading.load import load_cluster
+    app.command()(plan)
 
-        resolved, note = _as_it_runs(recipe, within(time, overrides), size)
-        where = load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
-        source = "as given by --mfu"
-        if calibrated:
-            from lmworks.plan.flops import flops_per_token
-            from lmworks.train.calibrate import calibrate
 
-            model = resolved.recipe.model
-            mfu, source = calibrate(resolved.recipe, lambda length: flops_per_token(model, length).total)
-        made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source)
-        if as_json:
-            print_json(plain(made))
-        else:
-            console().print(render(made))
-            if note and calibrated and resolved.recipe.time is not None:
-                most = made.tokens_per_second * resolved.recipe.time
-                note += f"; at the speed measured here it is {amount(most)} tokens at most, before the data, evaluation and export"
-            short = text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or ""))
-            _warn(resolved, note, short)
+_DEFAULT_RECIPE = "dense-125m"  # a dense model, whose size follows from the time
+
+
+def plan(
+    overrides: SetOption,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help=f"A recipe file, or the name of a shipped recipe; by default {_DEFAULT_RECIPE} at the size that fits --time or --money.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")] = None,
+    size: SizeOption = None,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="T", help="Time of pretraining, such as 3d; the tokens are scaled to fill it.")
+    ] = None,
+    money: Annotated[
+        float | None, typer.Option("--money", metavar="DOLLARS", min=0.01, help="The same as --time, as the price of the cluster.")
+    ] = None,
+    served: Annotated[
+        str | None,
+        typer.Option("--served-tokens", metavar="N", help="Tokens to be served, such as 1T: a smaller model, trained for longer, is best."),
+    ] = None,
+    ladder: Annotated[
+        Path | None, typer.Option("--ladder", metavar="DIR", help="Folder of a fitted ladder of runs, for the predicted loss.")
+    ] = None,
+    calibrated: Annotated[bool, typer.Option("--calibrate", help="Measure the MFU on this machine, in half a minute.")] = False,
+    mfu: Annotated[float | None, typer.Option("--mfu", min=0.001, max=1.0, help="MFU to assume, from a measurement of yours.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict parameters, FLOPs, memory, mesh layout, time, cost and disk space of a run. --time and --money set its tokens and size."""
+    from lmworks.plan.budget import as_plain, fit_time
+    from lmworks.plan.loss_law import load_law
+    from lmworks.plan.plan import make_plan, plain
+    from lmworks.plan.render import render
+    from lmworks.plan.text_shortage import text_shortage
+
+    law = load_law(ladder) if ladder else None
+    words, size = _budget_overrides(recipe, cluster, time, money, size)
+    resolved, note = _as_it_runs(recipe or _DEFAULT_RECIPE, [*overrides, *words], size)
+    where = _cluster_of(resolved, cluster)
+    source = "as given by --mfu"
+    if calibrated:
+        from lmworks.plan.flops import flops_per_token
+        from lmworks.train.calibrate import calibrate
+
+        model = resolved.recipe.model
+        mfu, source = calibrate(resolved.recipe, lambda length: flops_per_token(model, length).total)
+    choose = resolved.recipe.size == "auto"
+    if served is not None and not choose:
+        raise UserError("--served-tokens chooses a size; give --size auto and --time or --money with it")
+    budget = None
+    if note:  # there is a time, and no run has turned it into tokens yet
+        tokens = float(Tokens.parse(served)) if served else 0.0
+        assert resolved.recipe.time is not None
+        resolved, _, budget = fit_time(
+            resolved, where, float(resolved.recipe.time), mfu or where.mfu, choose_size=choose, served_tokens=tokens, law=law,
+            one_machine=calibrated,
+        )  # fmt: skip
+    made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source, one_machine=calibrated)
+    if as_json:
+        print_json(plain(made) | ({"budget": as_plain(budget)} if budget else {}))
+    else:
+        console().print(render(made, budget, law))
+        _warn(resolved, note, text_shortage(resolved.recipe, Path(resolved.recipe.run_dir or "")))
+
+
+def _budget_overrides(
+    recipe: str | None, cluster: str | None, time: str | None, money: float | None, size: str | None
+) -> tuple[list[str], str | None]:
+    """`--time` and `--money` as an override of the recipe's time; and the size, which is open where neither it nor a recipe is given."""
+    from lmworks.plan.budget import seconds_for_money
+    from lmworks.recipe.loading.load import load_cluster
+
+    if time is not None and money is not None:
+        raise UserError("--time and --money both set the time; give one of them")
+    if money is not None:
+        if cluster is None:
+            raise UserError("--money needs the price of a cluster; name one with --cluster, such as --cluster 8xh100")
+        time = f"{seconds_for_money(money, load_cluster(cluster)):.0f} s"
+    if recipe is None:
+        if time is None:
+            raise UserError("name a recipe, or give --time or --money to find a size: lmworks plan --time 3d --cluster 8xh100")
+        size = size or "auto"
+    return within(time, []), size
+
+
+def _cluster_of(resolved: Resolved, cluster: str | None) -> Cluster:
+    from lmworks.plan.machine import this_machine
+    from lmworks.recipe.loading.load import load_cluster
+
+    return load_cluster(cluster, resolved.path.parent) if cluster else this_machine(resolved.recipe.threads)
 
 
 def _warn(resolved: Resolved, *lines: str | None) -> None:
@@ -101,5 +162,6 @@ def _as_it_runs(recipe: str, overrides: Sequence[str], size: str | None) -> tupl
         return settled, ""
     assert resolved.recipe.time is not None
     return resolved, (
-        f"time is {days(resolved.recipe.time)}: the budgets above are proportions, which `lmworks run` scales by the speed that it measures"
+        f"time is {days(resolved.recipe.time)}: `lmworks run` sets the token budgets by the speed that it measures, and takes data "
+        "preparation, evaluation and export out of the time"
     )

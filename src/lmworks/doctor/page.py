@@ -80,6 +80,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         corpus=tables.corpus(run),
         tokenizer=tables.tokenizer(run),
         parity=tables.parity(run),
+        predictions=tables.predictions(run),
         timeline=timeline(run),
         recipe=json.dumps(run.tree, indent=2, ensure_ascii=False) if run.tree else "",
         data=Markup(_json_for_html(data)),

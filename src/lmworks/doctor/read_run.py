@@ -120,6 +120,8 @@ def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int,
             part.phases = [*((at, name) for at, name in part.phases if at < step), (step, str(event.get("phase")))]
         elif what == "finish":
             part.done = True
+        elif what == "prediction":
+            part.prediction = event
         elif what == "bad_step":
             part.marks.append(Mark("bad", step, "not finite, no update"))
         elif what in _FAULTS:

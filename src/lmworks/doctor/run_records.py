@@ -47,6 +47,7 @@ class Training:
     elapsed: Series = field(default_factory=Series)  # these seconds, by step
     device_seconds: float = 0.0  # summed over ranks
     core_seconds: float = 0.0  # summed over CPU cores; 0 on GPUs
+    prediction: Json = field(default_factory=dict)  # the newest, from before the first step
     tokens_per_second: float = 0.0  # recent wall-clock speed, including saves and validation
     done: bool = False
 

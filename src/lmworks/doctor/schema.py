@@ -36,7 +36,7 @@ _ROW = {"tokenizer": str, "source": str, "domain": str, "bytes_per_token": float
 TOKENIZER = {"evaluation": [_ROW]}
 STAGE = {"seconds": float}
 LOCK = {"pid": int, "since": float}
-EVENT = {"event": str, "stage": str, "time": float, "reason": str, "step": int}
+EVENT = {"event": str, "stage": str, "time": float, "reason": str, "step": int, "source": str}
 SAMPLE = {"prompt": str, "completion": str, "step": int}
 
 

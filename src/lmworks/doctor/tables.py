@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from lmworks.doctor.curves import OVERALL
-from lmworks.doctor.formatting import percent, significant, size
+from lmworks.doctor.formatting import compact, percent, significant, size, span
 from lmworks.doctor.run_records import Json, Run, Training
 
 _SAMPLE_COLUMNS = 5
@@ -40,6 +41,34 @@ def samples(training: Training) -> list[Json]:
             columns.append({"step": f"{one['step']:,}", "under": under, "text": str(one.get("completion", "")).strip()[:_SAMPLE_LENGTH]})
         found.append({"prompt": prompt.strip()[:_SAMPLE_LENGTH], "columns": columns})
     return found
+
+
+_PREDICTED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "perf/tokens_per_second": ("tokens per second", compact),
+    "seconds": ("time of pretraining", span),
+    "perf/memory": ("peak memory", size),
+    "checkpoint_bytes": ("one checkpoint", size),
+}
+
+
+def predictions(run: Run) -> Json:
+    """What was predicted before the first step, beside what has been measured so far."""
+    part, figures = run.pretrain, as_dict(run.pretrain.prediction.get("figures"))
+    measured = {name: part.series[name].median() for name in ("perf/tokens_per_second",) if name in part.series}
+    if "perf/memory" in part.series:
+        measured["perf/memory"] = part.series["perf/memory"].high[1]
+    if part.done:
+        measured["seconds"] = part.seconds
+    scored = next((as_dict(event.get("figures")) for event in reversed(run.events) if event.get("event") == "prediction_error"), {})
+    if isinstance(checkpoint := as_dict(scored.get("checkpoint_bytes")).get("measured"), int | float):
+        measured["checkpoint_bytes"] = float(checkpoint)
+    rows = []
+    for name, (title, text) in _PREDICTED.items():
+        predicted, found = as_number(figures.get(name)), measured.get(name, 0.0)
+        if predicted > 0:
+            error = f"{100 * (predicted / found - 1):+.0f}%" if found > 0 else ""
+            rows.append((title, text(predicted), text(found) if found > 0 else "not yet", error))
+    return {"rows": rows, "source": str(part.prediction.get("source", ""))} if rows else {}
 
 
 def bits(run: Run) -> Json:

@@ -120,6 +120,12 @@ def _words(event: Json) -> tuple[str, str]:
             case "time":
                 pairs = ((name, *pair) for name, pair in event["planned_and_actual"].items())
                 return "Time", "; ".join(f"{name}: {span(planned)} planned, {span(took or 0)} taken" for name, planned, took in pairs)
+            case "prediction":
+                speed, seconds = event["figures"]["perf/tokens_per_second"], event["figures"]["seconds"]
+                return "Prediction", f"{compact(speed)} tokens/s, {span(seconds)} ({event['source']})"
+            case "prediction_error":
+                errors = (f"{name} {100 * one['error']:+.0f}%" for name, one in event["figures"].items())
+                return "Error of the prediction", ", ".join(errors)
             case "recipe_changed":
                 changes = [*event.get("allowed", []), *event.get("harmless", [])]
                 return "Recipe changed", "; ".join(f"{c['key']}: {c['old']} to {c['new']}" for c in changes)

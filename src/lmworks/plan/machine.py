@@ -8,6 +8,8 @@ from lmworks import machine
 from lmworks.metrics.system import measure_peak
 from lmworks.precision import has_bf16
 from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import world_size
+from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,14 @@ def this_machine(threads: int | None = None) -> Cluster:
         return _cluster(f"{torch.get_num_threads()} CPU threads", 1, machine.memory(), torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
+
+
+def machine_for(recipe: Recipe) -> Cluster:
+    """This machine with one device for each rank of the recipe's layout: ranks on CPUs share its cores and memory."""
+    found, ranks = this_machine(recipe.threads), world_size(recipe.layout)
+    if not found.on_cpu or ranks == 1:
+        return found
+    return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
 
 
 def _cluster(name: str, count: int, memory: int, device: torch.device) -> Cluster:

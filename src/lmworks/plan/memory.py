@@ -190,6 +190,13 @@ def _local(model: Model, layout: Layout, stage: int, muon: bool) -> tuple[_Local
     return local, largest
 
 
+def rank_parameters(model: Model, layout: Layout) -> tuple[float, float]:
+    """Parameters of the fullest rank before any sharding over data ranks: those that all tokens use, and those of its experts."""
+    stages = [_local(model, layout, stage, muon=False)[0] for stage in {0, layout.pp - 1, layout.pp // 2}]
+    fullest = max(stages, key=lambda local: local.shared.count + local.experts.count)
+    return fullest.shared.count, fullest.experts.count
+
+
 def _fsdp_state(local: _Local, largest: _Local, layout: Layout, element: int, kept: int) -> dict[str, float]:
     """Bytes that persist between micro-batches with FSDP2 and our optimizers. `element`: bytes per number of the compute copy; `kept`:
     further bytes per weight (its moving average; anchor and Fisher information of EWC)."""

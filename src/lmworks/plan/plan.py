@@ -12,6 +12,7 @@ from lmworks.plan.counts import Counts, count_by_component
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
+from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import bubble, micro_batches_for
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.derivation.positions import positions, warnings
@@ -21,11 +22,12 @@ from lmworks.recipe.schema.recipe import Recipe
 
 _DAY = 86_400
 _LONG = 365 * _DAY
+_BEST_MFU = 0.6  # of computation alone; published kernels of whole training steps reach 0.5 to 0.6
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One phase on the cluster. Operations are forward and backward; `seconds` is at the plan's MFU, attention counted."""
+    """One phase on the cluster. Operations are forward and backward; `compute_seconds` is at the plan's MFU, attention counted."""
 
     name: str
     tokens: int
@@ -38,7 +40,14 @@ class PhasePlan:
     flops_mtp: float
     placed: Placement
     bubble: float
-    seconds: float
+    compute_seconds: float
+    overheads: Overheads
+    network_in_mfu: bool
+
+    @property
+    def seconds(self) -> float:
+        included = self.overheads.communication if self.network_in_mfu else 0.0
+        return self.compute_seconds + self.overheads.total - included
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,21 @@ class Plan:
         return sum(phase.seconds for phase in self.phases)
 
     @property
+    def compute_seconds(self) -> float:
+        return sum(phase.compute_seconds for phase in self.phases)
+
+    @property
+    def overheads(self) -> Overheads:
+        """Seconds of all phases besides computation."""
+        parts = [phase.overheads for phase in self.phases]
+        return Overheads(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True))) if parts else Overheads()
+
+    @property
+    def network_in_mfu(self) -> bool:
+        """Whether the MFU contains the communication between machines."""
+        return all(phase.network_in_mfu for phase in self.phases)
+
+    @property
     def seconds_parameters(self) -> float:
         """Time for 6N alone, the figure that rules of thumb give."""
         return seconds(self.flops_parameters, self.devices, self.cluster, self.mfu)
@@ -107,6 +131,11 @@ class Plan:
         """Tokens per active parameter; 20 is compute-optimal (arXiv:2203.15556), more buys a smaller model to serve."""
         return self.tokens / self.counts.active
 
+    def _mfu_limit(self, phase: PhasePlan) -> float:
+        """The MFU of a phase whose computation is as fast as published ones, and whose communication does not overlap with it."""
+        shortest = phase.compute_seconds * self.mfu / _BEST_MFU + phase.overheads.communication
+        return self.mfu * phase.compute_seconds / shortest if phase.overheads.communication else 1.0
+
     def warnings(self) -> Iterator[str]:
         """Warnings about choices that are legal and fit, but are not advisable."""
         yield from self.unwise
@@ -114,6 +143,15 @@ class Plan:
             yield (
                 f"it would take {days(self.seconds)}; use more devices (--cluster), a smaller model (--size), or fewer tokens"
             )
+        slow = {phase.name: limit for phase in self.phases if (limit := self._mfu_limit(phase)) < self.mfu}
+        if slow:
+            yield (
+                f"{', '.join(slow)}: the MFU is at most {min(slow.values()):.0%} to {max(slow.values()):.0%} unless communication between "
+                f"machines ({self.cluster.network_gbps:g} Gbit/s per device) overlaps with computation; take experts within a machine "
+                "(layout.ep), a larger batch, or fewer machines"
+            )
+        if self.cluster.nodes > 1 and not self.cluster.network_gbps:
+            yield f"cluster {self.cluster.name} states no network_gbps, so the time contains no communication between machines"
         for phase in self.phases:
             held = phase.placed.memory.total / (self.cluster.memory_gib * GIB)
             if held > 1 - MARGIN:
@@ -142,13 +180,15 @@ def make_plan(
     layout: Layout | None = None,
     measured_mfu: float | None = None,
     measured_source: str = "measured here",
+    one_machine: bool = False,
 ) -> Plan:
     """Plan a resolved recipe on a cluster.
 
     `layout` (by default that of the cluster, or that of the recipe if it is for more than one device) is used for all phases. Without one
     each phase gets the smallest that fits, because a longer context may need another (checkpoints can be resharded); with `layout: auto`
     all phases get the one that the run would use.
-    `measured_mfu` replaces the cluster's assumption. Raises `UserError` for a layout that is not legal or does not fit.
+    `measured_mfu` replaces the cluster's assumption. With `one_machine` it was measured on one machine, so communication between machines
+    is added to the time. Raises `UserError` for a layout that is not legal or does not fit.
     """
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
@@ -156,12 +196,17 @@ def make_plan(
         given = choose_layout(recipe, cluster).layout
     total = devices(cluster)
     mfu = measured_mfu if measured_mfu is not None else cluster.mfu
+    model = recipe.model
+    counts = count_by_component(model)
+    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
+    held = disk(recipe, counts, matrices)
     phases = []
     for phase, here in zip(recipe.train.phases, positions(recipe), strict=True):
         placed = choose(recipe, cluster, phase, given)
         timeline = phase_steps(phase)
         cost = flops_per_token(recipe.model, phase.sequence_length)
         tokens = timeline.tokens
+        compute = seconds(cost.total * tokens, total, cluster, mfu)
         phases.append(
             PhasePlan(
                 name=phase.name,
@@ -177,12 +222,11 @@ def make_plan(
                 bubble=bubble(
                     placed.layout.pp, placed.accumulation, placed.layout.pipeline_schedule, placed.layout.pipeline_stages_per_rank
                 ),
-                seconds=seconds(cost.total * tokens, total, cluster, mfu),
+                compute_seconds=compute,
+                overheads=overheads(recipe, cluster, phase, placed, timeline.steps, compute, held.checkpoint),
+                network_in_mfu=not one_machine,
             )
         )
-    model = recipe.model
-    counts = count_by_component(model)
-    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
     assert model.max_position_embeddings and model.num_attention_heads and model.num_key_value_heads
     return Plan(
         recipe=recipe.name,
@@ -193,7 +237,7 @@ def make_plan(
         phases=tuple(phases),
         mfu=mfu,
         mfu_source=measured_source if measured_mfu is not None else cluster.mfu_source,
-        disk=disk(recipe, counts, matrices),
+        disk=held,
         max_length=model.max_position_embeddings,
         kv_cache=kv_cache_bytes(model, model.max_position_embeddings),
         kv_cache_shrink=kv_cache_shrink(model),
@@ -209,6 +253,7 @@ def plain(plan: Plan) -> dict[str, Any]:
     value["cluster"] = plan.cluster.model_dump(mode="json")
     for phase, source in zip(value["phases"], plan.phases, strict=True):
         placed = source.placed
+        phase["seconds"] = source.seconds
         phase["placed"] = {
             "layout": placed.layout.model_dump(),
             "text": describe(placed.layout),
@@ -220,9 +265,10 @@ def plain(plan: Plan) -> dict[str, Any]:
             "memory_available": plan.cluster.memory_gib * GIB,
         }
     sums = (
-        "tokens", "steps", "flops_parameters", "flops_mtp", "flops", "seconds", "seconds_parameters", "device_hours", "dollars",
-        "tokens_per_second", "tokens_per_parameter",
+        "tokens", "steps", "flops_parameters", "flops_mtp", "flops", "seconds", "compute_seconds", "seconds_parameters", "device_hours",
+        "dollars", "tokens_per_second", "tokens_per_parameter",
     )  # fmt: skip
+    value["overheads"] = asdict(plan.overheads)
     return {**value, **{name: getattr(plan, name) for name in sums}, "warnings": list(plan.warnings())}
 
 

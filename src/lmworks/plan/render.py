@@ -6,7 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lmworks.plan.budget import TimeBudget
 from lmworks.plan.layout import describe
+from lmworks.plan.loss_law import LossLaw
 from lmworks.plan.memory import GIB, Memory
 from lmworks.plan.plan import Plan, days
 
@@ -27,10 +29,11 @@ def size(value: float) -> str:
     return f"{value:.0f} bytes"
 
 
-def render(plan: Plan) -> RenderableType:
-    """All tables of the plan."""
+def render(plan: Plan, budget: TimeBudget | None = None, law: LossLaw | None = None) -> RenderableType:
+    """All tables of the plan, with the loss that a law predicts."""
     return Group(
-        _title(plan), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan), _memory(plan), _costs(plan), *_warnings(plan)
+        _title(plan), *_budget(budget), *_loss(plan, law), _parameters(plan), _phases(plan), *_positions(plan), _layouts(plan),
+        _memory(plan), _costs(plan), *_warnings(plan),
     )
 
 
@@ -47,6 +50,30 @@ def _table(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     return table
+
+
+def _budget(budget: TimeBudget | None) -> list[RenderableType]:
+    """Sizes with the tokens that fit into the time, the chosen one in bold."""
+    if budget is None:
+        return []
+    table = _table(f"\nTokens that fit into {days(budget.seconds)}", "size", "active", "tokens", "per active parameter")
+    known = any(one.loss is not None for one in budget.candidates)
+    if known:
+        table.add_column(f"predicted loss ({budget.loss_unit})", justify="right")
+    for one in budget.candidates:
+        loss = [f"{one.loss:.3f}"] if one.loss is not None else []
+        style = "bold" if one.size == budget.chosen and len(budget.candidates) > 1 else None
+        table.add_row(one.size, amount(one.active), amount(one.tokens), f"{one.tokens_per_parameter:,.1f}", *loss, style=style)
+    return [table, Text(f"chosen: {budget.chosen}, {budget.why}", style="dim")]
+
+
+def _loss(plan: Plan, law: LossLaw | None) -> list[RenderableType]:
+    if law is None:
+        return []
+    size, tokens = plan.counts.active_computed, plan.tokens
+    interval = law.interval(size, tokens)
+    between = f", 90% interval {interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
+    return [Text(f"\npredicted loss: {law.loss(size, tokens):.3f} {law.unit}{between} ({law.source})")]
 
 
 def _parameters(plan: Plan) -> Table:
@@ -136,6 +163,11 @@ def _costs(plan: Plan) -> Table:
     table.add_row("operations", f"{plan.flops:.3g} FLOP: {plan.flops_parameters:.3g} for 6N, {attention:.3g} for attention{mtp}")
     table.add_row("speed", f"{amount(plan.tokens_per_second)} tokens/s at {plan.mfu:.1%} MFU ({plan.mfu_source})")
     table.add_row("time", f"{days(plan.seconds)} ({days(plan.seconds_parameters)} for 6N alone)")
+    counted = vars(plan.overheads) | ({"communication": 0.0} if plan.network_in_mfu else {})
+    besides = ", ".join(f"{name} {days(took)}" for name, took in counted.items() if took >= 0.5)
+    if besides:
+        table.add_row("", f"including, besides computation: {besides}")
+    table.add_row("reads", f"{size(plan.tokens_per_second * plan.disk.data / max(1, plan.tokens))} of token files per second")
     hours = f"{amount(plan.device_hours)} device-hours"
     table.add_row(
         "cost",

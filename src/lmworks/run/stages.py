@@ -131,9 +131,12 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
     from lmworks.run.init_weights import load_init_weights
+    from lmworks.run.prediction import record_error, record_prediction
     from lmworks.train.pretrain import pretrain
 
-    if context.ranks is None or context.ranks.is_first:
+    first = context.ranks is None or context.ranks.is_first
+    if first:
+        record_prediction(context.recipe, context.run_dir)
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
         record.save(folder, record.common_items([*_search_records(context, "corpus", "shards"), *before]))
@@ -141,6 +144,8 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_init_weights,
     )  # fmt: skip
+    if first:
+        record_error(context.run_dir)
     return None
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.files import sha256_file
+from lmworks.plan.budget import FEWEST, SIZES, largest_factor, scale_budgets, size_text
 from lmworks.plan.flops import flops_per_token
 from lmworks.plan.plan import days
 from lmworks.recipe.loading.document import Keys
@@ -23,16 +24,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.recipe.tree.paths import display, get
-from lmworks.run.time_estimate import (
-    FEW_ITEMS,
-    FEWEST,
-    FixedWork,
-    fixed_work,
-    predict_seconds,
-    scale_budgets,
-    total_seconds,
-    training_seconds,
-)
+from lmworks.run.time_estimate import FEW_ITEMS, FixedWork, fixed_work, predict_seconds, total_seconds, training_seconds
 from lmworks.watch.ledger import Ledger, read_ledger
 
 if TYPE_CHECKING:
@@ -44,7 +36,6 @@ BEFORE = "data, start and measuring"
 _LEDGER = "ledger.jsonl"
 _SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
 _LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
-_SIZES = [digits * 10**power for power in range(4, 11) for digits in range(10, 100)]  # 100k to 990B, two digits
 
 
 
@@ -125,7 +116,7 @@ def settle_budget(
         recipe = _with(recipe, keys, value)
         numbers[keys] = value, f"reduced to stay within {days(whole)}"
         given_up.append(text)
-    factor = _largest_factor(lambda factor: total_seconds(scale_budgets(recipe, factor), speed, work) <= left)
+    factor = largest_factor(lambda factor: total_seconds(scale_budgets(recipe, factor), speed, work) <= left)
     readings = _max_epochs_read(scale_budgets(recipe, factor), run_dir) / recipe.shards.max_epochs
     if readings > 1:
         factor *= 0.99 / readings
@@ -176,19 +167,12 @@ def _choose_size(resolved: Resolved, left: float, speed: Speed, work: FixedWork)
     why = "the compute-optimal size for the time at the measured speed (arXiv:2203.15556)"
 
     def numbers(size: int) -> dict[Keys, tuple[Any, str]]:
-        return {("size",): (_size_text(size), why), **lengths}
+        return {("size",): (size_text(size), why), **lengths}
 
     def seconds(size: int) -> float:
         return total_seconds(resolved.settled(numbers(size)).recipe, speed, work)
 
-    return numbers(_SIZES[max(0, bisect_right(_SIZES, left, key=seconds) - 1)])
-
-
-def _size_text(size: int) -> str:
-    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if size >= scale:
-            return f"{size / scale:g}{unit}"
-    return str(size)
+    return numbers(SIZES[max(0, bisect_right(SIZES, left, key=seconds) - 1)])
 
 
 def _reductions(recipe: Recipe, whole: float) -> Iterator[tuple[Keys, Any, str, float]]:
@@ -215,18 +199,6 @@ def _max_epochs_read(recipe: Recipe, run_dir: Path) -> float:
 
     endless = recipe.model_copy(update={"shards": recipe.shards.model_copy(update={"max_epochs": float("inf")})})
     return max(share.epochs for share in Batches(endless, run_dir / "shards").order.shares())
-
-
-def _largest_factor(fits: Callable[[float], bool]) -> float:
-    """The largest factor for which `fits` holds; 0 if there is none."""
-    high = 1.0
-    while fits(high) and high < 1e12:
-        high *= 2
-    low = 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _describe_speed(speed: Speed) -> str:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmworks import machine
+from lmworks.plan.budget import scale_budgets
 from lmworks.plan.flops import flops_per_token
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.schema.units import Duration, Tokens
+from lmworks.recipe.schema.units import Duration
 from lmworks.shards.order.timeline import PhaseSteps
 
 if TYPE_CHECKING:
     from lmworks.train.calibrate import Speed
 
 FEW_ITEMS = 10  # questions per benchmark set and task where time is short
-FEWEST = 20  # steps of a phase, and of tuning
 # Generated tokens: of a reply, of a sample in the evaluation, and of a sample during training.
 _REPLY, _SAMPLE, _ON_THE_WAY = 64, 48, 32
 _WINDOWS = 1.2  # tokens scored per token of held-out text, because windows overlap
@@ -137,14 +137,3 @@ def training_seconds(recipe: Recipe, speed: Speed) -> float:
 
 def _step_seconds(recipe: Recipe, speed: Speed, tokens: int, length: int) -> float:
     return tokens * flops_per_token(recipe.model, length).total / speed.train[length]
-
-
-def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
-    """The recipe with its token budgets times `factor`, in whole steps, and at least `FEWEST` steps per phase."""
-
-    def budget(tokens: int, batch: int) -> Tokens:
-        return Tokens(max(FEWEST, int(factor * tokens / batch)) * batch)
-
-    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
-    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.global_batch_size)})
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})

@@ -60,12 +60,9 @@ class CheckContext:
         """The given cluster, or this machine; on CPUs with one device per rank of the layout."""
         if self.cluster is not None:
             return self.cluster
-        from lmworks.plan.machine import this_machine
+        from lmworks.plan.machine import machine_for
 
-        found, ranks = this_machine(self.recipe.threads), world_size(self.recipe.layout)
-        if not found.on_cpu or ranks == 1:
-            return found
-        return found.model_copy(update={"devices_per_node": ranks, "memory_gib": found.memory_gib / ranks, "tflops": found.tflops / ranks})
+        return machine_for(self.recipe)
 
     @cached_property
     def plan(self) -> Plan:

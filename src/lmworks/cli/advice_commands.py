@@ -1,0 +1,78 @@
+"""`lmworks advise`: whether to prompt, tune, continue or train, with costs and reasons."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from lmworks.cli.options import JsonOption
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+from lmworks.recipe.derivation.scaling_laws import parse_size
+from lmworks.recipe.schema.units import Seconds, Tokens
+
+_NEXT = {
+    "prompt": "write an evaluation of your own (docs/evaluation.md), and compare prompts by it",
+    "tune": "start a recipe from the base model: init_from, and tune.data with your examples (docs/existing-models.md)",
+    "continue": "start a recipe from the base model: init_from, and phases with your text and general text (docs/existing-models.md)",
+    "train": "lmworks plan --time T --cluster C",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("advise")(advise)
+
+
+def advise(
+    need: Annotated[
+        str, typer.Option("--need", metavar="NEED", help="What is missing: form, facts, knowledge, skill, language, or own (own weights).")
+    ],
+    examples: Annotated[int, typer.Option("--examples", min=0, help="Labeled examples or conversations that you have.")] = 0,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Distinct tokens of text that you have, such as 300M.")] = "0",
+    base: Annotated[str, typer.Option("--base", metavar="N", help="Active parameters of the base model that you would take.")] = "8B",
+    time: Annotated[str, typer.Option("--time", metavar="T", help="Time that the cluster is available.")] = "7d",
+    cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="A cluster file or name; by default this machine.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Advise whether to prompt an existing model, tune it, continue its pretraining, or train one, with costs and reasons."""
+    from lmworks.plan.advice import NEEDS, Situation
+    from lmworks.plan.advice import advise as options_for
+    from lmworks.plan.machine import this_machine
+    from lmworks.recipe.loading.load import load_cluster
+
+    if need not in NEEDS:
+        raise UserError(f"--need {need!r} is not known; it is one of: {'; '.join(f'{name} ({text})' for name, text in NEEDS.items())}")
+    try:
+        situation = Situation(
+            need, examples, int(Tokens.parse(tokens)) if tokens != "0" else 0, parse_size(base), float(Seconds.parse(time)),
+            load_cluster(cluster) if cluster else this_machine(),
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    options = options_for(situation)
+    if as_json:
+        print_json({"need": need, "options": [asdict(option) for option in options]})
+        return
+    _print(options, situation.cluster.name)
+
+
+def _print(options: list[Any], where: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lmworks.plan.plan import days
+
+    table = Table(title=f"Ways to a model, with the training cost on {where}", title_justify="left", box=None, header_style="dim")
+    for heading in ("way", "verdict", "training", "cost", "reason"):
+        table.add_column(heading)
+    for one in options:
+        took = days(one.seconds) if one.seconds else "none"
+        cost = f"${one.dollars:,.0f}" if one.dollars else f"{one.device_hours:,.1f} device-hours" if one.seconds else ""
+        style = "bold" if one.verdict == "advised" else None
+        table.add_row(one.route, one.verdict, took, cost, Text(one.reason), style=style)
+    console().print(table)
+    advised = next(one for one in options if one.verdict == "advised")
+    console().print(f"next: {_NEXT[advised.route]}", soft_wrap=True)

@@ -1,0 +1,214 @@
+"""Token budgets and sizes that fit into a time on a cluster.
+
+A recipe whose budgets are proportions is scaled by one factor (`scale_budgets`). `fit_time` also chooses the size, if the recipe leaves it
+open: compute-optimal, or smaller and trained for longer if many tokens are to be served.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.plan.costs import seconds as seconds_of
+from lmworks.plan.counts import count_by_component
+from lmworks.plan.flops import flops_per_token
+from lmworks.plan.layout import devices
+from lmworks.plan.loss_law import CHINCHILLA, LossLaw, Tradeoff
+from lmworks.plan.plan import Plan, days, make_plan
+from lmworks.recipe.derivation.scaling_laws import TOKENS_PER_PARAMETER
+from lmworks.recipe.loading.load import Resolved
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.tree.paths import Keys
+
+FEWEST = 20  # steps of a phase, and of tuning
+SIZES = [digits * 10**power for power in range(4, 11) for digits in range(10, 100)]  # 100k to 990B, two digits
+_SHOWN = (0.25, 0.5, 1.0, 2.0)  # of the chosen size: sizes that are printed beside it
+Numbers = dict[Keys, tuple[Any, str]]
+
+
+def size_text(size: int) -> str:
+    """`1.5B` for 1,500,000,000: the form of the key `size`."""
+    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if size >= scale:
+            return f"{size / scale:g}{unit}"
+    return str(size)
+
+
+def scale_budgets(recipe: Recipe, factor: float) -> Recipe:
+    """The recipe with its token budgets times `factor`, in whole steps, and at least `FEWEST` steps per phase."""
+
+    def budget(tokens: int, batch: int) -> Tokens:
+        return Tokens(max(FEWEST, int(factor * tokens / batch)) * batch)
+
+    phases = [phase.model_copy(update={"tokens": budget(phase.tokens, phase.global_batch_size)}) for phase in recipe.train.phases]
+    tune = recipe.tune and recipe.tune.model_copy(update={"tokens": budget(recipe.tune.tokens, recipe.tune.global_batch_size)})
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases}), "tune": tune})
+
+
+def largest_factor(fits: Callable[[float], bool]) -> float:
+    """The largest factor for which `fits` holds; 0 if there is none."""
+    high = 1.0
+    while fits(high) and high < 1e12:
+        high *= 2
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A size with the tokens that fit into the time. `loss` is None without a fitted law."""
+
+    size: str
+    active: int
+    tokens: int
+    loss: float | None
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.active
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """The answer to a time or an amount of money: the candidates, and which of them was chosen and why."""
+
+    seconds: float
+    why: str
+    candidates: tuple[Candidate, ...]
+    chosen: str
+    loss_unit: str = ""
+    loss_source: str = ""
+
+
+def seconds_for_money(dollars: float, cluster: Cluster) -> float:
+    """The time that `dollars` rent the whole cluster for. Raises `UserError` if the cluster has no price."""
+    if not cluster.dollars_per_hour:
+        raise UserError(f"--money: cluster {cluster.name} has no price; set dollars_per_hour (per device) in its file, or give --time")
+    return dollars / (cluster.dollars_per_hour * devices(cluster)) * 3600
+
+
+def fit_time(
+    resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, *, choose_size: bool, served_tokens: float = 0.0,
+    law: LossLaw | None = None, one_machine: bool = False,
+) -> tuple[Resolved, Plan, TimeBudget]:
+    """The recipe with the size and token budgets whose pretraining takes `seconds` on the cluster at this MFU, and its plan.
+
+    With `choose_size`, the size for which the time is optimal (`Tradeoff`); otherwise the recipe's own. Raises `UserError` if no size fits
+    into the memory.
+    """
+    fitter = _Fitter(resolved, cluster, seconds, mfu, one_machine)
+    ratio = TOKENS_PER_PARAMETER if law is None else None
+    tradeoff = Tradeoff(law or CHINCHILLA, ratio, served_tokens)
+    if choose_size:
+        size, why = fitter.best_size(tradeoff)
+        chosen, sizes = size_text(size), [number for share in _SHOWN if (number := _two_digits(share * size)) >= SIZES[0]]
+    else:
+        size, why, chosen, sizes = 0, "the size of the recipe", resolved.recipe.size or "as written", []
+    found, plan = fitter.fit(size)
+    if plan.seconds > 1.001 * seconds:
+        why += f"; with the fewest steps, {FEWEST} in each phase, it takes {days(plan.seconds)}"
+    candidates = [_candidate(size_text(one), fitter.at(one), law) for one in sizes if one != size]
+    own = _candidate(chosen, found.recipe, law)
+    candidates = sorted([*candidates, own], key=lambda one: one.active)
+    source = "" if law is None else law.source
+    return found, plan, TimeBudget(seconds, why, tuple(candidates), chosen, "" if law is None else law.unit, source)
+
+
+class _Fitter:
+    """Scales the budgets of one recipe, at any size, to one time."""
+
+    def __init__(self, resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, one_machine: bool) -> None:
+        self._resolved, self._cluster, self._seconds, self._mfu, self._one_machine = resolved, cluster, seconds, mfu, one_machine
+
+    def _training_seconds(self, recipe: Recipe) -> float:
+        """Seconds of the operations of all phases; what comes besides depends on the layout, and the plan knows it."""
+        flops = sum(int(phase.tokens) * flops_per_token(recipe.model, int(phase.sequence_length)).total for phase in recipe.train.phases)
+        return seconds_of(flops, devices(self._cluster), self._cluster, self._mfu)
+
+    def _resized(self, size: int) -> Resolved:
+        return self._resolved.settled({("size",): (size_text(size), "the size that the time allows")}) if size else self._resolved
+
+    def at(self, size: int) -> Recipe:
+        """The recipe at `size` (0: its own) with budgets that fill the time with training alone."""
+        return self._scaled(self._resized(size).recipe, self._seconds)
+
+    def _scaled(self, recipe: Recipe, seconds: float) -> Recipe:
+        return scale_budgets(recipe, largest_factor(lambda factor: self._training_seconds(scale_budgets(recipe, factor)) <= seconds))
+
+    def best_size(self, tradeoff: Tradeoff) -> tuple[int, str]:
+        """The largest size that is not too large for the time and fits into the memory."""
+
+        def too_large(size: int) -> bool:
+            recipe = self.at(size)
+            return tradeoff.too_large(count_by_component(recipe.model).active_computed, _tokens(recipe))
+
+        index = max(0, bisect_right(SIZES, False, key=too_large) - 1)
+        served = f", if {_short(tradeoff.served_tokens)} tokens are served (arXiv:2401.00448)" if tradeoff.served_tokens else ""
+        rule = f"{tradeoff.tokens_per_parameter:g} tokens per active parameter" if tradeoff.tokens_per_parameter else "the fitted law"
+        why = f"compute-optimal for this time by {rule}" if not served else f"lowest cost of training and serving{served}"
+        try:
+            self.fit(SIZES[index])
+        except UserError as error:
+            fitting = bisect_right(SIZES[:index], False, key=lambda size: not self._fits(size)) - 1
+            if fitting < 0:
+                raise UserError(f"no size of this model fits on {self._cluster.name}: {error}") from None
+            return SIZES[fitting], f"the largest that fits into the memory ({size_text(SIZES[index])} would be {why})"
+        return SIZES[index], why
+
+    def _fits(self, size: int) -> bool:
+        try:
+            self.fit(size)
+        except UserError:
+            return False
+        return True
+
+    def fit(self, size: int) -> tuple[Resolved, Plan]:
+        """The recipe at `size` whose whole plan takes the time, with that plan."""
+        resized, left = self._resized(size), self._seconds
+        for _ in range(4):  # what comes besides training depends on the layout, and that on the budget: a few rounds settle it
+            recipe = self._scaled(resized.recipe, left)
+            found = resized.settled(_numbers(resized, recipe, size, self._seconds))
+            plan = make_plan(found.recipe, found.fingerprint, self._cluster, measured_mfu=self._mfu, one_machine=self._one_machine)
+            if plan.seconds <= self._seconds:
+                return found, plan
+            left *= self._seconds / plan.seconds * 0.999
+        return found, plan
+
+
+def _numbers(resized: Resolved, scaled: Recipe, size: int, seconds: float) -> Numbers:
+    why = f"fills {days(seconds)} on this cluster"
+    numbers: Numbers = {("size",): (size_text(size), "the size that the time allows")} if size else {}
+    for index, phase in enumerate(scaled.train.phases):
+        numbers["train", "phases", index, "tokens"] = phase.tokens.text(), why
+    return numbers
+
+
+def _candidate(name: str, recipe: Recipe, law: LossLaw | None) -> Candidate:
+    counts, tokens = count_by_component(recipe.model), _tokens(recipe)
+    return Candidate(name, counts.active, tokens, None if law is None else law.loss(counts.active_computed, tokens))
+
+
+def _tokens(recipe: Recipe) -> int:
+    return sum(int(phase.tokens) for phase in recipe.train.phases)
+
+
+def _two_digits(value: float) -> int:
+    return int(float(f"{value:.2g}"))
+
+
+def _short(value: float) -> str:
+    return size_text(int(value)) if value < 1e12 else f"{value / 1e12:g}T"
+
+
+def as_plain(budget: TimeBudget) -> dict[str, Any]:
+    """The budget as plain values, for --json."""
+    candidates = [vars(one) | {"tokens_per_parameter": one.tokens_per_parameter} for one in budget.candidates]
+    return vars(replace(budget)) | {"candidates": candidates}

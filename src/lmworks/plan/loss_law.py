@@ -1,0 +1,118 @@
+"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv:2203.15556), and what is optimal under it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmworks.errors import UserError
+from lmworks.files import write_json
+
+LAW_FILE = "law.json"  # in the folder of a ladder
+_LARGEST_FILE = 16 << 20
+
+
+@dataclass(frozen=True)
+class LossLaw:
+    """Loss as a function of N active parameters (without the embedding look-up) and D training tokens, in `unit`."""
+
+    e: float
+    a: float
+    b: float
+    alpha: float
+    beta: float
+    unit: str = "nats per token"
+    source: str = ""
+    samples: tuple[tuple[float, float, float, float, float], ...] = ()  # (e, a, b, alpha, beta) of bootstrap fits
+    noise: float = 0.0  # standard deviation of a run's loss around the law
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
+
+    def interval(self, parameters: float, tokens: float, level: float = 0.9) -> tuple[float, float] | None:
+        """Prediction interval of a run's loss: the spread of the bootstrap fits and of runs around the law; None without such fits."""
+        if not self.samples:
+            return None
+        e, a, b, alpha, beta = np.asarray(self.samples).T
+        fits = e + a / parameters**alpha + b / tokens**beta
+        drawn = fits + self.noise * np.random.default_rng(0).standard_normal((64, len(fits)))
+        low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+        return float(low), float(high)
+
+    def optimal_parameters(self, flops: float) -> float:
+        """N of the lowest loss for 6 N D = `flops`."""
+        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
+        return ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
+
+
+CHINCHILLA = LossLaw(
+    1.8172, 482.01, 2085.43, 0.3478, 0.3658, source="refit of the Chinchilla data (Besiroglu et al., arXiv:2404.10102)"
+)
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """When a model of N parameters and D tokens is too large, for a number of served tokens.
+
+    Training costs 6 N D operations and serving S tokens costs 2 N S. Among all (N, D) of equal loss, the total is lowest where
+
+        beta B D^-beta (1 + S / 3 D) = alpha A N^-alpha
+
+    (Sardana et al., arXiv:2401.00448; for S = 0, the compute-optimal point). `law` gives the exponents. `tokens_per_parameter` is the
+    compute-optimal ratio D / N where no law was fitted to this data: then only the exponents of the published law are used, anchored at
+    this ratio.
+    """
+
+    law: LossLaw
+    tokens_per_parameter: float | None
+    served_tokens: float = 0.0
+
+    def too_large(self, parameters: float, tokens: float) -> bool:
+        """Whether a smaller model that is trained on more tokens reaches the same loss at a lower total cost."""
+        law, served = self.law, math.log1p(self.served_tokens / (3 * tokens))
+        if self.tokens_per_parameter is None:
+            size, data = math.log(law.alpha * law.a / parameters**law.alpha), math.log(law.beta * law.b / tokens**law.beta)
+        else:  # relative to the compute-optimal point of the same operations
+            anchor = math.sqrt(parameters * tokens / self.tokens_per_parameter)
+            size, data = law.alpha * math.log(anchor / parameters), law.beta * math.log(anchor * self.tokens_per_parameter / tokens)
+        return size < data + served
+
+
+class _LawFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    e: float = Field(ge=0)
+    a: float = Field(gt=0)
+    b: float = Field(gt=0)
+    alpha: float = Field(gt=0, le=4)
+    beta: float = Field(gt=0, le=4)
+    unit: str = Field(max_length=100)
+    source: str = Field(max_length=1000)
+    samples: tuple[tuple[float, float, float, float, float], ...] = ()
+    noise: float = Field(0.0, ge=0)
+
+
+def save_law(law: LossLaw, path: Path) -> None:
+    """Write a law as JSON."""
+    write_json(path, _LawFile(**vars(law)).model_dump(mode="json"))
+
+
+def load_law(path: Path) -> LossLaw:
+    """The law in a file, or in the folder of a ladder. Raises `UserError` if there is none or it is not one."""
+    file = path / LAW_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path} has no fitted law; name the folder of a ladder that `lmworks ladder` has fitted, or its {LAW_FILE}")
+    try:
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ValueError("it is too large")
+        return LossLaw(**_LawFile.model_validate(json.loads(file.read_text(encoding="utf-8"))).model_dump())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file} is not a fitted law: {': '.join([*map(str, first['loc']), first['msg']])}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not a fitted law: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,148 @@
+"""Time of a phase besides its computation: communication between machines, validation and saves.
+
+Between machines, each device has a link of `cluster.network_gbps`. A collective over ranks of several machines sends
+(machines - 1) / machines of its bytes through the links of each machine's ranks, which share the work (the bound that ring and tree
+algorithms approach). Gradients, weights and pipeline activations move behind computation, so only what takes longer than the computation
+counts. Tokens for experts and the keys and values of context parallelism are waited for. Muon's exchange of matrices is small beside the
+gradients and is left out.
+
+An MFU is usually stated for a whole run and then contains the communication. The MFU that `--calibrate` measures is that of one machine,
+so `communication` comes on top of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+
+from lmworks.plan.layout import Placement
+from lmworks.plan.memory import rank_parameters
+from lmworks.recipe.derivation.parameters import is_moe
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.units import Duration
+
+_BYTES_PER_TOKEN = 4.0  # of validation text; most tokenizers reach 3 to 4.5
+_GRADIENT = 4  # bytes of a number: gradients are reduced in fp32
+_WEIGHT = 2  # weights and activations travel in bf16
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of a phase besides computation."""
+
+    communication: float = 0.0
+    validation: float = 0.0
+    saves: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks of an axis on machines: `stride` ranks lie between neighbors."""
+
+    size: int
+    stride: int
+    per_machine: int
+
+    @property
+    def inside(self) -> int:
+        """Ranks of the group on one machine."""
+        return max(1, min(self.size, self.per_machine // self.stride))
+
+    @property
+    def machines(self) -> int:
+        return ceil(self.size / self.inside)
+
+    def collective(self, size: float) -> float:
+        """Bytes that each device sends to other machines in a reduce-scatter or all-gather of `size` bytes."""
+        return size * (self.machines - 1) / self.machines / self.inside
+
+    def exchange(self, size: float) -> float:
+        """Bytes that each device sends to other machines in an all-to-all in which it sends `size` bytes."""
+        return size * (1 - self.inside / self.size)
+
+
+def overheads(
+    recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, steps: int, compute: float, checkpoint: float
+) -> Overheads:  # fmt: skip
+    """Overheads of a phase of `steps` steps with `compute` seconds of computation in all; a checkpoint has `checkpoint` bytes."""
+    return Overheads(
+        communication=steps * _exposed(recipe, cluster, phase, placed, compute / max(1, steps)),
+        validation=_validation(recipe, phase, compute, steps),
+        saves=_saves(recipe, cluster, phase, compute, steps, checkpoint),
+    )
+
+
+def _exposed(recipe: Recipe, cluster: Cluster, phase: Phase, placed: Placement, compute: float) -> float:
+    """Seconds of a step, with `compute` seconds of computation, in which devices wait for other machines; 0 if no link is stated."""
+    if cluster.nodes == 1 or not cluster.network_gbps:
+        return 0.0
+    layout, model, each = placed.layout, recipe.model, cluster.devices_per_node
+    speed = cluster.network_gbps * 1e9 / 8  # bytes per second of a device's link
+    micro = compute / placed.accumulation
+    tokens = placed.micro_batch_size * int(phase.sequence_length) / layout.cp
+    assert model.hidden_size and model.num_key_value_heads and model.head_dim and model.num_hidden_layers
+    inner = layout.tp
+    layers = -(-model.num_hidden_layers // layout.pp)
+    waited = 0.0
+    if layout.cp > 1:  # keys and values forward, and again with their gradients backward
+        group = _Group(layout.cp, inner, each)
+        waited += 3 * layers * group.collective(layout.cp * tokens * 2 * model.num_key_value_heads * model.head_dim * _WEIGHT / layout.tp)
+    if model.moe and layout.ep > 1:  # to the experts and back, forward and backward
+        group = _Group(layout.ep, inner, each)
+        sparse = sum(is_moe(model, layer) for layer in range(model.num_hidden_layers)) / layout.pp
+        waited += 4 * sparse * group.exchange(tokens * model.moe.num_experts_per_tok * model.hidden_size * _WEIGHT / layout.tp)
+    step_bytes, micro_bytes = _data_parallel(recipe, layout, each)
+    seconds = placed.accumulation * (waited / speed + max(0.0, micro_bytes / speed - micro)) + max(0.0, step_bytes / speed - micro)
+    if layout.pp > 1 and _Group(layout.pp, cluster.nodes * each // layout.pp, each).machines > 1:  # behind the other micro-batches
+        passed = 2 * tokens * model.hidden_size * _WEIGHT / layout.tp * layout.pipeline_stages_per_rank
+        seconds += placed.accumulation * max(0.0, passed / speed - micro)
+    return seconds
+
+
+def _data_parallel(recipe: Recipe, layout: Layout, each: int) -> tuple[float, float]:
+    """Bytes of gradients and weights that a device sends to other machines, in a step and in a micro-batch."""
+    shared, experts = rank_parameters(recipe.model, layout)
+    ranks = layout.dp_shard * layout.cp
+    step = micro = 0.0
+    for count, size, stride in ((shared, ranks, layout.tp), (experts, ranks // layout.ep, layout.tp * layout.ep)):
+        group = _Group(size, stride, each)
+        if size > 1 and layout.zero >= 3:
+            micro += 2 * group.collective(count * _WEIGHT)
+            step += group.collective(count * _GRADIENT)
+        elif size > 1:
+            step += group.collective(count * (_GRADIENT + _WEIGHT))
+        if layout.dp_replicate > 1:
+            copies = _Group(layout.dp_replicate, stride * size, each)
+            step += 2 * copies.collective(count * _GRADIENT / max(1, size))
+    return step, micro
+
+
+def _times(every: Duration, steps: int, tokens: int) -> int:
+    """How often something that is due every `every` is done in a phase."""
+    return -(-steps // max(1, every.steps(step_tokens=max(1, tokens // max(1, steps)), phase_tokens=tokens)))
+
+
+def _validation(recipe: Recipe, phase: Phase, compute: float, steps: int) -> float:
+    """A forward pass, a third of a training step, over the validation text of every domain."""
+    domains = len({source.domain for source in recipe.corpus.sources})
+    tokens = domains * recipe.train.validate_bytes_per_domain / _BYTES_PER_TOKEN
+    return _times(recipe.train.validate_every, steps, int(phase.tokens)) * tokens / max(1, int(phase.tokens)) * compute / 3
+
+
+def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, steps: int, checkpoint: float) -> float:
+    """Time for which training waits for checkpoints: in the background, only what takes longer than the interval.
+
+    0 if the cluster states no speed of its disk.
+    """
+    if not cluster.disk_gb_per_second:
+        return 0.0
+    one = checkpoint / (cluster.disk_gb_per_second * 1e9)
+    number = _times(phase.save_every or recipe.train.save_every, steps, int(phase.tokens))
+    return number * (max(0.0, one - compute / max(1, number)) if recipe.checkpoints.asynchronous else one)

@@ -1,0 +1,68 @@
+"""What a run is predicted to take before its first step, and how far off the prediction was.
+
+The prediction is the plan for this machine. It is written to the ledger (event `prediction`) once, before training, and compared with what
+was measured when pretraining has ended (event `prediction_error`). The run page shows both beside each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lmworks.checkpoint.listing import newest_good
+from lmworks.doctor.read_run import read_run
+from lmworks.errors import UserError
+from lmworks.plan.machine import machine_for
+from lmworks.plan.plan import make_plan
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.run.time_budget import planned_and_actual_seconds
+from lmworks.watch.ledger import Ledger, read_ledger
+
+PREDICTION, ERROR = "prediction", "prediction_error"
+_LEDGER = "ledger.jsonl"
+
+
+def record_prediction(recipe: Recipe, run_dir: Path) -> None:
+    """Write the prediction of pretraining, if there is none for these budgets and the layout can be planned for."""
+    tokens = sum(int(phase.tokens) for phase in recipe.train.phases)
+    if any(event["tokens"] == tokens for event in _events(run_dir, PREDICTION)):
+        return
+    try:
+        plan = make_plan(recipe, "", machine_for(recipe))
+    except UserError:
+        return
+    seconds, source = plan.seconds, f"{plan.mfu:.0%} MFU, {plan.mfu_source}"
+    if planned := planned_and_actual_seconds(run_dir, {}).get("pretrain"):
+        seconds, source = planned[0], "the speed that was measured for the time budget"
+    figures = {
+        "perf/tokens_per_second": tokens / seconds, "seconds": seconds,
+        "perf/memory": max(phase.placed.memory.total for phase in plan.phases), "checkpoint_bytes": plan.disk.checkpoint,
+    }  # fmt: skip
+    with Ledger(run_dir / _LEDGER) as ledger:
+        ledger.write(PREDICTION, stage="pretrain", tokens=tokens, source=source, figures={k: float(f"{v:.6g}") for k, v in figures.items()})
+
+
+def record_error(run_dir: Path) -> None:
+    """Write how far the newest prediction was from what finished pretraining has measured, once for each prediction."""
+    predictions = _events(run_dir, PREDICTION)
+    if not predictions or len(_events(run_dir, ERROR)) >= len(predictions):
+        return
+    part = read_run(run_dir).pretrain
+    speed, memory = part.series.get("perf/tokens_per_second"), part.series.get("perf/memory")
+    newest, _ = newest_good(run_dir / "checkpoints")
+    measured = {
+        "perf/tokens_per_second": speed and speed.median(), "seconds": part.seconds, "perf/memory": memory and memory.high[1],
+        "checkpoint_bytes": newest and float(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())),
+    }  # fmt: skip
+    figures = {
+        name: {"predicted": predicted, "measured": found, "error": round(predicted / found - 1, 4)}
+        for name, predicted in predictions[-1]["figures"].items()
+        if (found := measured.get(name))
+    }
+    with Ledger(run_dir / _LEDGER) as ledger:
+        ledger.write(ERROR, stage="pretrain", source=predictions[-1]["source"], figures=figures)
+
+
+def _events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    path = run_dir / _LEDGER
+    return [line for line in read_ledger(path) if line["event"] == name] if path.exists() else []

@@ -1,0 +1,108 @@
+"""`lmworks plan` with a time or an amount of money: tokens and size that fill it, and the predicted loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Lmworks
+
+from lmworks.plan.loss_law import LAW_FILE, LossLaw, load_law, save_law
+from lmworks.watch.ledger import read_ledger
+from tiny_run import Tiny
+
+DAY = 86_400
+
+
+def plan(lmworks: Lmworks, *words: str) -> dict[str, Any]:
+    done = lmworks("plan", *words, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_a_time_on_a_cluster_is_answered_with_a_size_and_tokens(lmworks: Lmworks) -> None:
+    found = plan(lmworks, "--time", "3d", "--cluster", "8xh100")
+    assert found["seconds"] == pytest.approx(3 * DAY, rel=0.01)
+    assert found["tokens_per_parameter"] == pytest.approx(20, rel=0.15), "compute-optimal"
+    chosen = next(one for one in found["budget"]["candidates"] if one["size"] == found["budget"]["chosen"])
+    assert chosen["tokens"] == pytest.approx(found["tokens"], rel=0.01)
+    spent = plan(lmworks, "--money", str(found["dollars"]), "--cluster", "8xh100")
+    assert spent["tokens"] == pytest.approx(found["tokens"], rel=0.01) and spent["budget"]["chosen"] == found["budget"]["chosen"]
+    double = plan(lmworks, "--time", "6d", "--cluster", "8xh100")
+    assert double["counts"]["active"] / found["counts"]["active"] == pytest.approx(2**0.5, rel=0.15)
+
+
+def test_more_served_tokens_mean_a_smaller_model_trained_for_longer_in_the_same_time(lmworks: Lmworks) -> None:
+    words = ("--time", "3d", "--cluster", "8xh100")
+    found = [plan(lmworks, *words), *(plan(lmworks, *words, "--served-tokens", count) for count in ("1B", "100B", "1T"))]
+    active = [one["counts"]["active"] for one in found]
+    assert active[0] == active[1] > active[2] > active[3], "a billion tokens are nothing beside the training"
+    assert all(one["seconds"] == pytest.approx(3 * DAY, rel=0.01) for one in found)
+
+
+def test_a_recipe_with_a_size_of_its_own_gets_the_tokens_that_fit(lmworks: Lmworks) -> None:
+    found = plan(lmworks, "glm-15b-a3b", "--time", "10d", "--cluster", "64xh100")
+    written = plan(lmworks, "glm-15b-a3b", "--cluster", "64xh100")
+    assert found["counts"] == written["counts"] and found["seconds"] == pytest.approx(10 * DAY, rel=0.01)
+    shares = [[phase["tokens"] / one["tokens"] for phase in one["phases"]] for one in (found, written)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.01), "the proportions of the recipe"
+
+
+def test_a_size_that_does_not_fit_into_memory_gives_way_to_the_largest_that_does(lmworks: Lmworks) -> None:
+    found = plan(lmworks, "--time", "1500d", "--cluster", "1xh200")
+    assert "the largest that fits into the memory" in found["budget"]["why"]
+    assert found["tokens_per_parameter"] > 25
+
+
+def test_the_loss_is_predicted_where_there_is_a_law(lmworks: Lmworks, tmp_path: Path) -> None:
+    samples = tuple((e, 20.0, 60.0, 0.3, 0.35) for e in (0.59, 0.61))
+    law = LossLaw(0.6, 20.0, 60.0, 0.3, 0.35, "bits per byte", "12 runs", samples=samples)
+    save_law(law, tmp_path / LAW_FILE)
+    assert load_law(tmp_path) == law
+    words = ("plan", "--time", "3d", "--cluster", "8xh100", "--ladder", tmp_path)
+    said = lmworks(*words).out
+    found = plan(lmworks, *map(str, words[1:]))
+    active, tokens = found["counts"]["active"] - (0 if found["counts"]["tied"] else found["counts"]["embedding"]), found["tokens"]
+    assert f"predicted loss: {law.loss(active, tokens):.3f} bits per byte, 90% interval" in said
+    best = min(found["budget"]["candidates"], key=lambda one: one["loss"])
+    assert best["size"] == found["budget"]["chosen"], "the law decides, not 20 tokens per parameter"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "name a recipe, or give --time or --money"),
+        (("--time", "3d", "--money", "5", "--cluster", "8xh100"), "--time and --money both set the time"),
+        (("--money", "5"), "name one with --cluster"),
+        (("--money", "5", "--cluster", "2-cores"), "cluster 2-cores has no price; set dollars_per_hour"),
+        (("quickstart", "--served-tokens", "1T"), "give --size auto"),
+        (("--time", "3d", "--cluster", "8xh100", "--ladder", "nowhere"), "nowhere has no fitted law"),
+        (("--time", "3 parsecs"), "is not a time"),
+    ],
+)
+def test_bad_input_is_one_line(lmworks: Lmworks, words: tuple[str, ...], message: str) -> None:
+    assert message in lmworks("plan", *words).error
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"e": -1}', '{"e": 1, "a": NaN}', "[" * 100_000])
+def test_a_law_that_is_none_is_refused(lmworks: Lmworks, tmp_path: Path, text: str) -> None:
+    (tmp_path / LAW_FILE).write_text(text, encoding="utf-8")
+    assert "is not a fitted law" in lmworks("plan", "--time", "3d", "--cluster", "8xh100", "--ladder", tmp_path).error
+
+
+def test_a_run_records_its_prediction_before_the_first_step_and_then_its_error(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = tiny.copy(tmp_path / "run").run_dir
+    assert lmworks("pretrain", tiny.recipe, "--set", f"run_dir={run_dir}").code == 0
+    events = read_ledger(run_dir / "ledger.jsonl")
+    names = [line["event"] for line in events]
+    assert names.index("prediction") < names.index("start") and names.count("prediction") == names.count("prediction_error") == 1
+    found = events[names.index("prediction_error")]["figures"]
+    assert set(found) >= {"perf/tokens_per_second", "seconds", "checkpoint_bytes"}
+    assert all(one["error"] == pytest.approx(one["predicted"] / one["measured"] - 1, abs=1e-4) for one in found.values())
+    assert abs(found["checkpoint_bytes"]["error"]) < 0.5, "small tensors have large headers"
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "Predicted and measured" in page and f"{100 * found['seconds']['error']:+.0f}%" in page
+    assert lmworks("pretrain", tiny.recipe, "--set", f"run_dir={run_dir}").code == 0
+    assert [line["event"] for line in read_ledger(run_dir / "ledger.jsonl")].count("prediction") == 1

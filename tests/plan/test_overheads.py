@@ -1,0 +1,62 @@
+"""What a plan adds to computation: communication between machines, validation, saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmworks.plan.layout import place
+from lmworks.plan.overheads import overheads
+from lmworks.plan.plan import Plan, make_plan
+from lmworks.recipe.loading.load import load_cluster, load_recipe
+from lmworks.recipe.schema.cluster import Cluster
+from lmworks.recipe.schema.layout import Layout
+
+
+def two_machines(**change: Any) -> Cluster:
+    return load_cluster("8xh100").model_copy(update={"nodes": 2, "network_gbps": 400.0, **change})
+
+
+def test_traffic_between_machines_by_hand() -> None:
+    """ZeRO-1 over 2 machines of 8: fp32 gradients and bf16 weights, half of them through the links that 8 ranks share."""
+    recipe, cluster = load_recipe("dense-125m").recipe, two_machines(network_gbps=0.001)
+    phase = recipe.train.phases[0]
+    placed = place(recipe, cluster, Layout(dp_shard=16, zero=1), phase)
+    plain = make_plan(recipe, "", cluster, Layout(dp_shard=16, zero=1))
+    one = overheads(recipe, cluster, phase, placed, 10, 0.0, 0.0)
+    assert one.communication == pytest.approx(10 * 6 * plain.counts.total / 2 / 8 / (0.001e9 / 8), rel=1e-6)
+    hidden = overheads(recipe, two_machines(), phase, placed, 10, 100.0, 0.0)
+    assert hidden.communication == 0, "behind the computation of a micro-batch"
+    inside = Layout(dp_replicate=2, dp_shard=8, zero=1)
+    other = overheads(recipe, cluster, phase, place(recipe, cluster, inside, phase), 10, 0.0, 0.0)
+    assert other.communication == pytest.approx(10 * 2 * 4 * plain.counts.total / 8 / 2 / (0.001e9 / 8), rel=1e-6), "copies exchange shards"
+
+
+def test_experts_on_other_machines_are_waited_for_and_limit_the_mfu() -> None:
+    resolved = load_recipe("glm-15b-a3b", ["train.activation_checkpointing=full", "train.micro_batch_size=1"])
+
+    def planned(ep: int) -> Plan:
+        """Two machines of 8 devices, with experts on `ep` ranks; the MFU was measured on one machine."""
+        return make_plan(resolved.recipe, "", two_machines(), Layout(dp_shard=16, ep=ep, zero=1), measured_mfu=0.4, one_machine=True)
+
+    near, far = planned(8), planned(16)
+    assert near.overheads.communication < 0.05 * near.compute_seconds < far.overheads.communication
+    assert far.seconds == pytest.approx(far.compute_seconds + far.overheads.total)
+    stated = make_plan(resolved.recipe, "", two_machines(network_gbps=50.0), Layout(dp_shard=16, ep=16, zero=1))
+    assert stated.seconds < stated.compute_seconds + stated.overheads.communication, "a stated MFU contains the communication"
+    assert any("the MFU is at most" in line for line in stated.warnings())
+
+
+def test_saves_count_only_what_is_slower_than_training() -> None:
+    recipe = load_recipe("dense-125m").recipe
+    phase, layout = recipe.train.phases[0], Layout(dp_shard=8, zero=1)
+    placed = place(recipe, load_cluster("8xh100"), layout, phase)
+
+    def saves(speed: float, asynchronous: bool) -> float:
+        cluster = load_cluster("8xh100").model_copy(update={"disk_gb_per_second": speed})
+        changed = recipe.model_copy(update={"checkpoints": recipe.checkpoints.model_copy(update={"asynchronous": asynchronous})})
+        return overheads(changed, cluster, phase, placed, 1000, 1000.0, 1e9).saves
+
+    assert saves(1.0, False) == pytest.approx(10.0) and saves(1.0, True) == 0 and saves(0.0, False) == 0
+    assert saves(0.005, True) == pytest.approx(10 * (200 - 100)), "a save of 200 s every 100 s"
