@@ -185,7 +185,7 @@ def test_compiled_training_equals_eager(name: str, dtype: torch.dtype, tolerance
     config = (
         CONFIGS[name]
         if CONFIGS[name].moe is None
-        else CONFIGS[name].model_copy(update={"moe": _MOE.model_copy(update={"num_experts_per_tok": 8, "first_k_dense_replace": 0})})
+        else CONFIGS[name].model_copy(update={"moe": _MOE.model_copy(update={"num_experts_per_tok": 8})})
     )
     model, (tokens, labels, cu_seqlens) = build(config), sample()
     model.compute_dtype = dtype
