@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 quickstart: $(VENV)/quickstart.stamp
 	$(BIN)/lmworks run recipes/quickstart.yaml
 
-# Each worker has worlds of up to 8 ranks of its own: allow 6 GB of memory for one.
+# Each worker has worlds of up to 8 ranks of its own: allow 6 GB of memory for one. Compiled modules are kept: hundreds of processes read them.
 WORKERS ?= 2
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # All slow tests, or with SLICE=K/N one of N pieces; what passed before under the same sources is not repeated. Engines go below ENGINES.
 # SYSTEM=--system also installs packages of the system, as root. UNTIL is when to end, in seconds since 1970. RECORD=--record-durations.

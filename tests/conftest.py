@@ -37,6 +37,14 @@ QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
 pytest_plugins = ["slow_suite"]
 
 
+LONG = ("docs", "parallel", "train", "launch")  # rooms with files of a minute, which come first so that all workers end together
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.slow_suite:  # which has an order of its own
+        items.sort(key=lambda item: item.path.parent.name not in LONG)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Tiny:
     """A recipe and a run directory in which corpus, tokenizer and shards are done."""

@@ -1,4 +1,8 @@
-"""Processes that play ranks: started once for all tests, since importing torch takes seconds and a test's own work less."""
+"""Processes that play ranks: started once for all tests, since importing torch takes seconds and a test's own work less.
+
+Rank 0 is a new interpreter. The others are forks of one server that has imported torch, so they have another hash seed than rank 0: a set
+of strings has another order there, as between the ranks of a real run.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from patience import PATIENCE
+
+FORKS = mp.get_context("forkserver")  # of the environment of whoever was the first to fork
+FORKS.set_forkserver_preload(
+    ["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.checkpoint.tensor_files", "torch._dynamo", "torch.distributed.fsdp", "pytest"]
+)
 
 
 def _serve(rank: int, jobs: Any, results: Any) -> None:
@@ -73,7 +82,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], world: int, *args: Any, seconds: float = PATIENCE) -> list[Any]:
         while len(self._workers) < world:
             jobs = self._context.Queue()
-            process = self._context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
+            context = FORKS if self._workers else self._context
+            process = context.Process(target=_serve, args=(len(self._workers), jobs, self._results), daemon=True)
             process.start()
             self._workers.append((process, jobs))
         self._number += 1

@@ -60,7 +60,7 @@ train:
   compile: false
   validate_every: 8 steps
   validate_bytes_per_domain: 600
-  sample_every: 16 steps
+  sample_every: 100%
   save_every: 4 steps
   phases:
     - name: general

@@ -8,9 +8,9 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from lmworks.checkpoint import Checkpoints, load, newest_good, verify
 from lmworks.errors import UserError
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
+from rank_pool import FORKS
 
 OLD, NEW = "step-00000001", "step-00000002"
 
@@ -201,47 +202,40 @@ def test_an_unwritable_directory_is_a_clear_error(tmp_path):
         checkpoints.save(1, make_state(1), {})
 
 
-# Prints each step once it is saved, as a trainer's log would.
-_SAVER = """
-import sys, torch
-from pathlib import Path
-from lmworks.checkpoint import Checkpoints
-from lmworks.recipe.schema.checkpoints import Checkpoints as Options
-sys.path.insert(0, sys.argv[2])
-from test_faults import make_state
-torch.set_num_threads(1)
-done = lambda event, **fields: event == "checkpoint" and print(fields["step"], flush=True)
-checkpoints = Checkpoints(Path(sys.argv[1]), Options(keep_last=2), {"model": "a"}, report=done)
-state = make_state(0, 300_000)
-meta = checkpoints.load_latest(state)
-assert not checkpoints.refused, checkpoints.refused
-step = 0 if meta is None else meta["step"]
-print("start", step, flush=True)
-while True:
-    step += 1
-    for tensor in state["model"].values():
-        tensor.fill_(step % 250)
-    state["lr"] = (step % 250) / 3
-    checkpoints.save(step, state, {"step": step})
-"""
+def _save_for_ever(directory: Path, told: Connection) -> None:
+    """Tells the step that it begins with, and each step once it is saved."""
+    torch.set_num_threads(1)
+    done = lambda event, **fields: event == "checkpoint" and told.send(fields["step"])  # noqa: E731
+    checkpoints = Checkpoints(directory, Options(keep_last=2), {"model": "a"}, report=done)
+    state = make_state(0, 300_000)
+    meta = checkpoints.load_latest(state)
+    assert not checkpoints.refused, checkpoints.refused
+    step = 0 if meta is None else meta["step"]
+    told.send(step)
+    while True:
+        step += 1
+        for tensor in state["model"].values():
+            tensor.fill_(step % 250)
+        state["lr"] = (step % 250) / 3
+        checkpoints.save(step, state, {"step": step})
 
 
 def kill_and_check(directory: Path, kills: int, seed: int) -> None:
     """Kill a process that does nothing but save; whatever moment it was, the newest checkpoint is whole and none went backwards."""
     generator, last, torn = random.Random(seed), 0, 0
     for _ in range(kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _SAVER, str(directory), str(Path(__file__).parent)],
-            stdout=subprocess.PIPE, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"start {last}\n"
-        process.stdout.readline()
+        here, there = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=_save_for_ever, args=(directory, there), daemon=True)
+        process.start()
+        there.close()
+        assert here.recv() == last
+        told = [here.recv()]
         time.sleep(generator.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        told = process.stdout.read().split()
-        process.stdout.close()
+        process.kill()
+        process.join()
+        with suppress(EOFError):
+            while True:
+                told.append(here.recv())
         torn += any(name.endswith(".part") for name in os.listdir(directory))
         path, refused = newest_good(directory)
         assert path is not None
@@ -249,7 +243,7 @@ def kill_and_check(directory: Path, kills: int, seed: int) -> None:
         state = make_state(0, 300_000)
         step = load(path, state)["step"]
         assert value_of(state) == step % 250
-        assert step >= max([last + 1, *map(int, told)]), "a checkpoint that was reported was lost"
+        assert step >= max(last + 1, *told), "a checkpoint that was reported was lost"
         last = step
     assert torn, "no kill fell inside a save, so this showed nothing"
 

@@ -5,6 +5,7 @@ A line of JSON comes in for each command, its exit code goes out. What a command
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -12,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 _NEEDED = (
-    "transformers", "lmworks.run.runner", "lmworks.run.summary", "lmworks.corpus", "lmworks.tokenizer.train",
-    "lmworks.shards.build.build_shards",
+    "transformers", "lmworks.run.runner", "lmworks.run.summary", "lmworks.corpus", "lmworks.corpus.source_checks",
+    "lmworks.tokenizer.train", "lmworks.shards.build.build_shards",
     "lmworks.train.pretrain", "lmworks.train.tune", "lmworks.evaluate.report", "lmworks.export.export", "lmworks.plan.plan",
     "lmworks.doctor.preflight.checks",
 )  # fmt: skip
@@ -26,6 +27,7 @@ def serve() -> None:
     _register()
     for name in _NEEDED:
         import_module(name)
+    gc.freeze()  # else each child looks at all of it when it ends, which takes a second
     while line := sys.stdin.readline():
         command = json.loads(line)
         if (child := os.fork()) == 0:

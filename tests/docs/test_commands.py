@@ -51,26 +51,27 @@ READING = ("show", "plan", "chat", "serve")
 # Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
 SMALL = [
     "time=null", "threads=1", "corpus.validation_bytes=6KB", "tokenizer.vocab_size=768", "tokenizer.sample_bytes=300KB",
-    "model.hidden_size=32", "model.num_hidden_layers=3", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16",
+    "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16",
         "model.intermediate_size=64",
     "model.moe.n_routed_experts=4", "model.moe.moe_intermediate_size=16", "train.compile=false", "train.precision=fp32",
     "train.validate_bytes_per_domain=2000", "train.validate_every=50%", "train.save_every=50%", "train.sample_every=100%",
-    "train.phases.general.sequence_length=128 tokens", "train.phases.general.global_batch_size=256 tokens",
-        "train.phases.general.tokens=32Ki",
+    "train.phases.general.sequence_length=64 tokens", "train.phases.general.global_batch_size=128 tokens",
+        "train.phases.general.tokens=13Ki",  # 104 steps: a page shows batch 100
     "tune.sequence_length=256 tokens", "tune.global_batch_size=1Ki", "tune.tokens=4Ki",
     "evaluate.benchmarks=[]", "evaluate.task_items=1", "evaluate.references=false",
 ]  # fmt: skip
-# Without the wheels: only text that every machine has.
+# Without the wheels: only text that every machine has, and little enough for one process.
 QUICKSTART = [
-    'corpus.sources=[{name: code, kind: stdlib, include: "*.py", document_format: code, domain: code, language: code, license: PSF-2.0, '
-    "max_bytes: 200KB}, {name: docs, kind: stdlib, document_format: docs, domain: docs, license: PSF-2.0, max_bytes: 200KB}]",
+    'corpus.sources=[{name: code, kind: stdlib, include: "[e-h]*.py", document_format: code, domain: code, language: code, '
+    'license: PSF-2.0, max_bytes: 200KB}, {name: docs, kind: stdlib, include: "[a-e]*.py", document_format: docs, domain: docs, '
+    "license: PSF-2.0, max_bytes: 200KB}]",
     "train.phases.general.mixture={code: 0.5, docs: 0.5}", "train.phases.anneal.mixture={docs: 1.0}",
     "train.phases.anneal.sequence_length=256 tokens", "train.phases.anneal.global_batch_size=512 tokens", "train.phases.anneal.tokens=2Ki",
     "tune.data=[{name: tasks, kind: tasks, tasks: [spell_backward], count: 60}]", "evaluate.tasks=[spell_backward]",
 ]  # fmt: skip
 
 # `launch local` is about starting ranks: few steps of training show that.
-FEW_STEPS = ["train.phases.general.tokens=4Ki"]
+FEW_STEPS = ["train.phases.general.tokens=2Ki"]
 
 
 def small(text: str) -> str:
@@ -163,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, text in enumerate(texts[1::2]):
         (folder / f"data/manuals/{number}.txt").write_text(text)
     paragraphs = [text for name in sorted(topics) for text in topics[name].split("\n\n") if len(text) > 80]
-    labels = [{"text": text if score > 2 else text[::-1], "score": score} for text, score in zip(paragraphs, [1, 4] * 400, strict=False)]
+    labels = [{"text": text if score > 2 else text[::-1], "score": score} for text, score in zip(paragraphs, [1, 4] * 100, strict=False)]
     (folder / "data/labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
     question, answer = conversation["messages"]
     numbered = [{"messages": [question | {"content": f"{n}. {question['content']}"}, answer]} for n in range(60)]

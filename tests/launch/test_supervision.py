@@ -114,7 +114,8 @@ def test_a_rank_that_always_breaks_ends_the_run_with_the_reason(tmp_path: Path) 
 
 def test_ranks_that_never_meet_are_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    recipe = prepare(run_dir, {"rank": 0, "step": -1, "kind": "error", "once": False})
+    # the rank that waits for the other one hears no signal, and is killed after the grace period
+    recipe = prepare(run_dir, {"rank": 0, "step": -1, "kind": "error", "once": False}, grace_period="1 s")
     begin = LaunchDir.begin
 
     def nearly(folder: LaunchDir) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from lmworks.errors import UserError
 from lmworks.parallel.process_group import init_ranks, layout_for
 from lmworks.recipe.schema.layout import Layout, world_size
 from patience import PATIENCE
+from rank_pool import FORKS
 
 
 @pytest.mark.parametrize(
@@ -66,44 +65,34 @@ def test_every_group_of_the_mesh_gives_up_after_the_same_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tests = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # where `patience` is
-    rank = {
-        "PYTHONPATH": tests, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ | rank | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        for r in range(4)
-    ]
+    here, there = FORKS.Pipe()
+    processes = [FORKS.Process(target=_wait_in_vain, args=(rank, port, there), daemon=True) for rank in range(4)]
     try:
-        told, _ = processes[0].communicate(timeout=PATIENCE)
+        for process in processes:
+            process.start()
+        assert here.poll(PATIENCE)
+        waited = here.recv()
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
-    waited = dict(line.split() for line in told.splitlines())
     assert waited.keys() == {"tp", "dp", "all"}
-    assert all(0.9 < float(seconds) < 600 for seconds in waited.values()), waited
+    assert all(0.9 < seconds < 600 for seconds in waited.values()), waited
 
 
-def _wait_in_vain() -> None:
+def _wait_in_vain(rank: int, port: int, told: Connection) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     ranks = init_ranks(Layout(tp=2), 1)
     assert ranks.size("dp") == 2, "dp_shard has taken the ranks that tp has left"
     if dist.get_rank():
         time.sleep(PATIENCE)
+    waited = {}
     for name, group in [("tp", ranks.group("tp")), ("dp", ranks.group("dp")), ("all", dist.group.WORLD)]:
         began = time.monotonic()
         try:
             dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError:
-            print(name, time.monotonic() - began, flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _wait_in_vain()
+            waited[name] = time.monotonic() - began
+    told.send(waited)

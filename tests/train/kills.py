@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmworks import machine
 from patience import PATIENCE
+from rank_pool import FORKS
 from tiny_run import Tiny
 
-_SPAWN = multiprocessing.get_context("forkserver")
-# Imported once, so that a life begins in a tenth of a second.
-_SPAWN.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.checkpoint.tensor_files", "torch._dynamo"])
 
-
-def _live(tiny: Tiny, overrides: Sequence[str]) -> None:
+def _live(tiny: Tiny, overrides: Sequence[str], told: str) -> None:
+    os.environ[machine.VARIABLE] = told
     tiny.pretrain(*overrides)
 
 
@@ -43,7 +43,7 @@ def train_under_fire(tiny: Tiny, overrides: Sequence[str], kills: int, seed: int
     """
     chance, campaign = random.Random(seed), Campaign()
     while True:
-        process = _SPAWN.Process(target=_live, args=(tiny, overrides))
+        process = FORKS.Process(target=_live, args=(tiny, overrides, os.environ[machine.VARIABLE]))
         already = lines(tiny.run_dir)
         process.start()
         last = campaign.kills == kills
