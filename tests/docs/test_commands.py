@@ -39,6 +39,8 @@ LISTED = {
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
     "pip install": "changes the environment",
+    "lmworks ladder": "needs six finished runs; tests/cli/test_ladder_commands.py makes them",
+    "lmworks pretrain mine.yaml --set run_dir=runs/large": "belongs to the ladder",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
@@ -46,7 +48,7 @@ LISTED = {
 }
 
 # Verbs that change nothing: a command of theirs that several pages show is run once.
-READING = ("show", "plan", "chat", "serve")
+READING = ("show", "plan", "advise", "chat", "serve")
 
 # Any recipe becomes a model of some 100k parameters and a few steps of it; what a command sets itself comes after and wins.
 SMALL = [

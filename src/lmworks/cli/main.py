@@ -41,6 +41,7 @@ def _register() -> None:
     from lmworks.cli import (
         advice_commands,
         data_commands,
+        ladder_commands,
         launch_commands,
         preflight_commands,
         recipe_commands,
@@ -48,7 +49,9 @@ def _register() -> None:
         serve_commands,
     )
 
-    for commands in (run_commands, launch_commands, recipe_commands, advice_commands, preflight_commands, data_commands, serve_commands):
+    for commands in (
+        run_commands, launch_commands, recipe_commands, advice_commands, ladder_commands, preflight_commands, data_commands, serve_commands,
+    ):  # fmt: skip
         commands.register(app)
 
 

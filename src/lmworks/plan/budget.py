@@ -141,7 +141,8 @@ class _Fitter:
         return self._scaled(self._resized(size).recipe, self._seconds)
 
     def _scaled(self, recipe: Recipe, seconds: float) -> Recipe:
-        return scale_budgets(recipe, largest_factor(lambda factor: self._training_seconds(scale_budgets(recipe, factor)) <= seconds))
+        """The budgets that take `seconds`, rounded down to whole steps: training time is proportional to the tokens."""
+        return scale_budgets(recipe, seconds / self._training_seconds(recipe))
 
     def best_size(self, tradeoff: Tradeoff) -> tuple[int, str]:
         """The largest size that is not too large for the time and fits into the memory."""

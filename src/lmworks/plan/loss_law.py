@@ -28,8 +28,7 @@ class LossLaw:
     beta: float
     unit: str = "nats per token"
     source: str = ""
-    samples: tuple[tuple[float, float, float, float, float], ...] = ()  # (e, a, b, alpha, beta) of bootstrap fits
-    noise: float = 0.0  # standard deviation of a run's loss around the law
+    samples: tuple[tuple[float, float, float, float, float, float], ...] = ()  # of bootstrap fits: e, a, b, alpha, beta, noise of log loss
 
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
@@ -38,9 +37,9 @@ class LossLaw:
         """Prediction interval of a run's loss: the spread of the bootstrap fits and of runs around the law; None without such fits."""
         if not self.samples:
             return None
-        e, a, b, alpha, beta = np.asarray(self.samples).T
+        e, a, b, alpha, beta, noise = np.asarray(self.samples).T
         fits = e + a / parameters**alpha + b / tokens**beta
-        drawn = fits + self.noise * np.random.default_rng(0).standard_normal((64, len(fits)))
+        drawn = fits * np.exp(noise * np.random.default_rng(0).standard_normal((64, len(fits))))
         low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
 
@@ -93,8 +92,7 @@ class _LawFile(BaseModel):
     beta: float = Field(gt=0, le=4)
     unit: str = Field(max_length=100)
     source: str = Field(max_length=1000)
-    samples: tuple[tuple[float, float, float, float, float], ...] = ()
-    noise: float = Field(0.0, ge=0)
+    samples: tuple[tuple[float, float, float, float, float, float], ...] = ()
 
 
 def save_law(law: LossLaw, path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Fits L(N, D) = E + A / N^alpha + B / D^beta to measured losses.
+
+The objective is that of Hoffmann et al. (arXiv:2203.15556): the Huber loss of the residuals of log L, minimized by L-BFGS from a grid of
+starts over log E, log A, log B, alpha and beta. Intervals come from a parametric bootstrap: the residual standard deviation is drawn from
+its own distribution (scaled inverse chi-squared with n - 5 degrees of freedom, so that few runs give wide intervals), losses are drawn
+around the fit, and the law is fitted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.plan.loss_law import LossLaw
+
+PARAMETERS = 5  # of the law
+HUBER = 1e-3  # of log loss; larger residuals count linearly
+BOOTSTRAPS = 200
+_NOISE_FREEDOM = 2  # degrees of freedom that a ladder with few runs has at least, so that the noise is finite
+_BOUNDS = ((-12.0, 5.0), (-5.0, 40.0), (-5.0, 40.0), (0.05, 1.5), (0.05, 1.5))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: active parameters (without the embedding look-up), training tokens, and its measured loss."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+
+def fit_law(
+    points: Sequence[Point], unit: str, source: str, *, bootstraps: int = BOOTSTRAPS, seed: int = 0,
+    advance: Callable[[int], None] | None = None,
+) -> LossLaw:  # fmt: skip
+    """The law of these runs, with bootstrap fits. Raises `UserError` if the runs do not determine one."""
+    _require_enough(points)
+    size, tokens, loss = (np.array([getattr(one, name) for one in points], np.float64) for name in ("parameters", "tokens", "loss"))
+    best = min((_minimize(size, tokens, loss, start) for start in _starts(loss)), key=lambda found: found[0])[1]
+    residuals = np.log(loss) - np.log(_predict(best, size, tokens))
+    freedom = max(_NOISE_FREEDOM, len(points) - PARAMETERS)
+    deviation = float(np.sqrt((residuals**2).sum() / freedom))
+    random = np.random.default_rng(seed)
+    samples = []
+    for _ in range(bootstraps):
+        drawn = deviation * np.sqrt(freedom / random.chisquare(freedom))
+        noisy = _predict(best, size, tokens) * np.exp(drawn * random.standard_normal(len(points)))
+        samples.append((*_law(_minimize(size, tokens, noisy, best)[1]), float(drawn)))
+        if advance:
+            advance(1)
+    e, a, b, alpha, beta = _law(best)
+    return LossLaw(e, a, b, alpha, beta, unit, source, tuple(samples))
+
+
+def _require_enough(points: Sequence[Point]) -> None:
+    sizes, horizons = ({getattr(one, name) for one in points} for name in ("parameters", "tokens"))
+    if len(points) <= PARAMETERS:
+        raise UserError(f"a ladder of {len(points)} runs does not determine a law of {PARAMETERS} parameters; add sizes or horizons")
+    if len(sizes) < 3 or len(horizons) < 3:
+        raise UserError(f"a law needs at least 3 sizes and 3 horizons; the ladder has {len(sizes)} and {len(horizons)}; add some")
+    if not all(np.isfinite([one.parameters, one.tokens, one.loss]).all() and one.loss > 0 for one in points):
+        raise UserError("a run of the ladder has no finite loss; remove it, or run it again with a lower learning rate")
+
+
+def _predict(theta: np.ndarray, size: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    e, a, b, alpha, beta = theta
+    return np.asarray(np.exp(e) + np.exp(a - alpha * np.log(size)) + np.exp(b - beta * np.log(tokens)))
+
+
+def _law(theta: np.ndarray) -> tuple[float, float, float, float, float]:
+    e, a, b = (float(value) for value in np.exp(theta[:3]))
+    return e, a, b, float(theta[3]), float(theta[4])
+
+
+def _starts(loss: np.ndarray) -> list[np.ndarray]:
+    lowest = float(loss.min())
+    grid = product((0.3, 0.8), (2.0, 8.0), (2.0, 8.0), (0.2, 0.5))
+    return [np.array([np.log(share * lowest), a, b, exponent, exponent]) for share, a, b, exponent in grid]
+
+
+def _minimizer() -> Callable[..., Any]:
+    try:
+        from scipy.optimize import minimize
+    except ImportError:
+        raise UserError("fitting a law needs scipy: pip install 'lmworks[ladder]'") from None
+    return minimize
+
+
+def _minimize(size: np.ndarray, tokens: np.ndarray, loss: np.ndarray, start: np.ndarray) -> tuple[float, np.ndarray]:
+    minimize = _minimizer()
+    log_size, log_tokens, log_loss = np.log(size), np.log(tokens), np.log(loss)
+
+    def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
+        e, a, b, alpha, beta = theta
+        parts = np.stack([np.full_like(log_size, np.exp(e)), np.exp(a - alpha * log_size), np.exp(b - beta * log_tokens)])
+        whole = parts.sum(0)
+        residual = np.log(whole) - log_loss
+        inside = np.abs(residual) <= HUBER
+        value = np.where(inside, residual**2 / 2, HUBER * (np.abs(residual) - HUBER / 2)).sum()
+        slope = np.clip(residual, -HUBER, HUBER) / whole
+        gradient = np.array([
+            slope @ parts[0], slope @ parts[1], slope @ parts[2], -(slope * log_size) @ parts[1], -(slope * log_tokens) @ parts[2],
+        ])  # fmt: skip
+        return float(value) / HUBER**2, gradient / HUBER**2
+
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=_BOUNDS, options={"maxiter": 300, "ftol": 1e-11})
+    return float(found.fun), found.x

@@ -1,0 +1,72 @@
+"""The fit of a scaling law: planted laws are found, and prediction intervals hold as often as they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lmworks.errors import UserError
+from lmworks.ladder.fit import Point, fit_law
+from lmworks.plan.loss_law import LossLaw
+
+LAW = LossLaw(1.0, 40.0, 150.0, 0.33, 0.35)
+SIZES = (3e5, 6e5, 1.2e6, 2.4e6)
+TARGET = (4.8e6, 4.8e6)  # four times the operations of the largest run
+
+
+def points(noise: float, seed: int) -> list[Point]:
+    random = np.random.default_rng(seed)
+    return [Point(n, d, LAW.loss(n, d) * float(np.exp(noise * random.standard_normal()))) for n in SIZES for d in SIZES]
+
+
+def test_a_law_without_noise_is_found() -> None:
+    found = fit_law(points(0.0, 0), "bits per byte", "planted", bootstraps=0)
+    assert (found.e, found.alpha, found.beta) == pytest.approx((1.0, 0.33, 0.35), rel=0.02)
+    assert found.loss(*TARGET) == pytest.approx(LAW.loss(*TARGET), abs=1e-4)
+    assert found.loss(1e9, 2e10) == pytest.approx(LAW.loss(1e9, 2e10), abs=0.01), "far away too"
+
+
+def test_intervals_of_90_percent_hold_about_as_often() -> None:
+    """12 ladders with 0.3% noise, each with one target. Fewer than 8 hits have a probability of 0.4% at 90% coverage. 12 hits do not show
+    that intervals are not too wide, so their width is bounded too: 0.055 on average in 30 other ladders."""
+    hits, widths = 0, []
+    for seed in range(12):
+        law = fit_law(points(0.003, seed), "bits per byte", "planted", bootstraps=12, seed=seed)
+        actual = LAW.loss(*TARGET) * float(np.exp(0.003 * np.random.default_rng(1000 + seed).standard_normal()))
+        interval = law.interval(*TARGET)
+        assert interval is not None
+        hits += interval[0] <= actual <= interval[1]
+        widths.append(interval[1] - interval[0])
+    assert hits >= 8
+    assert 0.02 < float(np.mean(widths)) < 0.12
+
+
+def test_one_bad_run_moves_the_law_little() -> None:
+    """The Huber loss: one of 16 runs is off by 5%."""
+    bad = points(0.001, 3)
+    bad[5] = Point(bad[5].parameters, bad[5].tokens, 1.05 * bad[5].loss)
+    found = fit_law(bad, "bits per byte", "planted", bootstraps=0)
+    assert found.loss(*TARGET) == pytest.approx(LAW.loss(*TARGET), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (lambda p: True, ""),
+        (lambda p: p.parameters < 5e5 and p.tokens < 1e6, "2 runs does not determine"),
+        (lambda p: p.parameters < 1e6, "at least 3 sizes and 3 horizons; the ladder has 2 and 4"),
+        (lambda p: p.tokens < 1e6, "the ladder has 4 and 2"),
+    ],
+)
+def test_too_few_runs_are_refused(kept, message: str) -> None:  # type: ignore[no-untyped-def]
+    chosen = [point for point in points(0.0, 0) if kept(point)]
+    if not message:
+        fit_law(chosen, "", "", bootstraps=0)
+        return
+    with pytest.raises(UserError, match=message):
+        fit_law(chosen, "", "", bootstraps=0)
+
+
+def test_a_run_without_a_loss_is_refused() -> None:
+    with pytest.raises(UserError, match="no finite loss"):
+        fit_law([*points(0.0, 0), Point(1e6, 1e6, float("nan"))], "", "")
