@@ -16,7 +16,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmworks.errors import UserError
-from lmworks.evaluate.cloze import split_at_boundary
+from lmworks.evaluate.forms.likelihood import split_at_boundary
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.opening import OpenModel
 from lmworks.model.generate import GenerateOptions, stream
