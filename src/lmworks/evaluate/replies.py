@@ -78,10 +78,11 @@ class Answerer:
         """`prompt.samples` replies to each prompt. `advance` is called with the number of replies that are done."""
         from lmworks.model.generate import GenerateOptions
 
-        replies = [[Reply("", truncated=True)] * prompt.samples for prompt in prompts]
+        replies: list[list[Reply]] = []
         rows = []
         for index, prompt in enumerate(prompts):
             ids = array("i", self.encode(prompt))
+            replies.append([Reply("", truncated=True, prompt_tokens=len(ids))] * prompt.samples)
             if self.context is None or len(ids) < self.context:
                 rows += [_Row(index, sample, ids, prompt) for sample in range(prompt.samples)]
             elif advance:
@@ -143,9 +144,9 @@ class Answerer:
     def _reply(self, row: _Row, ids: list[int], stopped: bool) -> Reply:
         text = self.tokenizer.decode(ids, skip_special=True)
         if self.chat:
-            return Reply(read(text).content, not stopped, len(ids))
+            return Reply(read(text).content, not stopped, len(ids), len(row.ids))
         cuts = [at for stop in row.prompt.stop if (at := text.find(stop)) >= 0]
-        return Reply(text[: min(cuts)] if cuts else text, not stopped, len(ids))
+        return Reply(text[: min(cuts)] if cuts else text, not stopped, len(ids), len(row.ids))
 
     def _seed(self, row: _Row) -> int:
         key = f"{self.seed}\0{row.prompt.set}\0{row.prompt.id}\0{row.sample}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lmworks.corpus.contamination import Question
@@ -19,22 +19,24 @@ class Prompt:
     """One item of a set, in the form for each kind of model.
 
     A base model continues `text`, until one of the strings `stop`. A chat model answers `messages`; `prefix`, with which `text` ends too,
-    is the beginning of its reply, written for it. `reference` is what the set needs to judge a reply.
+    is the beginning of its reply, written for it. `reference` is what the set needs to judge a reply, and
+    `answer` a correct one, to be read.
     """
 
     set: str
     id: str
     text: str
-    messages: tuple[dict[str, str], ...]
-    reference: Any = field(repr=False)
+    messages: tuple[dict[str, Any], ...]
+    reference: Any
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     prefix: str = ""
     subject: str = ""
+    answer: str = ""
     samples: int = 1
 
 
-def ask(content: str) -> tuple[dict[str, str], ...]:
+def ask(content: str) -> tuple[dict[str, Any], ...]:
     """The messages of a conversation in which the user asks `content`."""
     return ({"role": "user", "content": content},)
 
@@ -42,11 +44,12 @@ def ask(content: str) -> tuple[dict[str, str], ...]:
 @dataclass(frozen=True)
 class Reply:
     """What a model wrote, without its reasoning and without the stop. `truncated`: it reached the limit of tokens, or the end of the
-    context, before it stopped. `tokens` counts what it wrote."""
+    context, before it stopped. `tokens` counts what it wrote, `prompt_tokens` what it read."""
 
     text: str
     truncated: bool = False
     tokens: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.readers.items import Unavailable
-from lmworks.errors import UserError
+from lmworks.evaluate.generation.declared import Declared
 from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, ask
 from lmworks.evaluate.generation.ruler.answering import Answering
 from lmworks.evaluate.generation.ruler.counting import common_words, frequent_words
@@ -83,21 +83,26 @@ class Ruler(GenerationSet):
         return [self.prompt(length, number, lengths) for length in wanted for number in range(count or ITEMS)]
 
     def prompt(self, length: int, number: int, lengths: Lengths) -> Prompt:
-        """Item `number` of a length, as long as possible. Raises `UserError` if the length does not hold the smallest one."""
+        """Item `number` of a length, as long as possible. Raises `Unavailable` if the length does not hold the smallest one."""
         drafts = self.task.make(Random(f"{_SEED}/{self.key}/{length}/{number}"), length, self.folder)
         limit = length - self.task.max_new_tokens
         for draft in drafts:
-            size = largest(lambda size, draft=draft: lengths.length(self._prompt(draft, size, length, number)), limit, draft.least, draft.most)  # type: ignore[misc]
+            size = largest(self._measure(draft, length, number, lengths), limit, draft.least, draft.most)
             if size is not None:
                 return self._prompt(draft, size, length, number)
         least = lengths.length(self._prompt(drafts[-1], drafts[-1].least, length, number)) + self.task.max_new_tokens
-        raise UserError(f"{self.name}: {length:,} tokens do not hold item {number}, which has {least:,} with its reply; set a larger length")
+        raise Unavailable(
+            f"{self.name}: {length:,} tokens do not hold item {number}, which has {least:,} with its reply; set `lengths` to larger ones"
+        )
+
+    def _measure(self, draft: Draft, length: int, number: int, lengths: Lengths) -> Callable[[int], int]:
+        return lambda size: lengths.length(self._prompt(draft, size, length, number))
 
     def _prompt(self, draft: Draft, size: int, length: int, number: int) -> Prompt:
         text = draft.render(size)
         return Prompt(
             self.name, f"{length}/{number}", text + draft.prefix, ask(text), Hidden(draft.answers, length), self.task.max_new_tokens,
-            prefix=draft.prefix.strip(),
+            prefix=draft.prefix.strip(), answer=", ".join(draft.answers),
         )  # fmt: skip
 
     def judge(self, prompt: Prompt, replies: Sequence[Reply]) -> list[Judged]:
@@ -127,3 +132,16 @@ def match(reply: str, answers: Sequence[str], how: Literal["all", "any"]) -> Jud
     found = [answer for answer in answers if answer.lower() in plain]
     mark = len(found) / len(answers) if how == "all" else float(bool(found))
     return replace(Judged.right(", ".join(found)) if mark == 1 else Judged.failed("wrong", ", ".join(found) or None), mark=mark)
+
+
+def _declared(task: str, about: str, options: frozenset[str]) -> Declared:
+    return Declared(f"ruler-{task}", about, lambda one: Ruler(task, one.lengths, one.path), TASKS[task].max_new_tokens, options)
+
+
+_ABOUT = {"niah": "find values by their keys in a haystack", "vt": "follow a chain of assignments", "cwe": "find the ten most common words",
+          "fwe": "find the three most frequent coded words", "qa": "answer a question from documents"}
+_READ = ("niah-single-2", "niah-single-3", "niah-multikey-1", "niah-multivalue", "niah-multiquery", "qa-1", "qa-2")  # texts of a folder
+
+SETS = tuple(
+    _declared(task, _ABOUT[task.split("-")[0]], frozenset({"lengths", "path"} if task in _READ else {"lengths"})) for task in TASKS
+)

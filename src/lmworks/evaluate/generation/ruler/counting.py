@@ -74,7 +74,8 @@ def _list_task(entries: list[str]) -> str:
 
 
 def frequent_words(rng: Random, length: int, folder: str | None) -> tuple[Draft, ...]:
-    """Coded words whose frequencies follow a Zipf distribution; the most frequent one is replaced by dots, and the next three are asked for."""
+    """Coded words whose frequencies follow a Zipf distribution. The most frequent one is replaced by dots; the next three are asked
+    for."""
     drawn: set[str] = set()
     while len(drawn) < max(50, length // 50):
         drawn.add("".join(rng.choices(ascii_lowercase, k=_LETTERS)))
@@ -88,8 +89,8 @@ def frequent_words(rng: Random, length: int, folder: str | None) -> tuple[Draft,
         entries = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
         Random(f"{seed}/{size}").shuffle(entries)
         return (
-            "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. "
-            f"{' '.join(entries)}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
+            "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words."
+            f" {' '.join(entries)}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
             "frequently appeared words in the above coded text?"
         )
 

@@ -19,6 +19,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate.generation.ruler.texts import read_json
 from lmworks.evaluate.sources import package
 
+
 @dataclass(frozen=True)
 class Asked:
     """A question with its accepted answers. `gold` are the numbers of the documents that answer it, `related` those that are hard to tell
@@ -115,7 +116,8 @@ def _composed(library: Library) -> Library:
             by_word[word].append(second)
     composed: dict[str, Asked] = {}  # one for each second question
     for first in library.questions:
-        for bridge in sorted({re.sub(r"^(?:the|an?) ", "", answer, flags=re.IGNORECASE) for answer in first.answers}, key=lambda b: (-len(b), b)):
+        bridges = {re.sub(r"^(?:the|an?) ", "", answer, flags=re.IGNORECASE) for answer in first.answers}
+        for bridge in sorted(bridges, key=lambda bridge: (-len(bridge), bridge)):
             words = re.findall(r"\w+", bridge)
             if len(bridge) < 4 or not bridge[0].isupper() or not words:
                 continue

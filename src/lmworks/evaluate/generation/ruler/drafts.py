@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+_FIRST = 64  # units of haystack from which the tokens per unit are known well enough
+
+
 @dataclass(frozen=True)
 class Draft:
     """An item before it has a length.
@@ -32,7 +35,7 @@ def largest(length: Callable[[int], int], limit: int, least: int, most: int | No
     if low_length > limit:
         return None
     high: int | None = None  # a size that is too long
-    guess = least + max(1, limit - low_length)  # a unit has about a token, or more
+    guess = least + _FIRST
     while high is None or high - low > 1:
         size = max(low + 1, guess if high is None else min(guess, high - 1))
         size = size if most is None else min(size, most)

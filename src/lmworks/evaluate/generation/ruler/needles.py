@@ -88,7 +88,8 @@ def spread(lines: list[str], inserted: list[str], places: list[float]) -> list[s
 
 def _in_text(text: Haystack, size: int, needles: list[str], depths: list[float]) -> str:
     """Needles between the sentences of the first `size` words."""
-    sentences, pieces, done = text.sentences(size), [], 0
+    pieces: list[str] = []
+    sentences, done = text.sentences(size), 0
     for needle, depth in zip(needles, depths, strict=True):
         at = min(size, text.start(int(sentences * depth)))
         pieces += (text.text(done, at), needle)

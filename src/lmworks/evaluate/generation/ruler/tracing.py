@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from string import ascii_uppercase
 
@@ -29,7 +30,7 @@ def _chain(rng: Random, letters: int) -> tuple[list[str], str, list[str], list[f
         if name not in names:
             names.append(name)
     value = str(rng.randrange(10_000, 100_000))
-    chain = [f"VAR {names[0]} = {value}", *(f"VAR {after} = VAR {before}" for before, after in zip(names, names[1:], strict=False))]
+    chain = [f"VAR {names[0]} = {value}", *(f"VAR {after} = VAR {before}" for before, after in pairwise(names))]
     return names, value, chain, sorted(rng.random() for _ in chain)
 
 
@@ -43,6 +44,6 @@ def _task(size: int, chain: list[str], places: list[float], value: str) -> str:
 
 def _prefix(value: str) -> str:
     return (
-        f" Answer: According to the chain(s) of variable assignment in the text above, {HOPS + 1} variables are assigned the value {value}, "
-        "they are:"
+        " Answer: According to the chain(s) of variable assignment in the text above, "
+        f"{HOPS + 1} variables are assigned the value {value}, they are:"
     )

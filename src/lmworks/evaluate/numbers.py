@@ -15,7 +15,8 @@ from fractions import Fraction
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]%.])-)?(?:[$€£](?P<minus>-)?)?(?P<digits>{_DIGITS})(?:/(?P<below>[0-9]+))?")
 _STATED = re.compile(
-    r"####|\\boxed {0,4}\{|\b(?:answer|result)[*_]{0,4} {0,4}(?:(?:is|was|be)\b|[:=])|^[ \t]{0,8}[*_]{0,4}a {0,4}:", re.IGNORECASE | re.MULTILINE
+    r"####|\\boxed {0,4}\{|\b(?:answer|result)[*_]{0,4} {0,4}(?:(?:is|was|be)\b|[:=])|^[ \t]{0,8}[*_]{0,4}a {0,4}:",
+    re.IGNORECASE | re.MULTILINE,
 )
 _EQUATION = re.compile(r"[-+*/×÷x()$%., 0-9]{0,100}= {0,4}")
 _MINUS = dict.fromkeys(map(ord, "−–‒﹣－"), "-")
