@@ -14,7 +14,7 @@ from command import Lmworks
 
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
-from lmworks.evaluate import tasks
+from lmworks.evaluate.generation import reasoning
 from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.sets import loading as sets
 from lmworks.files import read_json
@@ -74,7 +74,7 @@ def test_a_file_of_ones_own_is_kept_out_of_the_corpus_and_watched(lmworks: Lmwor
 
 def test_other_tasks_clean_the_corpus_again(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
-    asked = tasks.generate_tasks(Generator(name="family_relationships"), 50)[3].question
+    asked = reasoning.generate_tasks(Generator(name="family_relationships"), 50)[3].question
     arguments = with_leak(tiny, tmp_path, asked)
     lmworks("corpus", "prepare", *arguments, "--set", "evaluate.tasks=[spell_backward]")
     assert asked in trained_on(tmp_path / "run")

@@ -15,10 +15,10 @@ from lmworks.corpus.readers import parts, read
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.evaluate import tasks
+from lmworks.evaluate.generation import reasoning
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import GENERATION
+from lmworks.evaluate.sets.registry import GENERATION, is_generated
 from lmworks.files import read_json, sha256_file
 from lmworks.recipe.schema.evaluate import Protected
 from lmworks.recipe.schema.recipe import Recipe
@@ -57,10 +57,10 @@ def protection(recipe: Recipe) -> Protection:
     unread: dict[str, str] = {}
     for one in wanted.benchmarks:
         try:
-            questions += GENERATION[one.name].questions() if one.file is None and one.name in GENERATION else loading.questions(one)
+            questions += GENERATION[one.name].questions(one) if is_generated(one) else loading.questions(one)
         except Unavailable as reason:
             unread[one.name] = str(reason)
-    questions += tasks.questions(wanted.tasks, wanted.task_items)
+    questions += reasoning.questions(wanted.tasks, wanted.task_items)
     for own in wanted.protect:
         questions += _questions(own)
     return Protection(questions, unread)

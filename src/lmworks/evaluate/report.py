@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks import files
 from lmworks.corpus.contamination import Question
-from lmworks.evaluate import bits_per_byte, protection, references, tasks
+from lmworks.evaluate import bits_per_byte, protection, references
 from lmworks.evaluate.forms.choosing import training_flops
-from lmworks.evaluate.forms.measuring import Found, measure
+from lmworks.evaluate.forms.measuring import measure
+from lmworks.evaluate.found import Found
+from lmworks.evaluate.generation.measuring import FORM
+from lmworks.evaluate.generation.measuring import measure as measure_generation
+from lmworks.evaluate.generation.reasoning import SEED, Reasoning, generate_tasks
 from lmworks.evaluate.heldout import held_out, training_texts
-from lmworks.evaluate.items import FORMS, Form, score_name
+from lmworks.evaluate.items import FORMS, Form
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
@@ -30,7 +34,6 @@ from lmworks.evaluate.sets.registry import check_names
 from lmworks.evaluate.sources.package import PACKAGE
 from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
-from lmworks.progress import bar
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.observe.prompts import prompts as prompts_of
 
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 Name = Literal["base", "tuned"]
-_NOTABLE = 10  # per task and side
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def check(recipe: Recipe) -> None:
     check_names(recipe.evaluate.benchmarks)
     check_local(recipe.evaluate.benchmarks)
     for generator in recipe.evaluate.tasks:
-        tasks.generate_tasks(generator, 1)
+        generate_tasks(generator, 1)
 
 
 def evaluate(
@@ -114,7 +116,7 @@ _HOW_SCORES = (
     "the item; 95% Wilson interval; the verdict compares the whole interval with chance, or with the best constant answer where one exists"
 )
 _HOW_TASKS = (
-    f"reasoning-gym with seeds from {tasks.SEED}, answered freely and greedily, full marks of the package's verifier only; "
+    f"reasoning-gym with seeds from {SEED}, answered freely and greedily, full marks of the package's verifier only; "
     "95% Wilson interval; baseline: the commonest right answer of the same questions"
 )
 
@@ -132,11 +134,12 @@ def _measure(
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
     found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
-    start = time.perf_counter()
-    asked = {one.name: tasks.generate_tasks(one, wanted.task_items) for one in wanted.tasks}
-    _solve(asked, Answerer(model, tokenizer, subject.chat), subject.name, found)
-    if asked:
-        speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
+    start, scored = time.perf_counter(), len(found.outcomes)
+    answerer = Answerer(model, tokenizer, subject.chat)
+    for generator in wanted.tasks:
+        measure_generation(Reasoning(generator, wanted.task_items), answerer, None, None, subject.name, found)
+    if wanted.tasks:
+        speed["replies_per_second"] = (len(found.outcomes) - scored) / (time.perf_counter() - start)
     measured["scores"], measured["unavailable"] = found.scores, found.unavailable
     measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
     _mark(found.scores, measured["not_clean"])
@@ -166,30 +169,6 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     return int(model.config.max_position_embeddings or 2048)
 
 
-def _solve(asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]], name: str, found: Found) -> None:
-    """Add the scores of the tasks of reasoning-gym."""
-    every = [task for of_name in asked.values() for task in of_name]
-    with bar(f"{name}: tasks", len(every)) as progress:
-        judged = tasks.judge(every, answerer([task.question for task in every], progress.advance))
-    for one in asked:
-        part = [j for j in judged if j.task.name == one]
-        score = tasks.score(part).to_json() | {
-            "set": one, "form": "generate", "shots": 0, "norm": None,
-            "mean_mark": sum(j.mark for j in part) / len(part), "empty_replies": sum(not j.reply for j in part),
-        }  # fmt: skip
-        outcomes = [
-            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0}
-            for j in part
-        ]
-        solved, failed = [j for j in part if j.solved], [j for j in part if not j.solved]
-        found.asked[one] = [tasks.question(j.task) for j in part]
-        found.add(score_name(one, "generate", 0), score, outcomes, [j.to_json() for j in failed[:_NOTABLE] + solved[:_NOTABLE]])
-
-
-def _failure(judged: tasks.Judged) -> str | None:
-    return None if judged.solved else "wrong" if judged.extracted else "no answer"
-
-
 def read_outcomes(path: Path) -> list[dict[str, Any]]:
     """The records of `outcomes-NAME.jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -201,9 +180,14 @@ def _lines(records: Iterable[dict[str, Any]]) -> str:
 
 def _compare(base: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> dict[str, Any]:
     """Tuned minus base for every score, over the items that both answered."""
-    before = {(one["score"], one["id"]): one["correct"] for one in base}
-    pairs: dict[str, list[tuple[bool, bool]]] = {}
+    before = {(one["score"], one["id"]): _worth(one) for one in base}
+    pairs: dict[str, list[tuple[float, float]]] = {}
     for one in tuned:
         if (one["score"], one["id"]) in before:
-            pairs.setdefault(one["score"], []).append((before[one["score"], one["id"]], one["correct"]))
+            pairs.setdefault(one["score"], []).append((before[one["score"], one["id"]], _worth(one)))
     return {score: paired_bootstrap([b for b, _ in pair], [t for _, t in pair]).to_json() for score, pair in pairs.items()}
+
+
+def _worth(outcome: dict[str, Any]) -> float:
+    """What an item adds to its score: its mark where it was answered by generation, else whether it is correct."""
+    return float(outcome["value"] if f"/{FORM}/" in outcome["score"] else outcome["correct"])

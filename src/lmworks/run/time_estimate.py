@@ -16,6 +16,8 @@ from lmworks.recipe.schema.units import Duration, Tokens
 from lmworks.shards.order.timeline import PhaseSteps
 
 if TYPE_CHECKING:
+    from lmworks.recipe.schema.evaluate import Benchmark
+    from lmworks.tokenizer import Tokenizer
     from lmworks.train.calibrate import Speed
 
 FEW_ITEMS = 10  # questions per benchmark set and task where time is short
@@ -64,11 +66,15 @@ def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
     from lmworks.corpus.readers.items import Unavailable
     from lmworks.evaluate.items import ChoiceItem
     from lmworks.evaluate.sets import loading
+    from lmworks.evaluate.sets.registry import is_generated
     from lmworks.tokenizer import load
 
     found = {}
     tokenizer = load(run_dir / "tokenizer")
     for one in recipe.evaluate.benchmarks:
+        if is_generated(one):
+            found[one.name] = _prompt_tokens(one, tokenizer)
+            continue
         try:
             items = loading.load(one, FEW_ITEMS, 0).items
         except Unavailable:
@@ -77,6 +83,26 @@ def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
         texts = [context + rest for item in choices for context, rest in zip(item.contexts, item.continuations, strict=True)]
         found[one.name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
     return found
+
+
+def _prompt_tokens(benchmark: Benchmark, tokenizer: Tokenizer) -> float:
+    """Mean tokens of a prompt of a generation set; 0 if it cannot be measured here."""
+    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.evaluate.generation.interface import Prompt
+    from lmworks.evaluate.sets.registry import GENERATION
+
+    class Text:
+        context: int | None = None
+
+        def length(self, prompt: Prompt) -> int:
+            return len(tokenizer.encode(prompt.text))
+
+    chosen = GENERATION[benchmark.name].open(benchmark)
+    try:
+        prompts = chosen.prompts(FEW_ITEMS, chosen.shots if benchmark.shots is None else benchmark.shots, Text())
+    except Unavailable:
+        return 0.0
+    return sum(map(Text().length, prompts)) / len(prompts)
 
 
 def _loop() -> float:
@@ -90,6 +116,7 @@ def _loop() -> float:
 
 def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
     """Predicted seconds of each stage after the data."""
+    from lmworks.evaluate.sets.registry import GENERATION, is_generated
     from lmworks.train.calibrate import ROWS
     from lmworks.train.curriculum import interval_in_steps
 
@@ -120,6 +147,9 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
     scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
     replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY
+    for one in filter(is_generated, wanted.benchmarks):
+        count = (one.items or wanted.benchmark_items) * one.samples * max(1, len(one.lengths))
+        replies += -(-count // ROWS) * GENERATION[one.name].reply_tokens
     found["evaluate"] = models * (forward(scored, context) + generate(replies + _SAMPLE, phases[0].sequence_length))
     found["evaluate"] += work.slowness * (_EVALUATION + wanted.references * _COMPRESSED_BYTE * work.held_out_bytes)
     found["export"] = work.slowness * _EXPORT * (recipe.export.huggingface or recipe.export.gguf)

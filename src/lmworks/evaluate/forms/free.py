@@ -6,16 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lmworks.evaluate.extraction import extract
 from lmworks.evaluate.forms.prompts import free_messages, free_text
+from lmworks.evaluate.generation.interface import Failure, Prompt, Reply
 from lmworks.evaluate.items import LETTERS, ChoiceItem, Item, OpenItem
 from lmworks.evaluate.logprobs import Advance
-from lmworks.evaluate.replies import Answerer, Reply
+from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.statistics import Score
 
-Failure = Literal["no answer", "format", "truncated", "wrong"]
+_MOST_TOKENS = 64  # of a reply
+_STOP = ("\nQuestion:", "\n\n")  # a base model goes on to ask itself the next question; its answer is what comes before
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,;\s]|$)")
 
@@ -46,9 +48,11 @@ class Judged:
 
 def answer(items: Sequence[Item], shown: Sequence[Sequence[Item]], answerer: Answerer, advance: Advance | None = None) -> list[Judged]:
     """Ask every item, with its worked examples `shown` before it, and judge the replies."""
-    make = free_messages if answerer.chat else free_text
-    replies = answerer.replies([make(item, examples) for item, examples in zip(items, shown, strict=True)], advance)
-    return [judge(item, reply) for item, reply in zip(items, replies, strict=True)]
+    prompts = [
+        Prompt(item.set, item.id, free_text(item, examples), tuple(free_messages(item, examples)), item, _MOST_TOKENS, _STOP)
+        for item, examples in zip(items, shown, strict=True)
+    ]
+    return [judge(item, reply) for item, (reply,) in zip(items, answerer(prompts, advance=advance), strict=True)]
 
 
 def judge(item: Item, reply: Reply) -> Judged:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lmworks.corpus.contamination import Question
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate.forms import free, likelihood, prompts
 from lmworks.evaluate.forms.choosing import PROBE_ITEMS, Choice, Probes, choose
+from lmworks.evaluate.found import Found
+from lmworks.evaluate.generation.measuring import measure as measure_generation
 from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.sets import loading
 from lmworks.evaluate.sets.loading import Loaded
+from lmworks.evaluate.sets.registry import GENERATION, is_generated
 from lmworks.evaluate.statistics import Score, pooled
 from lmworks.progress import bar, console
 from lmworks.recipe.loading.own_task import load_task
@@ -42,26 +44,6 @@ class Measured(Protocol):
     def name(self) -> str: ...
 
 
-@dataclass
-class Found:
-    """What was measured.
-
-    scores: by name, as in results.json. outcomes: one record per item and score. items: notable items, to be read. asked: the items of
-    each set, as they are kept out of training text. unavailable: sets without data, with the reason.
-    """
-
-    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
-    items: list[dict[str, Any]] = field(default_factory=list)
-    asked: dict[str, list[Question]] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
-
-    def add(self, name: str, score: dict[str, Any], outcomes: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> None:
-        self.scores[name] = score
-        self.outcomes += ({"score": name, **one} for one in outcomes)
-        self.items += ({"score": name, **one} for one in items)
-
-
 @dataclass(frozen=True)
 class Task:
     """A set in a form with its sample of items: one score. `chosen`: whether the form was chosen to suit the model, and not asked for."""
@@ -81,12 +63,13 @@ class Task:
 def measure(
     subject: Measured, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
 ) -> Found:
-    """Score `subject` on the sets, at most `most` items of each unless a benchmark says otherwise.
+    """Score `subject` on the sets of a recipe, at most `most` items of each unless a benchmark says otherwise.
 
     `flops` and `paired` decide which forms suit it (`forms/choosing.py`). Raises `UserError` for data that is not what it should be.
     """
     found = Found()
-    tasks = _tasks(subject, benchmarks, most, flops, paired, found)
+    generated = [one for one in benchmarks if is_generated(one)]
+    tasks = _tasks(subject, [one for one in benchmarks if one not in generated], most, flops, paired, found)
     found.asked = {task.name: [protected_question(item) for item in task.loaded.items] for task in tasks}
     total = sum(len(item.continuations) if task.form != "free" and isinstance(item, ChoiceItem) else 1
                 for task in tasks for item in task.loaded.items)
@@ -101,6 +84,10 @@ def measure(
             whole = pooled([score for _, score in scored]).to_json()
             more = {"set": ALL_SETS, "form": form, "shots": shots, "norm": _NORM[form], "sets": [name for name, _ in scored]}
             found.scores[score_name(ALL_SETS, form, shots)] = whole | more
+    answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
+    for benchmark in generated:
+        chosen = GENERATION[benchmark.name].open(benchmark)
+        measure_generation(chosen, answerer, benchmark.items or most, benchmark.shots, subject.name, found)
     return found
 
 

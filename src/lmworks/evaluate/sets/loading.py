@@ -12,7 +12,7 @@ from lmworks.errors import UserError
 from lmworks.evaluate.items import ChoiceItem, Item, digest, protected_question, ranked
 from lmworks.evaluate.sets import own
 from lmworks.evaluate.sets.choice_set import ChoiceSet
-from lmworks.evaluate.sets.registry import CHOICE
+from lmworks.evaluate.sets.registry import CHOICE, GENERATION, is_generated
 from lmworks.evaluate.sources import local
 from lmworks.evaluate.sources.data import Data, rows, where
 from lmworks.recipe.loading.own_task import load_task
@@ -155,5 +155,8 @@ def fingerprint(examples: Sequence[Item]) -> str:
 def check_local(benchmarks: Iterable[Benchmark]) -> None:
     """Raise `UserError` for local data that is missing or is not what it should be. The package and the hub are not looked at."""
     for one in benchmarks:
-        if one.file is not None or one.path is not None:
+        if is_generated(one):
+            if one.path is not None:
+                next(GENERATION[one.name].questions(one), None)
+        elif one.file is not None or one.path is not None:
             load(one, 1, one.shots or 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lmworks.errors import UserError
 from lmworks.evaluate import generation, sets
+from lmworks.evaluate.generation.declared import GENERATED_ONLY, Declared, given
 from lmworks.evaluate.sets.choice_set import ChoiceSet
 from lmworks.recipe.schema.evaluate import Benchmark
 
@@ -23,14 +24,24 @@ def _found(package: ModuleType) -> dict[str, Any]:
 
 CHOICE: dict[str, ChoiceSet] = _found(sets)
 """The multiple-choice sets."""
-GENERATION: dict[str, Any] = _found(generation)
+GENERATION: dict[str, Declared] = _found(generation)
 """The sets that are answered by generated text and judged by code of their own."""
 
 
+def is_generated(benchmark: Benchmark) -> bool:
+    """Whether a benchmark is one of `GENERATION`."""
+    return benchmark.file is None and benchmark.name in GENERATION
+
+
 def check_names(benchmarks: Iterable[Benchmark]) -> None:
-    """Raise `UserError` for a set that does not exist, with the nearest that does. A task of the user's own may have any name."""
+    """Raise `UserError` for a set that does not exist, with the nearest that does, and for an option that it does not have. A task of the
+    user's own may have any name."""
     known = [*CHOICE, *GENERATION]
     for one in benchmarks:
+        if is_generated(one):
+            GENERATION[one.name].open(one)
+        elif odd := given(one, GENERATED_ONLY):
+            raise UserError(f"evaluate.benchmarks.{one.name}.{odd[0]}: only sets that are answered by generation have it; leave it out")
         if one.file is None and one.name not in known:
             near = difflib.get_close_matches(one.name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known sets: {', '.join(known)}"

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus import Source
 from lmworks.recipe.schema.effect import read_by
+from lmworks.recipe.schema.units import Tokens
 
 
 class Generator(Node):
@@ -45,6 +46,13 @@ class Benchmark(Node):
         None, ge=0, description="number of worked examples before each question; null: 5 with letters, else 0, or what the set states"
     )
     items: Annotated[int | None, read_by("evaluate")] = Field(None, gt=0, description="maximum items; null: evaluate.benchmark_items")
+    samples: Annotated[int, read_by("evaluate")] = Field(1, gt=0, le=1000, description="humaneval: programs per problem, for pass@k")
+    temperature: Annotated[float | None, read_by("evaluate")] = Field(
+        None, ge=0, le=10, description="humaneval: temperature of sampling; 0 is greedy; null: 0 for one sample, 0.8 for several"
+    )
+    lengths: Annotated[tuple[Tokens, ...], read_by("evaluate")] = Field(
+        (), description="ruler: lengths of the items with their replies; when omitted, 4096 tokens or the model's context, if it is shorter"
+    )
 
     @model_validator(mode="before")
     @classmethod
