@@ -58,8 +58,8 @@ def export_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model in Hugging Face format, whose context holds most prompts."""
     folder = tmp_path_factory.mktemp("dense") / "huggingface"
     config = Model(
-        vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64,
-        use_qk_norm=True, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings="640 tokens",
+        vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=64, use_qk_norm=True, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings="640 tokens",
     )  # fmt: skip
     model = initialize(Transformer(config), seed=11).eval()
     write_huggingface(model, load_tokenizer(tiny.run_dir / "tokenizer"), folder, torch.float32)
@@ -157,7 +157,7 @@ def test_all_agree_on_many_items(which: str, request: pytest.FixtureRequest, tmp
         compare(ours(opened, SLOW), by_their_class(subject, tmp_path, exported, opened.context), exported)
 
 
-def test_a_change_of_the_boundary_is_seen(random_model: OpenModel, few: tuple[Path, list[Exported]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_seen(random_model: OpenModel, few: tuple[Path, list[Exported]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: without the context, choices differ."""
     monkeypatch.setattr(HarnessLM, "_encode_pair", lambda self, context, rest: ([self.eos_id], self.encode(rest)))
     with pytest.raises(AssertionError):

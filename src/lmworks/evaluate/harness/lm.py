@@ -7,7 +7,6 @@ are split into tokens by `split_at_boundary`, as in our own scores: lm-evaluatio
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -19,7 +18,8 @@ from lmworks.errors import UserError
 from lmworks.evaluate.forms.likelihood import split_at_boundary
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.opening import OpenModel
-from lmworks.model.generate import GenerateOptions, stream
+from lmworks.evaluate.replies import generate_until
+from lmworks.model.generate import GenerateOptions
 from lmworks.progress import bar, console
 from lmworks.tokenizer.chat import MARKERS, encode_marked, mark
 
@@ -166,7 +166,10 @@ class HarnessLM(TemplateLM):
                 room = max(1, self.max_length - options.max_new_tokens)
                 prompts = {index: (self.encode(requests[index].args[0]) or [self.prefix_token_id])[-room:] for index in group}
                 for batch in self._batches(prompts, options.max_new_tokens):
-                    for index, ids in zip(batch, self._until([prompts[one] for one in batch], options, until, batch[0]), strict=True):
+                    seeds = [self.seed * 1_000_003 + index for index in batch]
+                    rows = [prompts[index] for index in batch]
+                    written = generate_until(self.model, self.tokenizer, rows, options, [until] * len(batch), seeds)
+                    for index, (ids, _) in zip(batch, written, strict=True):
                         text = self.tokenizer.decode(ids, skip_special=True)
                         replies[index] = postprocess_generated_text(text, until, _THOUGHT if self._chat else None)
                         self.cache_hook.add_partial("generate_until", requests[index].args, replies[index])
@@ -183,12 +186,13 @@ class HarnessLM(TemplateLM):
             )
         most, limit = wanted["max_gen_toks"], max(1, self.max_length // 2)
         if most >= self.max_length:
-            console.print(f"{request.task_name}: {limit} new tokens at most and not {most}: the context is {self.max_length}", style="yellow")
+            told = f"{request.task_name}: {limit} new tokens at most and not {most}: the context is {self.max_length} tokens"
+            console.print(told, style="yellow")
             most = limit
         options = GenerateOptions(
             max_new_tokens=most, temperature=float(wanted.get("temperature") or 0.0) if wanted["do_sample"] else 0.0,
             top_k=int(wanted.get("top_k") or 0), top_p=float(wanted.get("top_p") or 1.0), min_p=float(wanted.get("min_p") or 0.0),
-            stop_ids=tuple(self.tokenizer.stop_ids), seed=self.seed,
+            stop_ids=tuple(self.tokenizer.stop_ids),
         )  # fmt: skip
         return options, [stop for stop in handle_stop_sequences(wanted["until"], None) if stop]
 
@@ -202,23 +206,3 @@ class HarnessLM(TemplateLM):
                 width = len(prompts[index]) + new
             batches[-1].append(index)
         return batches
-
-    def _until(self, prompts: Sequence[list[int]], options: GenerateOptions, until: Sequence[str], first: int) -> list[list[int]]:
-        """The new tokens of each prompt, without the stop token; at least up to the first of the strings `until`."""
-        written: list[list[int]] = [[] for _ in prompts]
-        stopped = [False] * len(prompts)
-        # a token is at least a byte, and some write none: the end that may hold a stop string is a few tokens longer than it
-        reach = max((len(stop.encode()) for stop in until), default=0) + 8
-        for step in stream(self.model, list(prompts), options):
-            for row, token in enumerate(step):
-                if token is None or stopped[row]:
-                    continue
-                if token.id in options.stop_ids:
-                    stopped[row] = True
-                    continue
-                written[row].append(token.id)
-                end = self.tokenizer.decode(written[row][-reach:], skip_special=True) if until else ""
-                stopped[row] = any(stop in end for stop in until)
-            if all(stopped):
-                break
-        return written

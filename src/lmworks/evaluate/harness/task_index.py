@@ -1,7 +1,7 @@
 """Finds tasks of lm-evaluation-harness by name: its bundled ones, and those of a folder of the user's own, which is checked first.
 
-A task of lm-evaluation-harness is YAML that may name Python functions (`!function`), which are executed when the task is loaded. The bundled
-tasks are code of an installed package. A folder of the user's own is data: without `trusted`, its files are checked not to name code.
+A task of lm-evaluation-harness is YAML that may name Python functions (`!function`), which are executed when the task is loaded. The
+bundled tasks are code of an installed package. A folder of the user's own is data: without `trusted`, its files may not name code.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _LONGEST:
             raise UserError(f"{path} is larger than {_LONGEST >> 20} MB; it is no task file")
-        task = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506  a SafeLoader
+        task = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a task: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(task, dict):
