@@ -122,7 +122,7 @@ def _write_numbers(folder: Path, benchmark: Benchmark, most: int | None) -> Expo
 class _NoLimit:
     """A model of any context: the prompts of these sets do not depend on it."""
 
-    context = None
+    context: int | None = None
 
     def length(self, prompt: Prompt) -> int:
         return len(prompt.text)

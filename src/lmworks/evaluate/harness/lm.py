@@ -51,7 +51,7 @@ class HarnessLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: BOS where the tokenizer has one, else the end of text, as in lm-evaluation-harness."""
-        bos = getattr(self.tokenizer, "tokens", {}).get("bos_token")
+        bos = getattr(self.tokenizer, "tokens", {}).get("bos_token", "")
         return self.tokenizer.special.get(bos, self.eos_id)
 
     @property
@@ -108,7 +108,7 @@ class HarnessLM(TemplateLM):
         ids, prefix = self.encode(string), list(getattr(self.tokenizer, "prefix", ()))
         return ids[len(prefix) :] if add_special_tokens is False else ids
 
-    def _encode_pair(self, context: str, continuation: str) -> Request:
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self._chat:
             continuation = mark(self.tokenizer, continuation, _MARKER)
         if not context:
@@ -116,8 +116,8 @@ class HarnessLM(TemplateLM):
             return (rest[:1], rest[1:]) if rest[:1] == [self.prefix_token_id] else ([self.prefix_token_id], rest)
         if not continuation:
             return self.encode(context), []
-        before, rest = split_at_boundary(self, context, continuation)
-        return (before, rest) if before else ([self.prefix_token_id], rest)  # both are one token together
+        before, after = map(list, split_at_boundary(self, context, continuation))
+        return (before, after) if before else ([self.prefix_token_id], after)  # both are one token together
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of the log-probabilities of each continuation after its context, and whether greedy decoding would write it."""
