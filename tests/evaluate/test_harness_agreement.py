@@ -7,6 +7,7 @@ transformers, on our export. The last two read what `export` wrote.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,19 @@ pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]
 from saved_run import save_run
 
 from lmworks.evaluate.forms import likelihood, prompts
+from lmworks.evaluate.generation import gsm8k
+from lmworks.evaluate.generation.interface import Reply
 from lmworks.evaluate.harness.exporting import FORMS, METRICS, Exported, export
 from lmworks.evaluate.harness.lm import HarnessLM
 from lmworks.evaluate.harness.running import HarnessOptions, run
+from lmworks.evaluate.harness.task_data import Source
+from lmworks.evaluate.harness.task_index import manager
 from lmworks.evaluate.items import ChoiceItem, score_name
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.sets import loading
-from lmworks.evaluate.sets.registry import CHOICE
+from lmworks.evaluate.sets.registry import CHOICE, GENERATION
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -59,7 +65,7 @@ def export_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "huggingface"
     config = Model(
         vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        intermediate_size=64, use_qk_norm=True, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings="640 tokens",
+        intermediate_size=64, use_qk_norm=True, tie_word_embeddings=True, initializer_range=0.2, max_position_embeddings="640 tokens",
     )  # fmt: skip
     model = initialize(Transformer(config), seed=11).eval()
     write_huggingface(model, load_tokenizer(tiny.run_dir / "tokenizer"), folder, torch.float32)
@@ -118,9 +124,6 @@ def by_their_class(folder: Path, include: Path, exported: Sequence[Exported], co
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    from lmworks.evaluate.harness.task_data import Source
-    from lmworks.evaluate.harness.task_index import manager
-
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=8, max_length=context)
     with Source().installed():
         loaded = manager(include, trusted=False).load([one.task for one in exported])
@@ -162,3 +165,55 @@ def test_a_difference_is_seen(random_model: OpenModel, few: tuple[Path, list[Exp
     monkeypatch.setattr(HarnessLM, "_encode_pair", lambda self, context, rest: ([self.eos_id], self.encode(rest)))
     with pytest.raises(AssertionError):
         check_our_class(random_model, *few, FAST)
+
+
+def test_gsm8k_replies_and_answers_agree(
+    export_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same replies by all three paths, and the same judgment: a stated number, or else the last one of a reply that has ended."""
+    monkeypatch.setattr(gsm8k, "_MOST_TOKENS", 40)
+    benchmark = Benchmark(name="gsm8k", shots=0)
+    [exported] = export(tmp_path, [benchmark], most=FAST)
+    opened = open_model(export_folder, "cpu")
+    answerer = Answerer(opened.model, opened.tokenizer, chat=False)
+    chosen = GENERATION["gsm8k"].open(benchmark)
+    asked = chosen.prompts(FAST, 0, answerer)
+    replies = [reply for [reply] in answerer(asked)]
+    judged = [one for prompt, reply in zip(asked, replies, strict=True) for one in chosen.judge(prompt, [reply])]
+    assert len({reply.text for reply in replies}) > 1
+    documents = [
+        run(opened, HarnessOptions([exported.task], include_path=tmp_path)).document,
+        by_their_class(export_folder, tmp_path, [exported], opened.context),
+    ]
+    for document in documents:
+        samples = document["samples"][exported.task]
+        stated, last = ([one for one in samples if one["filter"] == name] for name in ("stated", "last-number"))
+        assert [one["resps"][0][0] for one in stated] == [reply.text for reply in replies]
+        found = [
+            bool(one["exact_match"]) if one["filtered_resps"] != ["[invalid]"] else bool(other["exact_match"]) and not reply.truncated
+            for one, other, reply in zip(stated, last, replies, strict=True)
+        ]
+        assert found == [one.correct for one in judged]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "correct"),
+    [("So 5 + 4 = 9.\n#### 9", 9, True), ("The answer is 1,234.", 1234, True), ("It is 12 and then 18", 18, True), ("9 of 18", 9, False),
+     ("The answer is $7.00 for 3", 7, True), ("no number", 1, False), ("-5", -5, True)],
+)  # fmt: skip
+def test_the_numbers_that_replies_give(tmp_path: Path, reply: str, answer: int, correct: bool) -> None:
+    """The filters of the exported task read the same answer as our judge."""
+    [exported] = export(tmp_path, [Benchmark(name="gsm8k", shots=0)], most=1)
+    with Source().installed():
+        task = manager(tmp_path, trusted=False).load([exported.task])["tasks"][exported.task]
+    task.set_fewshot_seed(1)
+    task.build_all_requests(limit=1)
+    [instance] = task.instances
+    instance.resps.append(reply)
+    task.apply_filters()
+    marks = {
+        name: task.process_results({**instance.doc, "answer": str(answer)}, [instance.filtered_resps[name]])["exact_match"]
+        for name in ("stated", "last-number")
+    }
+    settled = marks["stated"] if instance.filtered_resps["stated"] != "[invalid]" else marks["last-number"]
+    assert bool(settled) == gsm8k.judge(Reply(reply), Fraction(answer)).correct == correct

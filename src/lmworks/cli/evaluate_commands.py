@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lmworks.cli import harness_commands
+from lmworks.cli.harness_commands import ChatOption, HarnessOption, IncludeOption, TrustOption, harness_options
 from lmworks.cli.options import AllowOption, JsonOption, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
@@ -36,26 +38,43 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             str, typer.Option("--form", metavar="FORM,...", help="MODEL: auto, cloze, letters, free, or several of them.")
         ] = "auto",
         shots: Annotated[int | None, typer.Option("--shots", help="MODEL: worked examples before each question.")] = None,
-        items: Annotated[int, typer.Option("--items", help="MODEL: maximum items per set.")] = _DEFAULT_ITEMS,
+        items: Annotated[
+            int | None,
+            typer.Option(
+                "--items", show_default=False, help=f"MODEL: maximum items per set or task; {_DEFAULT_ITEMS} per set, all with --harness."
+            ),
+        ] = None,
         data: Annotated[
             str | None,
             typer.Option("--data", metavar="DIR", help="MODEL: a folder with the rows of each set, as DIR/SET/ or DIR/SET.jsonl."),
         ] = None,
         hub: Annotated[bool, typer.Option("--hub", help="MODEL: read the rows from the Hugging Face hub.")] = False,
+        harness: HarnessOption = None, include_path: IncludeOption = None, trust_task_code: TrustOption = False,
+        apply_chat_template: ChatOption = False,
         out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="MODEL: folder for results, outcomes and items.")] = None,
         as_json: JsonOption = False, size: SizeOption = None, time: TimeOption = None,
     ) -> None:  # fmt: skip
         """Evaluation: the stage of a recipe (the stages before it run first if they are not done), or scores of one model."""
-        if tasks is None:
+        if tasks is None and harness is None:
             _require_recipe(target)
             run_stages(target, within(time, overrides), size, allow, "evaluate")
             return
         given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if given:
-            raise UserError(f"{given[0]} changes a recipe, and with --tasks {target} is a model; leave one of them out")
-        _evaluate_model(target, benchmarks(tasks, form, shots, data, hub), items, Path(out) if out else None, as_json)
+            raise UserError(f"{given[0]} changes a recipe, and with --tasks or --harness {target} is a model; leave one of them out")
+        folder = Path(out) if out else None
+        if harness is not None:
+            if tasks is not None or form != "auto":
+                raise UserError("--harness runs tasks of lm-evaluation-harness, in their own form; leave --tasks and --form out")
+            options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
+            harness_commands.evaluate(target, options, folder, as_json)
+        elif tasks is not None:
+            if include_path is not None or trust_task_code or apply_chat_template:
+                raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
+            _evaluate_model(target, benchmarks(tasks, form, shots, data, hub), items or _DEFAULT_ITEMS, folder, as_json)
 
     app.command("evaluate")(evaluate)
+    app.command("export-harness")(harness_commands.export_harness)
 
 
 def _require_recipe(target: str) -> None:

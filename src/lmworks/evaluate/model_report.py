@@ -35,12 +35,16 @@ def evaluate_model(
     model = {"context": opened.context, "dtype": dtype, "scores": found.scores, "unavailable": found.unavailable}
     results: dict[str, Any] = {"models": {opened.name: model}, "not_clean": not_clean}
     if out_dir is not None:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        before = files.read_json(out_dir / "results.json") if (out_dir / "results.json").exists() else {}
-        whole = {
-            "models": {**before.get("models", {}), **results["models"]}, "not_clean": {**before.get("not_clean", {}), **not_clean},
-        }  # fmt: skip
-        files.write_text(out_dir / f"outcomes-{opened.name}.jsonl", lines(found.outcomes))
-        files.write_text(out_dir / f"items-{opened.name}.jsonl", lines(found.items))
-        files.write_json(out_dir / "results.json", whole)
+        write_results(out_dir, results, found.outcomes, found.items)
     return results
+
+
+def write_results(out_dir: Path, results: dict[str, Any], outcomes: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> None:
+    """Write the results of one model, its outcomes and notable items into `out_dir`; models that are there already are kept."""
+    [name] = results["models"]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    before = files.read_json(out_dir / "results.json") if (out_dir / "results.json").exists() else {}
+    whole = {key: {**before.get(key, {}), **results[key]} for key in ("models", "not_clean")}
+    files.write_text(out_dir / f"outcomes-{name}.jsonl", lines(outcomes))
+    files.write_text(out_dir / f"items-{name}.jsonl", lines(items))
+    files.write_json(out_dir / "results.json", whole)
