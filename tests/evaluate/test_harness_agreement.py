@@ -16,8 +16,6 @@ import torch
 
 pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
 
-from saved_run import save_run
-
 from lmworks.evaluate.forms import likelihood, prompts
 from lmworks.evaluate.generation import gsm8k
 from lmworks.evaluate.generation.interface import Reply
@@ -38,6 +36,7 @@ from lmworks.model.init import initialize
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import load as load_tokenizer
+from saved_run import save_run
 from tiny_run import Tiny
 
 FAST, SLOW = 12, 200  # items per set and form
