@@ -39,7 +39,7 @@ CORPUS = {"sources": [
 _SCORE = {"n": 50, "score": 0.34, "interval": [0.22, 0.48], "verdict": "at chance", "chance": 0.25, "baseline": 0.3}
 RESULTS = {
     "models": {"base": {"bits_per_byte": {"code": {"bits_per_byte": 1.234}, "all": {"bits_per_byte": 1.5}},
-                        "benchmarks": {"piqa": _SCORE}, "tasks": {"chain_sum": {**_SCORE, "n": 0}}}},
+                        "scores": {"piqa/cloze/0-shot": _SCORE, "chain_sum/generate/0-shot": {**_SCORE, "n": 0}}}},
     "references": {"bits_per_byte": {"xz -9e": {"code": 2.1, "all": 2.2}}},
 }  # fmt: skip
 
@@ -92,7 +92,8 @@ def test_end_to_end(glm: Any, tmp_path: Path) -> None:
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "transformers" and front["language"] == ["no"]
     assert "| docs | docs | no | 0.3 | MIT \\| own |" in card and "secret" not in card
-    assert "| code | 1.234 | 2.100 |" in card and "| piqa | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
+    assert "| code | 1.234 | 2.100 |" in card
+    assert "| piqa/cloze/0-shot | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
     assert "65,536 tokens" in card and "do not rely on its statements" in card
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lmworks.corpus.contamination import Decontaminator
 from lmworks.errors import UserError
-from lmworks.evaluate.tasks import SEED, questions
+from lmworks.evaluate.generation.reasoning import SEED, questions
 from lmworks.recipe.schema.evaluate import Generator
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.indexed import IndexedFile

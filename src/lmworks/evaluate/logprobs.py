@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -75,11 +76,19 @@ class BatchedLogProbs:
     def __init__(self, model: Transformer, max_length: int | None = None, batch_tokens: int = 8192, logit_chunk_size: int = 1024) -> None:
         self.model, self.max_length, self.batch_tokens, self.logit_chunk_size = model, max_length, batch_tokens, logit_chunk_size
 
-    @torch.no_grad()
     def __call__(self, requests: Sequence[Request], advance: Advance | None = None) -> list[float]:
+        return self._run(requests, advance, None)
+
+    def with_greedy(self, requests: Sequence[Request], advance: Advance | None = None) -> list[tuple[float, bool]]:
+        """Also whether greedy decoding would write each continuation: whether each of its tokens is the most likely one."""
+        greedy = [True] * len(requests)
+        return list(zip(self._run(requests, advance, greedy), greedy, strict=True))
+
+    @torch.no_grad()
+    def _run(self, requests: Sequence[Request], advance: Advance | None, greedy: list[bool] | None) -> list[float]:
         sums = [0.0] * len(requests)
         for batch in self._batches(_merge_prefixes([_inputs(request, self.max_length) for request in requests])):
-            self._score(batch, requests, sums)
+            self._score(batch, requests, sums, greedy)
             if advance:
                 advance(sum(len(row.requests) for row in batch))
         return sums
@@ -94,7 +103,7 @@ class BatchedLogProbs:
             batches[-1].append(row)
         return batches
 
-    def _score(self, batch: list[_Row], requests: Sequence[Request], sums: list[float]) -> None:
+    def _score(self, batch: list[_Row], requests: Sequence[Request], sums: list[float], greedy: list[bool] | None) -> None:
         device = self.model.embedding.weight.device
         width = max(1, len(batch[0].inputs))
         tokens_BT = torch.zeros(len(batch), width, dtype=torch.long)
@@ -115,11 +124,17 @@ class BatchedLogProbs:
         hidden_ND = hidden_BTD.flatten(0, 1)[torch.tensor(place, device=device)]
         target_N = torch.tensor(wanted, device=device)
         values: list[float] = []
+        wrong: list[bool] = []
         for hidden, target in zip(hidden_ND.split(self.logit_chunk_size), target_N.split(self.logit_chunk_size), strict=True):
             logits = self.model.logits(hidden)
             values += (logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)).double().tolist()
+            if greedy is not None:
+                wrong += (logits.argmax(-1) != target).tolist()
         for index, value in zip(owner, values, strict=True):
             sums[index] += value
+        for index in compress(owner, wrong):
+            assert greedy is not None
+            greedy[index] = False
 
 
 def _merge_prefixes(inputs: list[tuple[int, ...]]) -> list[_Row]:

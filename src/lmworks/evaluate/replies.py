@@ -1,14 +1,21 @@
-"""Free answers of a model: by the chat template where it was tuned on it, by a plain question-and-answer prompt where not."""
+"""Replies of a model to prompts: by the chat template where it was tuned on it, by plain text where not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lmworks.evaluate.generation.interface import Prompt, Reply
 from lmworks.tokenizer.reply import read
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
+    from lmworks.model.generate import GenerateOptions
+
+_MOST_ROWS = 64
 
 
 class ChatTokenizer(Protocol):
@@ -30,35 +37,128 @@ def chat_prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
     return tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)[0]
 
 
-def plain_prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
-    """Ids of `Question: ... Answer:` for a model that knows no chat."""
-    return tokenizer.encode(f"Question: {question.strip()}\nAnswer:")
+@dataclass(frozen=True)
+class _Row:
+    """One sample of one prompt."""
+
+    index: int
+    sample: int
+    ids: array[int]  # of 4 bytes: many long prompts are held at a time
+    prompt: Prompt
 
 
 class Answerer:
-    """Greedy replies, prompts of like length together, in the order asked. A prompt too long for the model gets the empty reply."""
+    """Replies to prompts, rows of like length together, in the order asked.
 
-    def __init__(self, model: Transformer, tokenizer: ChatTokenizer, chat: bool, max_new_tokens: int = 64, batch: int = 32) -> None:
-        self.model, self.tokenizer, self.chat = model, tokenizer, chat
-        self.max_new_tokens, self.batch = max_new_tokens, batch
+    A batch holds at most `batch_tokens` tokens of prompts and replies (a single longer prompt is run alone), so memory is bounded at any
+    length. With a temperature, sample s of an item depends on (seed, set, item, s) only. A prompt that leaves no room for a token in the
+    model's context gets an empty reply, which counts as truncated.
+    """
 
-    def __call__(self, questions: list[str], advance: Callable[[int], None] | None = None) -> list[str]:
-        from lmworks.model.generate import GenerateOptions, generate
+    def __init__(
+        self, model: Transformer, tokenizer: ChatTokenizer, chat: bool, seed: int = 0, batch_tokens: int = 16_384
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.chat, self.seed, self.batch_tokens = model, tokenizer, chat, seed, batch_tokens
+        self.context = int(model.config.max_position_embeddings) if model.config.max_position_embeddings else None
 
-        make = chat_prompt if self.chat else plain_prompt
-        prompts = [make(self.tokenizer, question) for question in questions]
-        limit = int(self.model.config.max_position_embeddings) if self.model.config.max_position_embeddings else None
-        options = GenerateOptions(max_new_tokens=self.max_new_tokens, stop_ids=tuple(self.tokenizer.stop_ids))
-        replies = [""] * len(prompts)
-        fitting = sorted((i for i, prompt in enumerate(prompts) if not limit or len(prompt) < limit), key=lambda i: len(prompts[i]))
-        if advance:
-            advance(len(prompts) - len(fitting))
-        for start in range(0, len(fitting), self.batch):
-            part = fitting[start : start + self.batch]
-            for index, ids in zip(part, generate(self.model, [prompts[i] for i in part], options), strict=True):
-                text = self.tokenizer.decode(ids, skip_special=True)
-                # a base model goes on to ask itself the next question; its answer is what comes before
-                replies[index] = read(text).content.strip() if self.chat else text.strip().split("\nQuestion:")[0].split("\n\n")[0].strip()
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids that the model reads."""
+        if not self.chat:
+            return self.tokenizer.encode(prompt.text)
+        ids = self.tokenizer.encode_chat(list(prompt.messages), add_generation_prompt=True)[0]
+        return [*ids, *self.tokenizer.encode(prompt.prefix)] if prompt.prefix else ids
+
+    def length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt."""
+        return len(self.encode(prompt))
+
+    def __call__(
+        self, prompts: Sequence[Prompt], temperature: float = 0.0, top_p: float = 1.0, advance: Callable[[int], None] | None = None
+    ) -> list[list[Reply]]:
+        """`prompt.samples` replies to each prompt. `advance` is called with the number of replies that are done."""
+        from lmworks.model.generate import GenerateOptions
+
+        replies: list[list[Reply]] = []
+        rows = []
+        for index, prompt in enumerate(prompts):
+            ids = array("i", self.encode(prompt))
+            replies.append([Reply("", truncated=True, prompt_tokens=len(ids))] * prompt.samples)
+            if self.context is None or len(ids) < self.context:
+                rows += [_Row(index, sample, ids, prompt) for sample in range(prompt.samples)]
+            elif advance:
+                advance(prompt.samples)
+        for batch in self._batches(rows):
+            options = GenerateOptions(
+                max_new_tokens=batch[0].prompt.max_new_tokens, temperature=temperature, top_p=top_p,
+                stop_ids=tuple(self.tokenizer.stop_ids),
+            )  # fmt: skip
+            for row, reply in zip(batch, self._generate(batch, options), strict=True):
+                replies[row.index][row.sample] = reply
             if advance:
-                advance(len(part))
+                advance(len(batch))
         return replies
+
+    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """The longest first, so that trouble with memory shows at once. All rows of a batch have the same limit of new tokens."""
+        batch: list[_Row] = []
+        for row in sorted(rows, key=lambda row: (-row.prompt.max_new_tokens, -len(row.ids))):
+            size = len(batch[0].ids) + batch[0].prompt.max_new_tokens if batch else 0
+            like = batch and row.prompt.max_new_tokens == batch[0].prompt.max_new_tokens
+            if batch and not (like and len(batch) < _MOST_ROWS and (len(batch) + 1) * size <= self.batch_tokens):
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def _generate(self, batch: list[_Row], options: GenerateOptions) -> list[Reply]:
+        stops = [() if self.chat else row.prompt.stop for row in batch]
+        prompts, seeds = [row.ids.tolist() for row in batch], [self._seed(row) for row in batch]
+        written = generate_until(self.model, self.tokenizer, prompts, options, stops, seeds)
+        return [self._reply(row, ids, stopped) for row, (ids, stopped) in zip(batch, written, strict=True)]
+
+    def _reply(self, row: _Row, ids: list[int], stopped: bool) -> Reply:
+        text = self.tokenizer.decode(ids, skip_special=True)
+        if self.chat:
+            return Reply(read(text).content, not stopped, len(ids), len(row.ids))
+        cuts = [at for stop in row.prompt.stop if (at := text.find(stop)) >= 0]
+        return Reply(text[: min(cuts)] if cuts else text, not stopped, len(ids), len(row.ids))
+
+    def _seed(self, row: _Row) -> int:
+        key = f"{self.seed}\0{row.prompt.set}\0{row.prompt.id}\0{row.sample}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+
+
+def generate_until(
+    model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[list[int]], options: GenerateOptions, stops: Sequence[Sequence[str]],
+    seeds: Sequence[int],
+) -> list[tuple[list[int], bool]]:  # fmt: skip
+    """The new tokens of each prompt, and whether it stopped: at a stop token, which is left out, or when its text had one of its `stops`,
+    which is not cut off."""
+    from lmworks.model.generate import stream
+
+    written: list[list[int]] = [[] for _ in prompts]
+    stopped = [False] * len(prompts)
+    # a token is at least a byte, and some write none: the end of the reply that may hold a stop is a few tokens longer than it
+    reach = [max((len(stop.encode()) for stop in of_row), default=0) + 8 for of_row in stops]
+    steps = stream(model, list(prompts), options, seeds)
+    ended: set[int] | None = None
+    while True:
+        try:
+            step = steps.send(ended)
+        except StopIteration:
+            break
+        ended = set()
+        for row, token in enumerate(step):
+            if token is None:
+                continue
+            if token.id in options.stop_ids:
+                stopped[row] = True
+                continue
+            written[row].append(token.id)
+            if stops[row]:
+                end = tokenizer.decode(written[row][-reach[row] :], skip_special=True)
+                if any(stop in end for stop in stops[row]):
+                    stopped[row] = True
+                    ended.add(row)
+    return list(zip(written, stopped, strict=True))

@@ -16,13 +16,16 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.order.timeline import PhaseSteps
 from lmworks.watch.ledger import read_ledger
 
+CHAT_TAG = "conversational"
+"""The tag that says that a model was tuned on conversations, as the Hugging Face Hub spells it."""
+
 
 def write_card(recipe: Recipe, model: Transformer, run_dir: Path, directory: Path, gguf: bool) -> None:
     """Write README.md beside the weights, from the recipe and the reports of the run that exist."""
     corpus = _optional(run_dir / "corpus" / "report.json")
     results = _optional(run_dir / "evaluate" / "results.json")
-    parts = [_front_matter(corpus), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus), _scores(results)]
-    parts += [_use(recipe, gguf), _limits(recipe)]
+    parts = [_front_matter(recipe, corpus), f"# {recipe.name}", _what(recipe, model), _ended_early(run_dir), _sources(corpus)]
+    parts += [_scores(results), _use(recipe, gguf), _limits(recipe)]
     write_text(directory / "README.md", "\n\n".join(part for part in parts if part) + "\n")
 
 
@@ -30,9 +33,10 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _front_matter(corpus: dict[str, Any]) -> str:
+def _front_matter(recipe: Recipe, corpus: dict[str, Any]) -> str:
     languages = sorted({source["language"] for source in _used(corpus)} - {"code"})
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- lmworks"]
+    lines += [f"- {CHAT_TAG}"] if recipe.tune else []
     # a string in quotes: bare `no` (Norwegian) is false in YAML
     lines += ["language:", *(f"- {json.dumps(language)}" for language in languages)] if languages else []
     return "\n".join([*lines, "---"])
@@ -115,23 +119,24 @@ def _scores(results: dict[str, Any]) -> str:
     rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
     parts.append("Bits per byte of held-out text (lower is better):")
     parts.append(_markdown(("domain", *models, *marks), rows))
-    scored = [(one, kind) for kind in ("benchmarks", "tasks") for one in next(iter(models.values()))[kind]]
+    scored = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
     if scored:
-        rows = [(one, *_chances(models, kind, one), *(_score(model[kind].get(one)) for model in models.values())) for one, kind in scored]
+        rows = [(one, *_chances(models, one), *(_score(model["scores"].get(one)) for model in models.values())) for one in scored]
         parts.append(
-            "Accuracy in % with 95% confidence interval. Benchmarks are zero-shot in cloze form, tasks are generated answers. "
-            "Baseline: the best constant answer that ignores the question."
+            "Accuracy in % with 95% confidence interval. A score is named SET/FORM/SHOTS-shot: in cloze form the text of each choice is "
+            "scored, in letter form its letter, and free and generated answers are read from a reply. Baseline: the best constant answer "
+            "that ignores the question."
         )
-        parts.append(_markdown(("set", "items", "chance", "baseline", *models), rows))
+        parts.append(_markdown(("score", "items", "chance", "baseline", *models), rows))
         if doubts := results.get("not_clean"):
             lines = "\n".join(f"- {one}: {why}" for one, why in doubts.items())
             parts.append(f"Scores that are not clean, because the training text may contain the items:\n\n{lines}")
     return "\n\n".join(parts)
 
 
-def _chances(models: dict[str, Any], kind: str, one: str) -> tuple[str, str, str]:
-    known = next(model[kind][one] for model in models.values() if model[kind].get(one))
-    return str(known["n"]), f"{100 * known['chance']:.0f}" if kind == "benchmarks" else "-", f"{100 * known['baseline']:.0f}"
+def _chances(models: dict[str, Any], one: str) -> tuple[str, str, str]:
+    known = next(model["scores"][one] for model in models.values() if model["scores"].get(one))
+    return str(known["n"]), f"{100 * known['chance']:.0f}" if known["chance"] else "-", f"{100 * known['baseline']:.0f}"
 
 
 def _score(score: dict[str, Any] | None) -> str:

@@ -5,16 +5,18 @@ Shapes: B active rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
+from lmworks.model.cache import Cache
 from lmworks.model.transformer import Transformer
 
 _GREEDY_BELOW = 1e-5
+_PREFILL_TOKENS = 16_384  # of all prompts together in one forward pass: bounds the memory of the activations, not that of the cache
 SAMPLING = {"temperature": 0.7, "min_p": 0.1}
 """Default sampling options of chat and samples; also written to exports as defaults for engines."""
 
@@ -61,10 +63,13 @@ def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
 
 
 @torch.no_grad()  # as a decorator it is active within the generator only, not in the caller; FSDP2 does not support inference mode
-def stream(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> Iterator[list[Token | None]]:
+def stream(
+    model: Transformer, prompts: list[list[int]], options: GenerateOptions, seeds: Sequence[int] | None = None
+) -> Generator[list[Token | None], Container[int] | None, None]:
     """Yield one list per step with each prompt's next token, None for prompts that have ended.
 
-    A stop token is yielded before its row ends. Each row's draws depend on (seed, row) only, not on other rows.
+    A stop token is yielded before its row ends. The caller may end more rows: it sends their numbers, as in `stream.send({2, 5})`.
+    Each row's draws depend on its seed only, not on other rows: on its entry in `seeds`, or on (options.seed, row).
     """
     if not prompts or not all(prompts):
         raise UserError("a prompt is empty; give at least one token")
@@ -74,28 +79,23 @@ def stream(model: Transformer, prompts: list[list[int]], options: GenerateOption
         raise UserError(f"the prompt has {longest} tokens, but the model's context is {limit}; shorten the prompt")
     capacity = min(longest + options.max_new_tokens, limit)
     device = model.embedding.weight.device
-    draws = [torch.Generator().manual_seed(options.seed * 1_000_003 + row) for row in range(len(prompts))]
+    seeds = seeds or [options.seed * 1_000_003 + row for row in range(len(prompts))]
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     live = list(range(len(prompts)))
     was_training = model.training
     model.eval()
     try:
         cache = model.cache(len(prompts), capacity)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
-        for row, prompt in enumerate(prompts):
-            padded[row, : len(prompt)] = torch.tensor(prompt)
-        hidden, _ = model.hidden(padded, cache=cache)
-        cache.finish(lengths)
-        logits = model.logits(hidden[torch.arange(len(prompts), device=device), lengths - 1])
+        logits = model.logits(_prefill(model, prompts, cache))
         for _ in range(options.max_new_tokens):
             chosen = _choose(logits, [draws[row] for row in live], options)
             tokens = _tokens(logits, chosen, options.logprobs)
             step: list[Token | None] = [None] * len(prompts)
             for row, token in zip(live, tokens, strict=True):
                 step[row] = token
-            yield step
+            ended = (yield step) or ()
             room = (cache.lengths + 1 < capacity).tolist()
-            going = [i for i, token in enumerate(tokens) if token.id not in options.stop_ids and room[i]]
+            going = [i for i, token in enumerate(tokens) if token.id not in options.stop_ids and room[i] and live[i] not in ended]
             if not going:
                 return
             if len(going) < len(live):
@@ -106,6 +106,23 @@ def stream(model: Transformer, prompts: list[list[int]], options: GenerateOption
             logits = model.logits(hidden[:, -1])
     finally:
         model.train(was_training)
+
+
+def _prefill(model: Transformer, prompts: list[list[int]], cache: Cache) -> Tensor:
+    """Read the prompts into the cache, a piece of all rows at a time. Returns the hidden state of each prompt's last token, (B, D)."""
+    device = model.embedding.weight.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    width, last = max(1, _PREFILL_TOKENS // len(prompts)), []
+    for start in range(0, padded.shape[1], width):
+        piece = padded[:, start : start + width]
+        hidden, _ = model.hidden(piece, cache=cache)
+        read = (lengths - start).clamp(0, piece.shape[1])  # a row that has ended reads padding, which is not kept
+        cache.finish(read)
+        last.append(hidden[torch.arange(len(prompts), device=device), (read - 1).clamp(min=0)])
+    return torch.stack(last)[(lengths - 1) // width, torch.arange(len(prompts), device=device)]
 
 
 def generate(model: Transformer, prompts: list[list[int]], options: GenerateOptions) -> list[list[int]]:

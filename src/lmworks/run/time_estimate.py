@@ -17,6 +17,8 @@ from lmworks.recipe.schema.units import Duration
 from lmworks.shards.order.timeline import PhaseSteps
 
 if TYPE_CHECKING:
+    from lmworks.recipe.schema.evaluate import Benchmark
+    from lmworks.tokenizer import Tokenizer
     from lmworks.train.calibrate import Speed
 
 FEW_ITEMS = 10  # questions per benchmark set and task where time is short
@@ -62,19 +64,45 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
 def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
     """Mean tokens per item of each benchmark set, with all choices, over the first items; 0 if the set is not available."""
     from lmworks.corpus.readers.items import Unavailable
-    from lmworks.evaluate import benchmarks
+    from lmworks.evaluate.items import ChoiceItem
+    from lmworks.evaluate.sets import loading
+    from lmworks.evaluate.sets.registry import is_generated
     from lmworks.tokenizer import load
 
     found = {}
     tokenizer = load(run_dir / "tokenizer")
-    for name in recipe.evaluate.benchmarks:
+    for one in recipe.evaluate.benchmarks:
+        if is_generated(one):
+            found[one.name] = _prompt_tokens(one, tokenizer)
+            continue
         try:
-            items = benchmarks.load(name, FEW_ITEMS)
+            items = loading.load(one, FEW_ITEMS, 0).items
         except Unavailable:
             items = []
-        texts = [context + rest for item in items for context, rest in zip(item.contexts, item.continuations, strict=True)]
-        found[name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
+        choices = [item for item in items if isinstance(item, ChoiceItem)]
+        texts = [context + rest for item in choices for context, rest in zip(item.contexts, item.continuations, strict=True)]
+        found[one.name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
     return found
+
+
+def _prompt_tokens(benchmark: Benchmark, tokenizer: Tokenizer) -> float:
+    """Mean tokens of a prompt of a generation set; 0 if it cannot be measured here."""
+    from lmworks.corpus.readers.items import Unavailable
+    from lmworks.evaluate.generation.interface import Prompt
+    from lmworks.evaluate.sets.registry import GENERATION
+
+    class Text:
+        context: int | None = None
+
+        def length(self, prompt: Prompt) -> int:
+            return len(tokenizer.encode(prompt.text))
+
+    chosen = GENERATION[benchmark.name].open(benchmark)
+    try:
+        prompts = chosen.prompts(FEW_ITEMS, chosen.shots if benchmark.shots is None else benchmark.shots, Text())
+    except Unavailable:
+        return 0.0
+    return sum(map(Text().length, prompts)) / len(prompts)
 
 
 def _loop() -> float:
@@ -88,6 +116,7 @@ def _loop() -> float:
 
 def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, float]:
     """Predicted seconds of each stage after the data."""
+    from lmworks.evaluate.sets.registry import GENERATION, is_generated
     from lmworks.train.calibrate import ROWS
     from lmworks.train.curriculum import interval_in_steps
 
@@ -110,14 +139,20 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     steps, tokens = sum(phase.steps for phase in phases), sum(phase.tokens for phase in phases)
     found = {"pretrain": sum(_step_seconds(recipe, speed, phase.tokens, phase.sequence_length) for phase in phases)}
     found["pretrain"] += course(steps, tokens, work.validation, phases[0].sequence_length)
+    if isinstance(wanted.every, Duration):
+        items = sum(work.items[one.name] * min(one.items or wanted.every_items, wanted.every_items) for one in wanted.benchmarks)
+        found["pretrain"] += -(-steps // interval_in_steps(wanted.every, steps, tokens)) * forward(items, phases[0].sequence_length)
     if tune is not None:
         length, batch = int(tune.sequence_length), int(tune.global_batch_size)
         found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)
         found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
         found["tune"] += work.slowness * _CONVERSATION * sum(data.count for data in tune.data)
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
-    scored = _WINDOWS * work.held_out + sum(work.items[one] * wanted.benchmark_items for one in wanted.benchmarks)
+    scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
     replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY
+    for one in filter(is_generated, wanted.benchmarks):
+        count = (one.items or wanted.benchmark_items) * one.samples * max(1, len(one.lengths))
+        replies += -(-count // ROWS) * GENERATION[one.name].reply_tokens
     found["evaluate"] = models * (forward(scored, context) + generate(replies + _SAMPLE, phases[0].sequence_length))
     found["evaluate"] += work.slowness * (_EVALUATION + wanted.references * _COMPRESSED_BYTE * work.held_out_bytes)
     found["export"] = work.slowness * _EXPORT * (recipe.export.huggingface or recipe.export.gguf)

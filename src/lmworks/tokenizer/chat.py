@@ -15,7 +15,7 @@ token follows from the ids alone; the template needs no markers, which some engi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 # Unicode's noncharacters for internal use: one that the conversation does not contain marks text that must not become special.
-_MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+MARKERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 def shipped_template(name: str = "brief") -> str:
@@ -43,9 +43,10 @@ class Template:
     with limits.
     """
 
-    def __init__(self, source: str, where: str) -> None:
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
+        """`tokens` are variables of a foreign template: bos_token, eos_token and so on."""
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
-        self._where = where
+        self.source, self._where, self._tokens = source, where, dict(tokens or {})
         try:
             self._render: Render = compiled(source) if shipped else compiled_in_process(source)
         except Refused as reason:
@@ -56,7 +57,7 @@ class Template:
         """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
         decide.
         """
-        options = {} if thinking is None else {"enable_thinking": thinking}
+        options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
         try:
             return self._render(messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
         except Refused as reason:
@@ -127,17 +128,34 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
     """
     messages = checked(messages)
     marker = _unused_marker(messages, tools)
+    text = render_marked(tokenizer, template, messages, marker, tools, add_generation_prompt, thinking)
+    return encode_marked(tokenizer, text, marker)
 
-    def protect(text: str, allowed: tuple[str, ...] = ()) -> str:
-        parts = tokenizer.split_special(text)
-        parts[1::2] = [part if part in allowed else part[0] + marker + part[1:] for part in parts[1::2]]
-        text = "".join(parts)
-        end = len(text.rstrip())
-        begun = end - tokenizer.special_prefix_length(text[:end])
-        return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
 
-    protected = [_map_text(message, partial(protect, allowed=OPEN if message["role"] == "user" else ())) for message in messages]
-    text = template.render(protected, _map_text(tools, protect), add_generation_prompt, thinking)
+def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], marker: str,
+                  tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False,
+                  thinking: bool | None = None) -> str:
+    """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`."""
+    messages = checked(messages)
+    marked = [
+        _map_text(message, partial(mark, tokenizer, marker=marker, allowed=OPEN if message["role"] == "user" else ()))
+        for message in messages
+    ]
+    return template.render(marked, _map_text(tools, partial(mark, tokenizer, marker=marker)), add_generation_prompt, thinking)
+
+
+def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, ...] = ()) -> str:
+    """`text` with `marker` in each special token but those `allowed`, and in the beginning of one at its end."""
+    parts = tokenizer.split_special(text)
+    parts[1::2] = [part if part in allowed else part[0] + marker + part[1:] for part in parts[1::2]]
+    text = "".join(parts)
+    end = len(text.rstrip())
+    begun = end - tokenizer.special_prefix_length(text[:end])
+    return text if begun == end else text[: begun + 1] + marker + text[begun + 1 :]
+
+
+def encode_marked(tokenizer: TextTokenizer, text: str, marker: str) -> list[int]:
+    """Ids of marked text: special tokens that stand whole in it are special, and the marker is removed."""
     return tokenizer.encode_parts(tokenizer.split_special(text), transform=lambda part: part.replace(marker, ""))
 
 
@@ -145,7 +163,7 @@ def _unused_marker(messages: Sequence[Any], tools: Any) -> str:
     everything: list[str] = []
     _map_text([*messages, *(tools or [])], lambda text: everything.append(text) or text)  # type: ignore[func-returns-value]
     text = "".join(everything)
-    for marker in _MARKERS:
+    for marker in MARKERS:
         if marker not in text:
             return marker
     raise UserError("the conversation contains all of the noncharacters U+FDD0 to U+FDEF; it is not text")

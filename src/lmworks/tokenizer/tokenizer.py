@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts
+from lmworks.tokenizer.chat import Template, assistant_mask, encode, prompts, render_marked
 from lmworks.tokenizer.special import ASSISTANT, SYSTEM
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
@@ -21,6 +21,11 @@ def load(directory: Path) -> Tokenizer:
 class Tokenizer(TextTokenizer):
     """A `TextTokenizer` with the chat template of its directory."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the directory has a chat template."""
+        return (self.directory / "chat_template.jinja").is_file()
+
     @cached_property
     def _template(self) -> Template:
         path = self.directory / "chat_template.jinja"
@@ -32,6 +37,15 @@ class Tokenizer(TextTokenizer):
                    add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
         """The conversation as the one string that `transformers`' apply_chat_template makes of it. See `lmworks.tokenizer.chat`."""
         return self._template.render(messages, tools, add_generation_prompt, thinking)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; `UserError` if there is none."""
+        return self._template.source
+
+    def render_marked(self, messages: Sequence[dict[str, Any]], marker: str, add_generation_prompt: bool = False) -> str:
+        """The conversation as a string in which `marker` breaks up what is not special: see `lmworks.tokenizer.chat.render_marked`."""
+        return render_marked(self, self._template, messages, marker, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:

