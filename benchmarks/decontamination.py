@@ -143,7 +143,8 @@ def main() -> None:
     print(f"{'found of planted':<20}" + "".join(f"{layout.__name__:>16}" for layout in LAYOUTS) + f"{'in 100 kB':>16}{'13 words':>16}")
     for name in SETS:
         by_name = {one.name: one for one in asked if one.name.startswith(f"{name}/")}
-        items = [item for item in loading.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in set(decontaminator.names)]
+        known = set(decontaminator.names)
+        items = [item for item in loading.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in known]
         rates = []
         for layout in LAYOUTS:
             documents = [_planted(rng.choice(hosts), layout(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items]

