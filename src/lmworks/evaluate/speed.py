@@ -82,8 +82,8 @@ def measure_speed(
         raise UserError("batch sizes, prompt lengths and the time are numbers from 1, and there are at least 2 new tokens")
     device = model.embedding.weight.device
     memory = _Memory(device)
-    names = (str(kind).removeprefix("torch.") for kind in (model.compute_dtype, model.embedding.weight.dtype))
-    found = Speed(_device_name(device), *names, new_tokens, memory.what)
+    dtype, weights = (str(kind).removeprefix("torch.") for kind in (model.compute_dtype, model.embedding.weight.dtype))
+    found = Speed(_device_name(device), dtype, weights, new_tokens, memory.what)
     combinations = sorted({(batch, length) for batch in batches for length in prompt_lengths}, key=lambda one: (one[0] * one[1], one))
     end, rate = time.monotonic() + seconds, 0.0  # rate: seconds per prompt token of the combination before
     with bar("generation speed", len(combinations)) as progress:
@@ -158,6 +158,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.what = "allocated on the GPU" if device.type == "cuda" else "resident in this process"
+        self._can_reset = False
 
     def reset(self) -> None:
         if self.device.type == "cuda":
@@ -166,7 +167,7 @@ class _Memory:
             try:
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
                 self._can_reset = True
-            except OSError:
+            except OSError:  # not Linux
                 self._can_reset = False
 
     def peak(self) -> int | None:
