@@ -10,7 +10,8 @@ from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
-from lmworks.recipe.loading.init_from import Start, find
+from lmworks.recipe.loading.init_from import find
+from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
 
 
@@ -36,7 +37,7 @@ def load_init_weights(recipe: Recipe, model: ParallelModel, communicator: Commun
     return about
 
 
-def _about(start: Start) -> dict[str, Any]:
+def _about(start: Weights) -> dict[str, Any]:
     """Path and kind of the weights, and the hash of each of their files."""
     from lmworks.export.huggingface import files_of
 

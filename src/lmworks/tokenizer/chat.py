@@ -14,7 +14,7 @@ Whether the assistant wrote a token follows from the ids alone; the template nee
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,10 @@ class Template:
     """A compiled chat template. Templates are untrusted code: one that lmworks does not ship runs in jinja2's sandbox, in a process with
     limits."""
 
-    def __init__(self, source: str, where: str) -> None:
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
+        """`tokens` are variables of a foreign template: bos_token, eos_token and so on."""
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
-        self._where = where
+        self._where, self._tokens = where, dict(tokens or {})
         try:
             self._render: Render = compiled(source) if shipped else compiled_in_process(source)
         except Refused as reason:
@@ -52,7 +53,7 @@ class Template:
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
         """The conversation as one string. `thinking` False empties the thinking block of the reply to come; True leaves it to the model."""
-        options = {} if thinking is None else {"enable_thinking": thinking}
+        options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
         try:
             return self._render(messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
         except Refused as reason:

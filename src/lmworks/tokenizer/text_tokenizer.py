@@ -53,10 +53,13 @@ class TextTokenizer:
             self.pad_id: int = self.eos_id  # as in GLM-4.x; padding is masked, never learned
             self.stop_ids: tuple[int, ...] = tuple(self.special[name] for name in special_.STOPS)
             self._hidden = frozenset(self.special[name] for name in bpe.hidden)
-            longest_first = sorted(self.special, key=len, reverse=True)
-            self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
-            self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
-            self._longest_special = max(map(len, self.special))
+            self._index_special()
+
+    def _index_special(self) -> None:
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self._special_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else "(?!)")
+        self._special_beginnings = frozenset(name[:size] for name in self.special for size in range(1, len(name)))
+        self._longest_special = max(map(len, self.special), default=1)
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`; special tokens in it stay ordinary text unless `allow_special`."""

@@ -21,6 +21,11 @@ def load(directory: Path) -> Tokenizer:
 class Tokenizer(TextTokenizer):
     """A `TextTokenizer` with the chat template of its directory."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the directory has a chat template."""
+        return (self.directory / "chat_template.jinja").is_file()
+
     @cached_property
     def _template(self) -> Template:
         path = self.directory / "chat_template.jinja"

@@ -12,9 +12,10 @@ from lmworks.checkpoint import checkpoints, listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.data.frozen_tokenizer import META, require_same
+from lmworks.train.data.frozen_tokenizer import META, require_same, require_same_file
 from lmworks.train.early_stopping import USED
 
 
@@ -74,10 +75,13 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
     return found
 
 
-def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32) -> Transformer:
-    """A stage's model as it ended, in evaluation mode on the CPU or the first GPU; the average of the weights if one was kept.
+def load_model(
+    run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Transformer:
+    """A stage's model as it ended, in evaluation mode; the average of the weights if one was kept.
 
-    `dtype` is that of the activations. `which` "tuned" falls back to the base model where the run has no tuned one.
+    `dtype` is that of the activations; `device` is the first GPU, else the CPU, if it is left out. `which` "tuned" falls back to the base
+    model where the run has no tuned one.
     Raises `UserError` if there is no good checkpoint, and if the run's tokenizer is not the one that the weights were trained with.
     """
     recipe = load_resolved(run_dir / "resolved.json")
@@ -90,7 +94,24 @@ def load_model(run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: 
     while (meta := _filled(model, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
-    if torch.cuda.is_available():
-        model = model.to("cuda")
+    return _placed(model, dtype, device)
+
+
+def load_checkpoint(weights: Weights, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Transformer:
+    """The model of one checkpoint, with the positions of the phase that it had reached; otherwise as `load_model`.
+
+    Raises `UserError` if the checkpoint is damaged, or if the tokenizer found with it is not the one that it was trained with.
+    """
+    if (reason := manifest.problem(weights.path)) is not None:
+        raise UserError(f"{weights.path} is damaged ({reason}); use another checkpoint of its run")
+    model = Transformer(weights.model)
+    if (meta := _filled(model, weights.path, weights.averaged)) is None:
+        raise UserError(f"{weights.path} does not exist any more; the run has deleted it, use a newer one")
+    require_same_file(weights.tokenizer, meta.get(META))
+    return _placed(model, dtype, device)
+
+
+def _placed(model: Transformer, dtype: torch.dtype, device: torch.device | None) -> Transformer:
+    model = model.to(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.compute_dtype = dtype
     return model.eval()

@@ -1,85 +1,31 @@
-"""Weights to begin with: what a Hugging Face folder or a checkpoint of another run says of its model and where its tokenizer is.
+"""Weights to begin with (`train.init_from`): they give the recipe its shape and its tokenizer.
 
-`train.init_from` gives the recipe its shape and its tokenizer. The weights are read when training begins (`lmworks.run.init_weights`).
+The weights are read when training begins (`lmworks.run.init_weights`).
 """
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from lmworks.errors import UserError
-from lmworks.files import read_json
-from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.model import Model
-from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.paths import Keys, flatten, get, leaves, merge, put
 
 _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of the model that the weights were trained in
-_STEP = re.compile(r"step-\d{8,}\Z")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where weights lie (`path` is a checkpoint, or a Hugging Face folder), their model, and their tokenizer.json."""
-
-    kind: Literal["huggingface", "checkpoint"]
-    path: Path
-    model: Model
-    tokenizer: Path
-    averaged: bool = False
-
-
-def find(text: str) -> Start:
-    """What `train.init_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
-    path = Path(text).expanduser()
-    if (path / "config.json").is_file():
-        model = from_config(_mapping(path / "config.json"))
-        return Start("huggingface", path, model, _tokenizer(path))
-    if (path / "resolved.json").is_file():
-        steps = [step for step in sorted((path / "checkpoints").glob("step-*")) if _STEP.match(step.name)]
-        if not steps:
-            raise UserError(f"train.init_from: the run {path} has no checkpoint yet")
-        path = steps[-1]
-    if not (path / "meta.json").is_file():
-        raise UserError(f"train.init_from: {path} is no Hugging Face folder (config.json), checkpoint (meta.json) or run (resolved.json)")
-    document = _mapping(path / "meta.json")
-    recipe = _recipe_of(path, document)
-    rope, meta = recipe.model.rope, document.get("meta")
-    reached = meta.get("phase") if isinstance(meta, dict) else None
-    names = [phase.name for phase in recipe.train.phases]
-    for phase in recipe.train.phases[: names.index(reached) + 1 if reached in names else len(names)]:
-        rope = phase.rope.apply(rope) if phase.rope else rope
-    run_dirs = [folder for folder in path.absolute().parents[:3] if (folder / "tokenizer").is_dir()]
-    tokenizer = _tokenizer(run_dirs[0] / "tokenizer" if run_dirs else path)
-    return Start("checkpoint", path, recipe.model.model_copy(update={"rope": rope}), tokenizer, bool(recipe.optimizer.ema_decay))
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise UserError(f"train.init_from: {path} is not a JSON object")
-    return found
-
-
-def _recipe_of(path: Path, document: dict[str, Any]) -> Recipe:
+def find(text: str) -> Weights:
+    """The weights that `train.init_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
     try:
-        return Recipe.model_validate(document.get("recipe"))
-    except ValidationError:
-        raise UserError(f"train.init_from: {path} does not say how it was trained; export that run and begin with the export") from None
-
-
-def _tokenizer(folder: Path) -> Path:
-    found = folder / "tokenizer.json"
-    if not found.is_file():
-        raise UserError(f"train.init_from: {folder} has no tokenizer.json, and the weights mean nothing with another one; put it there")
-    return found
+        return find_weights(Path(text).expanduser())
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
 
 
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:

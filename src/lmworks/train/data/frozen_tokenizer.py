@@ -36,8 +36,14 @@ def digest(run_dir: Path) -> str:
 
 def require_same(run_dir: Path, trained: str | None) -> None:
     """Raise `UserError` if the run has a tokenizer that is not the one with this hash, which weights were trained with."""
-    if trained and (run_dir / _FILE).is_file() and digest(run_dir) != trained:
+    if (run_dir / _FILE).is_file():
+        require_same_file(run_dir / _FILE, trained)
+
+
+def require_same_file(path: Path, trained: str | None) -> None:
+    """Raise `UserError` if a tokenizer.json is not the one with this hash, which weights were trained with."""
+    if trained and sha256_file(path) != trained:
         raise UserError(
-            f"{run_dir / _FILE} is not the tokenizer that the weights of this run were trained with ({trained[:12]}); put that one back, "
+            f"{path} is not the tokenizer that the weights of this run were trained with ({trained[:12]}); put that one back, "
             "which an export of the run holds too, or choose another run_dir"
         )

@@ -1,0 +1,158 @@
+"""Opens a trained model, wherever it lies, with the tokenizer that it was trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import yaml
+
+from lmworks.checkpoint import listing
+from lmworks.errors import UserError
+from lmworks.export.card import CHAT_TAG
+from lmworks.files import read_json
+from lmworks.model import Transformer
+from lmworks.precision import dtype_for
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.loading.weights import Weights, find_weights
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.foreign import open_tokenizer
+from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.load import folder, load_checkpoint, load_model
+
+_CARD_BYTES = 1 << 20
+_UNSTATED = 2048  # tokens of context, for a model that states none
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model to measure.
+
+    `context` is the number of tokens that it was trained to look back on; `chat` says whether it was tuned on conversations; `name` is
+    for people; `precision` is that of the activations, "fp32" or "bf16".
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    context: int
+    chat: bool
+    name: str
+    precision: str
+
+
+def open_model(where: str | Path, device: torch.device | str | None = None) -> OpenModel:
+    """Open a run, a checkpoint or a Hugging Face folder of one of our families on `device` (the first GPU, else the CPU).
+
+    A run stands for its tuned model, or for its base model where it has no other. `RUN@base` and `RUN@tuned` name one of the two, and
+    `RUN@STEP` the checkpoint of pretraining at that step. The activations have the precision that the model was trained in (fp32 for fp16).
+
+    Raises `UserError` if there is no model, if it is damaged, or if the tokenizer beside it is that of another model.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    path, chosen = _split(str(where))
+    if (path / "config.json").is_file():
+        opened = _open_huggingface(find_weights(path), device)
+    elif (path / "resolved.json").is_file():
+        opened = _open_run(path, chosen, device)
+    else:
+        opened = _open_checkpoint(find_weights(path), device)
+    rows = opened.model.config.vocab_size
+    if rows and opened.tokenizer.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer in {opened.tokenizer.directory} has {opened.tokenizer.vocab_size} entries, but the model in {where} has "
+            f"{rows}; put the tokenizer there that the model was trained with"
+        )
+    return opened
+
+
+def _split(where: str) -> tuple[Path, str | None]:
+    """The directory, and what stands behind its @."""
+    path = Path(where).expanduser()
+    before, at, chosen = where.rpartition("@")
+    if path.exists() or not at:
+        if not path.exists():
+            raise UserError(f"{where} does not exist; give a run directory, a checkpoint, or a folder in Hugging Face format")
+        return path, None
+    path = Path(before).expanduser()
+    if not (path / "resolved.json").is_file():
+        raise UserError(f"{before} is not a run directory (it has no resolved.json), so @{chosen} chooses nothing in it")
+    return path, chosen
+
+
+def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenModel:
+    name = run_dir.resolve().name
+    if chosen is not None and chosen.isascii() and chosen.isdecimal():
+        path = folder(run_dir, "base") / listing.name_of(int(chosen))
+        if not path.is_dir():
+            there = ", ".join(str(listing.step_of(one)) for one in listing.directories(folder(run_dir, "base"))) or "none"
+            raise UserError(f"{run_dir} has no checkpoint of step {int(chosen)}; the steps there are: {there}")
+        return _open_checkpoint(find_weights(path), device)
+    if chosen not in (None, "base", "tuned"):
+        raise UserError(f"{run_dir}@{chosen}: behind the @ stands base, tuned or the step of a checkpoint")
+    recipe = load_resolved(run_dir / "resolved.json")
+    has_tuned = recipe.tune is not None and bool(listing.directories(folder(run_dir, "tuned")))
+    if chosen == "tuned" and not has_tuned:
+        raise UserError(f"{run_dir} has no tuned model; use {run_dir}@base, or tune it with: lmworks tune RECIPE")
+    which = cast(Literal["base", "tuned"], chosen or ("tuned" if has_tuned else "base"))
+    precision = _precision(recipe.train.precision, device)
+    model = load_model(run_dir, which, dtype_for(precision, device), device)
+    context = _context(recipe, None, model)
+    return OpenModel(model, open_tokenizer(run_dir / "tokenizer"), context, which == "tuned", f"{name}@{which}", precision)
+
+
+def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
+    recipe, path = weights.recipe, weights.path.resolve()
+    assert recipe is not None
+    tuned = path.parent.parent.name == "tune"
+    run_dir = path.parents[2 if tuned else 1]
+    precision = _precision(recipe.train.precision, device)
+    model = load_checkpoint(weights, dtype_for(precision, device), device)
+    step = listing.read_meta(path)["step"]
+    name = f"{run_dir.name}@{'tuned-' if tuned else ''}{step}"
+    return OpenModel(model, open_tokenizer(weights.tokenizer.parent), _context(recipe, weights.phase, model), tuned, name, precision)
+
+
+def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
+    from lmworks.export.huggingface import read_model
+
+    path = weights.path
+    stored = str(read_json(path / "config.json").get("dtype") or read_json(path / "config.json").get("torch_dtype"))
+    precision = _precision("auto" if stored == "bfloat16" else "fp32", device)
+    model = read_model(path).to(device)
+    model.compute_dtype = dtype_for(precision, device)
+    tokenizer = open_tokenizer(path)
+    context = int(model.config.max_position_embeddings or _UNSTATED)
+    return OpenModel(model, tokenizer, context, _is_chat(path, tokenizer), path.resolve().name, precision)
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    """fp16 needs loss scaling in training and overflows without; measurements then use fp32."""
+    return "bf16" if asked != "fp16" and dtype_for(asked, device) == torch.bfloat16 else "fp32"
+
+
+def _context(recipe: Recipe, phase: str | None, model: Transformer) -> int:
+    """Tokens that the model was trained to look back on: the sequence length of the phase that it had reached, or what the model states."""
+    reached = [one for one in recipe.train.phases if phase in (None, one.name)]
+    return int(reached[-1].sequence_length if reached else model.config.max_position_embeddings or _UNSTATED)
+
+
+def _is_chat(path: Path, tokenizer: Tokenizer) -> bool:
+    """Whether a Hugging Face folder holds a chat model. Our exports always have a chat template, and their card says what they were
+    tuned on; of other models the template is all that tells."""
+    tags = _card(path).get("tags")
+    if isinstance(tags, list) and "lmworks" in tags:
+        return CHAT_TAG in tags
+    return tokenizer.has_chat_template
+
+
+def _card(path: Path) -> dict[str, Any]:
+    """The front matter of the model card; empty if there is none that can be read."""
+    try:
+        with open(path / "README.md", encoding="utf-8") as file:
+            text = file.read(_CARD_BYTES)
+        found = yaml.safe_load(text.split("\n---", 1)[0].removeprefix("---")) if text.startswith("---\n") else {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
