@@ -245,7 +245,7 @@ def _ratios(rows: NDArray[np.float64], counts: NDArray[np.int64], rng: np.random
 def _paired(pairs: Pairs, means: NDArray[np.float64]) -> Difference:
     a, b = np.asarray(pairs.a, np.float64), np.asarray(pairs.b, np.float64)
     units, index = np.unique(np.asarray(pairs.units), return_inverse=True)
-    sums = np.bincount(index, b - a)
+    sums = np.bincount(index, b - a).astype(np.float64)
     low, high = _percentiles(means, max(1, len(units) - 1))
     constant = float((b - a).mean())
     if (b - a == constant).all():  # nothing varies, so a resample cannot: the exact bound for an event seen in none of the units
