@@ -38,9 +38,19 @@ def _root(
 
 @cache
 def _register() -> None:
-    from lmworks.cli import data_commands, launch_commands, preflight_commands, recipe_commands, run_commands, serve_commands
+    from lmworks.cli import (
+        comparison_commands,
+        data_commands,
+        launch_commands,
+        preflight_commands,
+        recipe_commands,
+        run_commands,
+        serve_commands,
+    )
 
-    for commands in (run_commands, launch_commands, recipe_commands, preflight_commands, data_commands, serve_commands):
+    for commands in (
+        run_commands, comparison_commands, launch_commands, recipe_commands, preflight_commands, data_commands, serve_commands,
+    ):  # fmt: skip
         commands.register(app)
 
 

@@ -19,6 +19,8 @@ from lmworks.model.generate import GenerateOptions, stream
 from lmworks.progress import bar
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lmworks.model import Transformer
 
 BATCHES, PROMPT_LENGTHS, NEW_TOKENS, SECONDS = (1, 8), (128, 512), 32, 60.0
@@ -109,6 +111,33 @@ def measure_speed(
     if not found.rows:
         raise UserError(f"no speed was measured: {found.skipped[0]['reason']}; give smaller sizes or more time")
     return found
+
+
+def speed_table(name: str, found: Speed) -> Table:
+    """The measurements as a table for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{name} on {found.device}: activations in {found.dtype}, weights in {found.weights}, {found.new_tokens} new tokens"
+    table = Table(title=Text(title))
+    speeds = ("prefill, tokens/s", "decode, tokens/s", "time to first token, ms")
+    for heading in ("batch", "prompt", *speeds, f"peak memory, MiB {found.memory}", "repeats"):
+        table.add_column(heading, justify="right")
+    for row in found.rows:
+        decode = _spread(row.decode) if row.decode else "not measured"
+        memory = f"{row.peak_memory / 2**20:,.0f}" if row.peak_memory is not None else "not known"
+        first = _spread(row.first_token, 1000)
+        table.add_row(str(row.batch), str(row.prompt), _spread(row.prefill), decode, first, memory, str(row.repeats))
+    skipped = "; ".join(f"batch {one['batch']}, prompt {one['prompt']}: {one['reason']}" for one in found.skipped)
+    table.caption = Text("median [least to greatest of the repeats]" + (f"; not measured: {skipped}" if skipped else ""))
+    return table
+
+
+def _spread(one: Spread, scale: float = 1.0) -> str:
+    def text(value: float) -> str:
+        return f"{scale * value:,.0f}" if scale * value >= 100 else f"{scale * value:.3g}"
+
+    return f"{text(one.median)} [{text(one.least)} to {text(one.greatest)}]"
 
 
 def _measure(model: Transformer, batch: int, length: int, new_tokens: int, end: float, memory: _Memory) -> Row:
