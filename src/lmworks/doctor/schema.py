@@ -13,13 +13,12 @@ MOST = 1e100
 
 _DEEPEST = 64
 _COUNT = {"documents": int, "bytes": float}
-_SCORE = {"score": float, "interval": [float], "n": int, "baseline": float, "verdict": str}
+_SCORE = {"score": float, "interval": [float], "n": int, "baseline": float, "verdict": str, "form": str}
 _MODEL = {
     "bits_per_byte": {"*": {"bits_per_byte": float}},
-    "benchmarks": {"*": _SCORE},
-    "tasks": {"*": _SCORE},
+    "scores": {"*": _SCORE},
     "samples": [{"prompt": str, "completion": str}],
-    "benchmarks_unavailable": str,
+    "unavailable": {"*": str},
 }
 RESULTS = {
     "models": {"*": _MODEL},

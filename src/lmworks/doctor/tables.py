@@ -65,37 +65,32 @@ def bits(run: Run) -> Json:
 
 
 def scores(run: Run) -> Json:
-    """Benchmarks and tasks of each model, with interval, chance and verdict."""
+    """The scores of each model, with interval, chance and verdict."""
     models = {str(name): as_dict(model) for name, model in as_dict(run.results.get("models")).items()}
     rows = []
-    for kind, title in (("benchmarks", "benchmark"), ("tasks", "task")):
-        for one in dict.fromkeys(name for model in models.values() for name in as_dict(model.get(kind))):
-            for name, model in models.items():
-                score = as_dict(as_dict(model.get(kind)).get(one))
-                interval = score.get("interval")
-                if (
-                    not score.get("n")
-                    or not isinstance(score.get("score"), int | float)
-                    or not isinstance(interval, list)
-                    or len(interval) != 2
-                ):
-                    continue
-                verdict = str(score.get("verdict", ""))
-                side = next((side for side in ("above", "below") if verdict.startswith(side)), "near")
-                rows.append(
-                    {
-                        "set": one,
-                        "kind": title,
-                        "model": name,
-                        "n": score["n"],
-                        "score": 100 * score["score"],
-                        "low": 100 * interval[0],
-                        "high": 100 * interval[1],
-                        "baseline": 100 * float(score.get("baseline") or 0),
-                        "verdict": verdict,
-                        "side": side,
-                    }
-                )
+    for one in dict.fromkeys(name for model in models.values() for name in as_dict(model.get("scores"))):
+        for name, model in models.items():
+            score = as_dict(as_dict(model.get("scores")).get(one))
+            interval = score.get("interval")
+            measured = score.get("n") and isinstance(score.get("score"), int | float)
+            if not measured or not isinstance(interval, list) or len(interval) != 2:
+                continue
+            verdict = str(score.get("verdict", ""))
+            side = next((side for side in ("above", "below") if verdict.startswith(side)), "near")
+            rows.append(
+                {
+                    "set": one,
+                    "kind": str(score.get("form", "")),
+                    "model": name,
+                    "n": score["n"],
+                    "score": 100 * score["score"],
+                    "low": 100 * interval[0],
+                    "high": 100 * interval[1],
+                    "baseline": 100 * float(score.get("baseline") or 0),
+                    "verdict": verdict,
+                    "side": side,
+                }
+            )
     compared = [
         {
             "set": name,
@@ -107,7 +102,7 @@ def scores(run: Run) -> Json:
         for name, value in as_dict(run.results.get("compared")).items()
         if isinstance(value, dict) and isinstance(value.get("difference"), int | float) and len(value.get("interval") or ()) == 2
     ]
-    missing = sorted({str(model["benchmarks_unavailable"]) for model in models.values() if "benchmarks_unavailable" in model})
+    missing = sorted({f"{one}: {why}" for model in models.values() for one, why in as_dict(model.get("unavailable")).items()})
     doubts = {str(one): str(why) for one, why in as_dict(run.results.get("not_clean")).items()}
     final = [{"model": name, "samples": [s for s in model.get("samples") or [] if isinstance(s, dict)]} for name, model in models.items()]
     return {"rows": rows, "compared": compared, "missing": missing, "doubts": doubts, "final": final} if models else {}

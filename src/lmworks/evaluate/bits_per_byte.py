@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.evaluate.cloze import Encoder
+from lmworks.evaluate.forms.likelihood import Encoder
 from lmworks.evaluate.logprobs import LogProbs, Request
 from lmworks.evaluate.references import OVERALL
 from lmworks.progress import bar

@@ -15,8 +15,10 @@ from lmworks.corpus.readers import parts, read
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.errors import UserError
-from lmworks.evaluate import benchmarks, tasks
+from lmworks.evaluate import tasks
 from lmworks.evaluate.heldout import held_out
+from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets.registry import GENERATION
 from lmworks.files import read_json, sha256_file
 from lmworks.recipe.schema.evaluate import Protected
 from lmworks.recipe.schema.recipe import Recipe
@@ -49,15 +51,15 @@ class Protection:
 
 
 def protection(recipe: Recipe) -> Protection:
-    """Read them all. Raises `UserError` for a set of the user's own, or a task, that cannot be read; only benchmarks may be away."""
+    """Read them all. Raises `UserError` for local data or a task that cannot be read; only the package and the hub may be unavailable."""
     wanted = recipe.evaluate
     questions: list[Question] = []
     unread: dict[str, str] = {}
-    for name in wanted.benchmarks:
+    for one in wanted.benchmarks:
         try:
-            questions += benchmarks.questions([name])
+            questions += GENERATION[one.name].questions() if one.file is None and one.name in GENERATION else loading.questions(one)
         except Unavailable as reason:
-            unread[name] = str(reason)
+            unread[one.name] = str(reason)
     questions += tasks.questions(wanted.tasks, wanted.task_items)
     for own in wanted.protect:
         questions += _questions(own)

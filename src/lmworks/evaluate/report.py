@@ -1,27 +1,33 @@
 """The evaluation stage: everything that a finished model is measured with, in one document.
 
-    out_dir/results.json         all figures, of the base and the tuned model
-    out_dir/items-NAME.jsonl     the items that failed and succeeded most clearly, with their log-likelihoods and replies
-    out_dir/outcomes-NAME.json   right or wrong per item, for the paired comparison
+    out_dir/results.json          all figures, of the base and the tuned model
+    out_dir/items-NAME.jsonl      the items that failed and succeeded most clearly, with their log-likelihoods and replies
+    out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lmworks import files
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.readers.items import Unavailable
-from lmworks.evaluate import benchmarks, bits_per_byte, cloze, protection, references, tasks
+from lmworks.evaluate import bits_per_byte, protection, references, tasks
+from lmworks.evaluate.forms.choosing import training_flops
+from lmworks.evaluate.forms.measuring import Found, measure
 from lmworks.evaluate.heldout import held_out, training_texts
+from lmworks.evaluate.items import FORMS, Form, score_name
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
+from lmworks.evaluate.sets.loading import check_local
+from lmworks.evaluate.sets.registry import check_names
+from lmworks.evaluate.sources.package import PACKAGE
 from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.progress import bar
@@ -32,14 +38,24 @@ if TYPE_CHECKING:
     from lmworks.model import Transformer
 
 Name = Literal["base", "tuned"]
-Outcomes = dict[str, dict[str, bool]]  # set or task -> item id -> right
-_NOTABLE = 10  # per set and side
-ALL_SETS = "all sets"
+_NOTABLE = 10  # per task and side
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """The model of a stage, to be measured."""
+
+    model: Transformer
+    tokenizer: ChatTokenizer
+    context: int
+    chat: bool
+    name: str
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` for a benchmark or task that this installation does not know, before anything is trained."""
-    benchmarks.check_names(recipe.evaluate.benchmarks)
+    """Raise `UserError` for a benchmark or task that this installation does not know or cannot read, before anything is trained."""
+    check_names(recipe.evaluate.benchmarks)
+    check_local(recipe.evaluate.benchmarks)
     for generator in recipe.evaluate.tasks:
         tasks.generate_tasks(generator, 1)
 
@@ -52,8 +68,9 @@ def evaluate(
 
     The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. `base` starts the
     document afresh and `tuned` adds to it, with the paired comparison. Equal inputs give equal figures (the speeds aside).
-    `searched` are the folders with the records of what the text that the model was trained on was searched for: the verdict of a score on
-    any other item says that it is not clean.
+    The tuned model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
+    records of what the text that the model was trained on was searched for: the verdict of a score on any other item says that it is not
+    clean.
     Raises `UserError` for what `check` finds and for a corpus without held-out text.
     """
     check(recipe)
@@ -70,78 +87,76 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        measured, outcomes, items = _measure(recipe, model, tokenizer, corpus_dir, texts, name, doubt)
+        subject = StageModel(model, tokenizer, context_length(recipe, model), name == "tuned", name)
+        base = results["models"].get("base", {}).get("scores", {}).values() if name == "tuned" else ()
+        measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt)
     finally:
         model.train(was_training)
         model.compute_dtype = was_dtype
     results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
-    results["how"] = {"bits_per_byte": bits_per_byte.HOW, "benchmarks": _HOW_BENCHMARKS, "tasks": _HOW_TASKS}
-    files.write_text(out_dir / f"items-{name}.jsonl", "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
-    files.write_json(out_dir / f"outcomes-{name}.json", outcomes)
+    results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
+    files.write_text(out_dir / f"items-{name}.jsonl", _lines(found.items))
+    files.write_text(out_dir / f"outcomes-{name}.jsonl", _lines(found.outcomes))
     if name == "tuned" and "base" in results["models"]:
-        results["compared"] = _compare(files.read_json(out_dir / "outcomes-base.json"), outcomes)
-        for one in results["not_clean"].keys() & results["compared"].keys():
-            results["compared"][one]["verdict"] += NOT_CLEAN
+        results["compared"] = _compare(read_outcomes(out_dir / "outcomes-base.jsonl"), found.outcomes)
+        for one, compared in results["compared"].items():
+            if measured["scores"][one]["set"] in results["not_clean"]:
+                compared["verdict"] += NOT_CLEAN
     files.write_json(path, results)
     return results
 
 
 NOT_CLEAN = ", not clean"
-_HOW_BENCHMARKS = (
-    f"{benchmarks.PACKAGE}, cloze form, no examples shown; the likeliest choice per byte wins; a fixed sample by hash of the item; "
-    "95% Wilson interval; the verdict compares the whole interval with chance, or with the best constant answer where one exists"
+_HOW_SCORES = (
+    f"SET/FORM/SHOTS-shot; sets of {PACKAGE} unless the recipe names other data; cloze: the likeliest choice per byte wins (by_norm has "
+    "other normalizations); letters: the likeliest letter; free: the answer that is read from a greedy reply; a fixed sample by hash of "
+    "the item; 95% Wilson interval; the verdict compares the whole interval with chance, or with the best constant answer where one exists"
 )
 _HOW_TASKS = (
     f"reasoning-gym with seeds from {tasks.SEED}, answered freely and greedily, full marks of the package's verifier only; "
     "95% Wilson interval; baseline: the commonest right answer of the same questions"
 )
 
-
 _Doubt = Callable[[str, list[Question]], str | None]
 
 
 def _measure(
-    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, texts: dict[str, list[str]], name: Name, doubt: _Doubt
-) -> tuple[dict[str, Any], Outcomes, list[dict[str, Any]]]:
-    context = context_length(recipe, model)
+    recipe: Recipe, subject: StageModel, corpus_dir: Path, texts: dict[str, list[str]], paired: tuple[Form, ...], doubt: _Doubt
+) -> tuple[dict[str, Any], Found]:
+    model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)
-    outcomes: Outcomes = {}
-    items: list[dict[str, Any]] = []
     start = time.perf_counter()
-    bpb = bits_per_byte.bits_per_byte(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{name}: held-out text")
+    bpb = bits_per_byte.bits_per_byte(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
     speed = {"scored_tokens_per_second": sum(b.tokens for d, b in bpb.items() if d != references.OVERALL) / (time.perf_counter() - start)}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
-    try:
-        questions = {one: benchmarks.load(one, recipe.evaluate.benchmark_items) for one in recipe.evaluate.benchmarks}
-        measured["benchmarks"] = _cloze(questions, tokenizer, logprobs, context, name, outcomes, items)
-        asked_of = {one: [benchmarks.question(item) for item in of_set] for one, of_set in questions.items()}
-    except Unavailable as reason:
-        measured["benchmarks"], measured["benchmarks_unavailable"] = {}, str(reason)
-        asked_of = {}
-    answerer = Answerer(model, tokenizer, chat=name == "tuned")
+    found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
     start = time.perf_counter()
-    asked = {one.name: tasks.generate_tasks(one, recipe.evaluate.task_items) for one in recipe.evaluate.tasks}
-    measured["tasks"] = _free(asked, answerer, name, outcomes, items)
-    asked_of |= {one: [tasks.question(task) for task in of_name] for one, of_name in asked.items()}
-    measured["not_clean"] = {one: why for one, items_of in asked_of.items() if (why := doubt(one, items_of))}
-    _mark(measured)
+    asked = {one.name: tasks.generate_tasks(one, wanted.task_items) for one in wanted.tasks}
+    _solve(asked, Answerer(model, tokenizer, subject.chat), subject.name, found)
     if asked:
         speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
-    prompts = recipe.evaluate.questions if name == "tuned" else prompts_of(recipe, corpus_dir)
-    measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=name == "tuned")]
+    measured["scores"], measured["unavailable"] = found.scores, found.unavailable
+    measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
+    _mark(found.scores, measured["not_clean"])
+    prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir)
+    measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=subject.chat)]
     measured["speed"] = speed
-    return measured, outcomes, items
+    return measured, found
 
 
-def _mark(measured: dict[str, Any]) -> None:
+def _mark(scores: dict[str, dict[str, Any]], doubtful: dict[str, str]) -> None:
     """Let each verdict on what may have been trained on say so: whoever prints a score prints its verdict."""
-    doubtful = measured["not_clean"]
-    for kind in ("benchmarks", "tasks"):
-        for one, score in measured[kind].items():
-            if one in doubtful or (one == ALL_SETS and doubtful.keys() & measured["benchmarks"].keys()):
-                score["verdict"] += NOT_CLEAN
+    for score in scores.values():
+        if doubtful.keys() & set(score.get("sets", [score["set"]])):
+            score["verdict"] += NOT_CLEAN
+
+
+def _forms(scores: Iterable[dict[str, Any]]) -> tuple[Form, ...]:
+    """The forms that were chosen for a model."""
+    chosen = {score["form"] for score in scores if score.get("chosen")}
+    return tuple(form for form in FORMS if form in chosen)
 
 
 def context_length(recipe: Recipe, model: Transformer) -> int:
@@ -151,50 +166,44 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     return int(model.config.max_position_embeddings or 2048)
 
 
-def _cloze(
-    questions: dict[str, list[benchmarks.Item]], tokenizer: ChatTokenizer, logprobs: BatchedLogProbs, context: int, name: Name,
-    outcomes: Outcomes, items: list[dict[str, Any]],
-) -> dict[str, Any]:
-    scored: dict[str, Any] = {}
-    answered: list[cloze.Answered] = []
-    with bar(f"{name}: benchmarks", sum(item.choices for of_set in questions.values() for item in of_set)) as progress:
-        for one, of_set in questions.items():
-            progress.note(one)
-            part = cloze.answer(of_set, tokenizer, logprobs, progress.advance)
-            answered += part
-            by_norm = {norm: cloze.score(part, norm).accuracy for norm in cloze.NORMS}
-            truncated = sum(a.tokens - 1 > context for a in part)  # their contexts lost their beginnings
-            scored[one] = cloze.score(part).to_json() | {"by_norm": by_norm, "truncated": truncated}
-            outcomes[one] = {a.item.id: a.correct() for a in part}
-            items += [a.to_json() for a in cloze.notable(part, _NOTABLE)]
-    if len(scored) > 1:
-        scored[ALL_SETS] = cloze.score_sets(answered).to_json()
-    return scored
-
-
-def _free(
-    asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]], name: Name, outcomes: Outcomes, items: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _solve(asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]], name: str, found: Found) -> None:
+    """Add the scores of the tasks of reasoning-gym."""
     every = [task for of_name in asked.values() for task in of_name]
     with bar(f"{name}: tasks", len(every)) as progress:
         judged = tasks.judge(every, answerer([task.question for task in every], progress.advance))
-    scored: dict[str, Any] = {}
     for one in asked:
         part = [j for j in judged if j.task.name == one]
-        scored[one] = tasks.score(part).to_json() | {
+        score = tasks.score(part).to_json() | {
+            "set": one, "form": "generate", "shots": 0, "norm": None,
             "mean_mark": sum(j.mark for j in part) / len(part), "empty_replies": sum(not j.reply for j in part),
         }  # fmt: skip
-        outcomes[one] = {j.task.id: j.solved for j in part}
+        outcomes = [
+            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0}
+            for j in part
+        ]
         solved, failed = [j for j in part if j.solved], [j for j in part if not j.solved]
-        items += [j.to_json() for j in failed[:_NOTABLE] + solved[:_NOTABLE]]
-    return scored
+        found.asked[one] = [tasks.question(j.task) for j in part]
+        found.add(score_name(one, "generate", 0), score, outcomes, [j.to_json() for j in failed[:_NOTABLE] + solved[:_NOTABLE]])
 
 
-def _compare(base: Outcomes, tuned: Outcomes) -> dict[str, Any]:
-    """Tuned minus base for every set and task, over the items that both answered."""
-    compared = {}
+def _failure(judged: tasks.Judged) -> str | None:
+    return None if judged.solved else "wrong" if judged.extracted else "no answer"
+
+
+def read_outcomes(path: Path) -> list[dict[str, Any]]:
+    """The records of `outcomes-NAME.jsonl`."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _lines(records: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def _compare(base: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tuned minus base for every score, over the items that both answered."""
+    before = {(one["score"], one["id"]): one["correct"] for one in base}
+    pairs: dict[str, list[tuple[bool, bool]]] = {}
     for one in tuned:
-        ids = sorted(base.get(one, {}).keys() & tuned[one].keys())
-        if ids:
-            compared[one] = paired_bootstrap([base[one][i] for i in ids], [tuned[one][i] for i in ids]).to_json()
-    return compared
+        if (one["score"], one["id"]) in before:
+            pairs.setdefault(one["score"], []).append((before[one["score"], one["id"]], one["correct"]))
+    return {score: paired_bootstrap([b for b, _ in pair], [t for _, t in pair]).to_json() for score, pair in pairs.items()}

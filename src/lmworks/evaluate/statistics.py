@@ -62,6 +62,12 @@ class Score:
                 "chance": self.chance, "baseline": self.baseline, "verdict": self.verdict}
 
 
+def pooled(scores: Sequence[Score]) -> Score:
+    """The scores of several sets as one, each item counting once. The baseline always gives each set its best constant answer."""
+    n = sum(score.n for score in scores)
+    chance, baseline = (sum(getattr(score, level) * score.n for score in scores) / max(1, n) for level in ("chance", "baseline"))
+    return Score(sum(score.correct for score in scores), n, chance, baseline)
+
 @dataclass(frozen=True)
 class Difference:
     """Tuned minus base over the same items, with a 95% interval from a paired bootstrap (Efron 1979)."""

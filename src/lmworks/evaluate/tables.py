@@ -18,7 +18,7 @@ def printable(results: dict[str, Any]) -> Group:
 
 def scores(results: dict[str, Any]) -> list[RenderableType]:
     """The table of scores behind an empty line; nothing where no benchmark or task was asked for."""
-    asked = any(model["benchmarks"] or model["tasks"] or "benchmarks_unavailable" in model for model in results["models"].values())
+    asked = any(model["scores"] or model["unavailable"] for model in results["models"].values())
     return ["", scores_table(results)] if asked else []
 
 
@@ -59,31 +59,35 @@ def bits_table(results: dict[str, Any]) -> Table:
 
 
 def scores_table(results: dict[str, Any]) -> Table:
-    """Benchmarks and tasks: score with 95% interval and verdict, beside items, chance and baseline."""
+    """Every score with 95% interval and verdict, beside items, chance and baseline. Sets come together, their sum last."""
     models = results["models"]
-    table = Table(title="Benchmarks (cloze, 0-shot) and verifiable tasks (free answers): score in % [95% interval]")
-    for heading in ("set", "items", "chance", "baseline"):
-        table.add_column(heading, justify="left" if heading == "set" else "right")
+    table = Table(title="Scores in % [95% interval]")
+    for heading in ("score", "items", "chance", "baseline"):
+        table.add_column(heading, justify="left" if heading == "score" else "right")
     for name in models:
         table.add_column(name)
     if "compared" in results:
         table.add_column("tuned - base")
-    for kind in ("benchmarks", "tasks"):
-        names = list(dict.fromkeys(one for model in models.values() for one in model[kind]))
-        for one in names:
-            scores = [model[kind].get(one) for model in models.values()]
-            known = next(score for score in scores if score)
-            chance = f"{100 * known['chance']:.0f}" if kind == "benchmarks" else "-"
-            row = [one, str(known["n"]), chance, f"{100 * known['baseline']:.0f}", *(_score(score) for score in scores)]
-            if "compared" in results:
-                row.append(_difference(results["compared"].get(one)))
-            table.add_row(*row)
-        table.add_section()
-    reasons = {model["benchmarks_unavailable"] for model in models.values() if "benchmarks_unavailable" in model}
-    unmeasured = [f"not measured: {reason}" for reason in sorted(reasons)]
+    names = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
+    for one in names:
+        scores = [model["scores"].get(one) for model in models.values()]
+        known = next(score for score in scores if score)
+        chance = f"{100 * known['chance']:.0f}" if known["chance"] else "-"
+        row = [one, str(known["n"]), chance, f"{100 * known['baseline']:.0f}", *(_score(score) for score in scores)]
+        if "compared" in results:
+            row.append(_difference(results["compared"].get(one)))
+        table.add_row(*row)
+    missing = {f"{one}: {why}" for model in models.values() for one, why in model["unavailable"].items()}
+    unmeasured = [f"not measured: {reason}" for reason in sorted(missing)]
+    reasons = [f"form of the {name} model: {reason}" for name, model in models.items() for reason in reasons_of(model)]
     doubts = [f"not clean: {one}: {why}" for one, why in results.get("not_clean", {}).items()]
-    table.caption = "; ".join(["baseline: the best answer that ignores the question", *unmeasured, *doubts])
+    table.caption = "; ".join(["baseline: the best answer that ignores the question", *reasons, *unmeasured, *doubts])
     return table
+
+
+def reasons_of(model: dict[str, Any]) -> list[str]:
+    """Why a model was scored in the forms that were chosen for it."""
+    return list(dict.fromkeys(score["reason"] for score in model["scores"].values() if score.get("chosen")))
 
 
 def _score(score: dict[str, Any] | None) -> str:

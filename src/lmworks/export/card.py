@@ -119,23 +119,24 @@ def _scores(results: dict[str, Any]) -> str:
     rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
     parts.append("Bits per byte of held-out text (lower is better):")
     parts.append(_markdown(("domain", *models, *marks), rows))
-    scored = [(one, kind) for kind in ("benchmarks", "tasks") for one in next(iter(models.values()))[kind]]
+    scored = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
     if scored:
-        rows = [(one, *_chances(models, kind, one), *(_score(model[kind].get(one)) for model in models.values())) for one, kind in scored]
+        rows = [(one, *_chances(models, one), *(_score(model["scores"].get(one)) for model in models.values())) for one in scored]
         parts.append(
-            "Accuracy in % with 95% confidence interval. Benchmarks are zero-shot in cloze form, tasks are generated answers. "
-            "Baseline: the best constant answer that ignores the question."
+            "Accuracy in % with 95% confidence interval. A score is named SET/FORM/SHOTS-shot: in cloze form the text of each choice is "
+            "scored, in letter form its letter, and free and generated answers are read from a reply. Baseline: the best constant answer "
+            "that ignores the question."
         )
-        parts.append(_markdown(("set", "items", "chance", "baseline", *models), rows))
+        parts.append(_markdown(("score", "items", "chance", "baseline", *models), rows))
         if doubts := results.get("not_clean"):
             lines = "\n".join(f"- {one}: {why}" for one, why in doubts.items())
             parts.append(f"Scores that are not clean, because the training text may contain the items:\n\n{lines}")
     return "\n\n".join(parts)
 
 
-def _chances(models: dict[str, Any], kind: str, one: str) -> tuple[str, str, str]:
-    known = next(model[kind][one] for model in models.values() if model[kind].get(one))
-    return str(known["n"]), f"{100 * known['chance']:.0f}" if kind == "benchmarks" else "-", f"{100 * known['baseline']:.0f}"
+def _chances(models: dict[str, Any], one: str) -> tuple[str, str, str]:
+    known = next(model["scores"][one] for model in models.values() if model["scores"].get(one))
+    return str(known["n"]), f"{100 * known['chance']:.0f}" if known["chance"] else "-", f"{100 * known['baseline']:.0f}"
 
 
 def _score(score: dict[str, Any] | None) -> str:

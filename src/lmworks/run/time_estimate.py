@@ -62,18 +62,20 @@ def fixed_work(recipe: Recipe, run_dir: Path) -> FixedWork:
 def _tokens_per_item(recipe: Recipe, run_dir: Path) -> dict[str, float]:
     """Mean tokens per item of each benchmark set, with all choices, over the first items; 0 if the set is not available."""
     from lmworks.corpus.readers.items import Unavailable
-    from lmworks.evaluate import benchmarks
+    from lmworks.evaluate.items import ChoiceItem
+    from lmworks.evaluate.sets import loading
     from lmworks.tokenizer import load
 
     found = {}
     tokenizer = load(run_dir / "tokenizer")
-    for name in recipe.evaluate.benchmarks:
+    for one in recipe.evaluate.benchmarks:
         try:
-            items = benchmarks.load(name, FEW_ITEMS)
+            items = loading.load(one, FEW_ITEMS, 0).items
         except Unavailable:
             items = []
-        texts = [context + rest for item in items for context, rest in zip(item.contexts, item.continuations, strict=True)]
-        found[name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
+        choices = [item for item in items if isinstance(item, ChoiceItem)]
+        texts = [context + rest for item in choices for context, rest in zip(item.contexts, item.continuations, strict=True)]
+        found[one.name] = sum(len(tokenizer.encode(text)) for text in texts) / max(1, len(items))
     return found
 
 
@@ -116,7 +118,7 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
         found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
         found["tune"] += work.slowness * _CONVERSATION * sum(data.count for data in tune.data)
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
-    scored = _WINDOWS * work.held_out + sum(work.items[one] * wanted.benchmark_items for one in wanted.benchmarks)
+    scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
     replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY
     found["evaluate"] = models * (forward(scored, context) + generate(replies + _SAMPLE, phases[0].sequence_length))
     found["evaluate"] += work.slowness * (_EVALUATION + wanted.references * _COMPRESSED_BYTE * work.held_out_bytes)

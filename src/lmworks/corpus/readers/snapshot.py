@@ -6,10 +6,15 @@ Sources that are pinned (wheels), come with Python, or live on a hub are not loo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lmworks.corpus.readers import parts
+from lmworks.corpus.readers.listing import find
 from lmworks.errors import UserError
 from lmworks.progress import bar
+from lmworks.recipe.loading.own_task import local_paths
+from lmworks.recipe.schema.corpus import Source
+from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import Change
 
@@ -24,17 +29,29 @@ def listing(recipe: Recipe, before: Listing) -> Listing:
     """The present files. A source that cannot be listed now keeps its listing of `before`: a finished corpus does not need it."""
     sources = {f"corpus.sources.{source.name}": source for source in recipe.corpus.sources if source.kind not in _ELSEWHERE}
     sources |= {f"evaluate.protect.{own.name}": own.source for own in recipe.evaluate.protect}
+    tasks = {f"evaluate.benchmarks.{one.name}": one for one in recipe.evaluate.benchmarks if one.file or one.path}
     found: Listing = {}
-    with bar("look at sources", len(sources)) as progress:
-        for name, source in sources.items():
+    with bar("look at sources", len(sources) + len(tasks)) as progress:
+        every: dict[str, Source | Benchmark] = {**sources, **tasks}
+        for name, source in every.items():
             try:
-                files = [file for part in parts(source, _WHOLE) for file in part.as_json()["files"]]
+                files = _files_of_benchmark(source) if isinstance(source, Benchmark) else _files(source)
                 found[name] = {str(path): list(rest) for path, *rest in files}
             except UserError:
                 if name in before:
                     found[name] = before[name]
             progress.advance()
     return found
+
+
+def _files(source: Source) -> list[Any]:
+    return [file for part in parts(source, _WHOLE) for file in part.as_json()["files"]]
+
+
+def _files_of_benchmark(benchmark: Benchmark) -> list[Any]:
+    """The files on which a benchmark depends; those of its form that its source does not read do no harm."""
+    wanted = [Source(name="rows", kind="text", path=path, license="evaluation") for path in local_paths(benchmark)]
+    return [[file.path, file.size, file.changed] for source in wanted for file in find(source)]
 
 
 def changes(before: Listing, now: Listing) -> Iterator[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -23,6 +24,43 @@ class Generator(Node):
     @classmethod
     def _named(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+
+class Benchmark(Node):
+    """A benchmark set, or a task of your own. Its name, or the path of a task file that ends in .yaml, may stand for it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="name of the set; of a task of your own, its name in reports")
+    file: str | None = Field(None, description="task of your own: its YAML file, relative to the working directory; see docs/evaluation.md")
+    path: str | None = Field(
+        None,
+        description="rows of the set in a local file, directory or glob, in place of those in the package: JSON lines, Parquet or Arrow",
+    )
+    hub: bool = Field(False, description="read the rows from the Hugging Face hub in place of the package (extra `data`)")
+    form: Annotated[Literal["auto", "cloze", "letters", "free"], read_by("evaluate")] = Field(
+        "auto",
+        description="multiple choice: cloze scores the text of each choice, letters the letter of each listed choice, free reads a "
+        "generated answer; auto chooses what suits the training of the model and prints the reason",
+    )
+    shots: Annotated[int | None, read_by("evaluate")] = Field(
+        None, ge=0, description="number of worked examples before each question; null: 5 with letters, else 0, or what the set states"
+    )
+    items: Annotated[int | None, read_by("evaluate")] = Field(None, gt=0, description="maximum items; null: evaluate.benchmark_items")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"file": value} if value.endswith((".yaml", ".yml")) else {"name": value}
+        if isinstance(value, dict) and isinstance(value.get("file"), str) and "name" not in value:
+            value = {"name": PurePath(value["file"]).stem, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Benchmark:
+        given = [key for key in ("file", "path", "hub") if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"evaluate.benchmarks.{self.name}: {' and '.join(given)} are two sources of the same rows; keep one of them")
+        return self
 
 
 class Protected(Node):
@@ -47,8 +85,8 @@ class Evaluate(Node):
     effect: ClassVar = read_by("evaluate")
 
     # what an evaluation asks: all text that is trained on is searched for it
-    benchmarks: Annotated[tuple[str, ...], read_by("corpus", "shards", "tune", "evaluate")] = Field(
-        (), description="names of benchmark sets, scored in cloze form"
+    benchmarks: Annotated[list[Benchmark], read_by("corpus", "shards", "tune", "evaluate")] = Field(
+        default_factory=list, description="benchmark sets, and tasks of your own"
     )
     benchmark_items: int = Field(200, gt=0, description="maximum items per set")
     tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "evaluate")] = Field(
@@ -75,7 +113,10 @@ class Evaluate(Node):
 
     @model_validator(mode="after")
     def _sets_differ(self) -> Evaluate:
-        names = [*self.benchmarks, *(task.name for task in self.tasks), *(one.name for one in self.protect)]
+        benchmarks = [one.name for one in self.benchmarks]
+        if twice := next((name for name in benchmarks if benchmarks.count(name) > 1), None):
+            raise ValueError(f"evaluate.benchmarks lists {twice} twice; keep one of them")
+        names = [*benchmarks, *(task.name for task in self.tasks), *(one.name for one in self.protect)]
         if twice := next((one.name for one in self.protect if names.count(one.name) > 1), None):
             raise ValueError(f"evaluate.protect.{twice}: another evaluation set has this name; give it one of its own")
         return self

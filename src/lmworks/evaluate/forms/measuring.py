@@ -1,0 +1,219 @@
+"""Scores of a model on multiple-choice sets and tasks of the user's own, in the forms that suit it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lmworks.corpus.contamination import Question
+from lmworks.corpus.readers.items import Unavailable
+from lmworks.evaluate.forms import free, likelihood, prompts
+from lmworks.evaluate.forms.choosing import PROBE_ITEMS, Choice, Probes, choose
+from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name
+from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.replies import Answerer, ChatTokenizer
+from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets.loading import Loaded
+from lmworks.evaluate.statistics import Score, pooled
+from lmworks.progress import bar, console
+from lmworks.recipe.loading.own_task import load_task
+from lmworks.recipe.schema.evaluate import Benchmark
+
+if TYPE_CHECKING:
+    from lmworks.model import Transformer
+
+ALL_SETS = "all sets"
+_NOTABLE = 10  # items per score and side
+
+
+class Measured(Protocol):
+    """What is asked of a model to be measured: `lmworks.evaluate.opening.OpenModel`."""
+
+    @property
+    def model(self) -> Transformer: ...
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def chat(self) -> bool: ...
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass
+class Found:
+    """What was measured.
+
+    scores: by name, as in results.json. outcomes: one record per item and score. items: notable items, to be read. asked: the items of
+    each set, as they are kept out of training text. unavailable: sets without data, with the reason.
+    """
+
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    items: list[dict[str, Any]] = field(default_factory=list)
+    asked: dict[str, list[Question]] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, score: dict[str, Any], outcomes: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> None:
+        self.scores[name] = score
+        self.outcomes += ({"score": name, **one} for one in outcomes)
+        self.items += ({"score": name, **one} for one in items)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A set in a form with its sample of items: one score. `chosen`: whether the form was chosen to suit the model, and not asked for."""
+
+    name: str
+    form: Form
+    shots: int
+    loaded: Loaded
+    reason: str
+    chosen: bool
+
+    @property
+    def score(self) -> str:
+        return score_name(self.name, self.form, self.shots)
+
+
+def measure(
+    subject: Measured, benchmarks: Sequence[Benchmark], most: int, flops: float | None = None, paired: tuple[Form, ...] = ()
+) -> Found:
+    """Score `subject` on the sets, at most `most` items of each unless a benchmark says otherwise.
+
+    `flops` and `paired` decide which forms suit it (`forms/choosing.py`). Raises `UserError` for data that is not what it should be.
+    """
+    found = Found()
+    tasks = _tasks(subject, benchmarks, most, flops, paired, found)
+    found.asked = {task.name: [protected_question(item) for item in task.loaded.items] for task in tasks}
+    total = sum(len(item.continuations) if task.form != "free" and isinstance(item, ChoiceItem) else 1
+                for task in tasks for item in task.loaded.items)
+    parts: dict[tuple[Form, int], list[tuple[str, Score]]] = {}
+    with bar(f"{subject.name}: benchmarks", total) as progress:
+        for task in tasks:
+            progress.note(task.score)
+            run = _free if task.form == "free" else _likelihood
+            parts.setdefault((task.form, task.shots), []).append((task.name, run(subject, task, found, progress.advance)))
+    for (form, shots), scored in parts.items():
+        if len(scored) > 1:
+            whole = pooled([score for _, score in scored]).to_json()
+            more = {"set": ALL_SETS, "form": form, "shots": shots, "norm": _NORM[form], "sets": [name for name, _ in scored]}
+            found.scores[score_name(ALL_SETS, form, shots)] = whole | more
+    return found
+
+
+_NORM: dict[Form, str | None] = {"cloze": "byte", "letters": "none", "free": None}
+
+
+def _tasks(
+    subject: Measured, benchmarks: Sequence[Benchmark], most: int, flops: float | None, paired: tuple[Form, ...], found: Found
+) -> list[Task]:
+    """Every set in its forms; sets without data are noted in `found`."""
+    open_: list[tuple[Benchmark, Form | None, int | None]] = []  # form and number of examples, as far as they are settled
+    plain: dict[str, Sequence[Item]] = {}
+    for one in benchmarks:
+        try:
+            plain[one.name] = loading.load(one, one.items or most, 0).items
+        except Unavailable as unavailable:
+            found.unavailable[one.name] = str(unavailable)
+            continue
+        task = load_task(one.file) if one.file is not None else None
+        form = one.form if one.form != "auto" else task.form if task else None
+        if any(isinstance(item, OpenItem) for item in plain[one.name]):
+            form = "free"
+        shots = one.shots if one.shots is not None else task.shots if task else None
+        open_.append((one, form, shots))
+    automatic = [one for one, form, _ in open_ if form is None]
+    choice: Choice | None = None
+    if automatic:
+        probes = Probes(lambda: _probe_letters(subject, automatic), lambda: _probe_replies(subject, automatic))
+        choice = choose(subject.chat, flops, probes, paired)
+        console.print(f"{subject.name}: {' and '.join(choice.forms)} form ({choice.reason})", style="dim")
+    tasks = []
+    for one, form, shots in open_:
+        forms, reason = ((form,), "asked for") if form is not None else (choice.forms, choice.reason) if choice else ((), "")
+        for chosen in forms:
+            count = prompts.SHOTS[chosen] if shots is None else shots
+            tasks.append(Task(one.name, chosen, count, loading.load(one, one.items or most, count), reason, form is None))
+    return tasks
+
+
+def _formulated(task: Task) -> list[ChoiceItem]:
+    make: Callable[[ChoiceItem, Sequence[ChoiceItem]], ChoiceItem] = prompts.letters if task.form == "letters" else prompts.cloze
+    return [make(item, task.loaded.shown_before(item, task.shots)) for item in task.loaded.items]  # type: ignore[arg-type]
+
+
+def _likelihood(subject: Measured, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
+    logprobs = BatchedLogProbs(subject.model, subject.context)
+    cloze = task.form == "cloze"
+    answered = likelihood.answer(_formulated(task), subject.tokenizer, logprobs, advance, unconditional=cloze)
+    scored = likelihood.score(answered)
+    # the contexts of the truncated ones have lost their beginnings
+    more: dict[str, Any] = {"truncated": sum(a.prompt_tokens - 1 > subject.context for a in answered)}
+    if cloze:
+        more["by_norm"] = {norm: likelihood.score(answered, norm).accuracy for norm in answered[0].norms}
+        more["bits_per_byte"] = sum(a.bits_per_byte for a in answered) / len(answered)
+    failures = [None if a.correct() else "wrong" for a in answered]
+    outcomes = [
+        _outcome(a.item, failure, a.bits_per_byte if cloze else None, a.prompt_tokens)
+        for a, failure in zip(answered, failures, strict=True)
+    ]
+    found.add(task.score, _entry(task, scored, outcomes) | more, outcomes, [a.to_json() for a in likelihood.notable(answered, _NOTABLE)])
+    return scored
+
+
+def _free(subject: Measured, task: Task, found: Found, advance: Callable[[int], None]) -> Score:
+    answerer = Answerer(subject.model, subject.tokenizer, subject.chat)
+    shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
+    judged = free.answer(task.loaded.items, shown, answerer, advance)
+    scored = free.score(judged)
+    outcomes = [_outcome(one.item, one.failure, float(one.correct), one.reply.prompt_tokens) for one in judged]
+    right, wrong = [one for one in judged if one.correct], [one for one in judged if not one.correct]
+    entry = _entry(task, scored, outcomes) | {"failures": free.failures(judged)}
+    found.add(task.score, entry, outcomes, [one.to_json() for one in wrong[:_NOTABLE] + right[:_NOTABLE]])
+    return scored
+
+
+def _outcome(item: Item, failure: str | None, value: float | None, tokens: int) -> dict[str, Any]:
+    return {
+        "set": item.set, "id": item.id, "subject": item.subject, "correct": failure is None, "value": value, "failure": failure,
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+def _entry(task: Task, scored: Score, outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    entry: dict[str, Any] = scored.to_json() | {"set": task.name, "form": task.form, "shots": task.shots, "norm": _NORM[task.form]}
+    entry |= {"chosen": task.chosen, "reason": task.reason}
+    if task.shots:
+        shown = task.loaded.examples if task.loaded.per_subject else task.loaded.examples[: task.shots]
+        entry["examples"] = {"from": task.loaded.origin, "fingerprint": loading.fingerprint(shown)}
+    subjects: dict[str, list[bool]] = {}
+    for one in outcomes:
+        subjects.setdefault(one["subject"], []).append(one["correct"])
+    if len(subjects) > 1:
+        entry["by_subject"] = {name: {"correct": sum(right), "n": len(right)} for name, right in sorted(subjects.items())}
+    return entry
+
+
+def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
+    each = -(-PROBE_ITEMS // len(benchmarks))
+    return [Task(one.name, form, prompts.SHOTS[form], loading.load(one, each, prompts.SHOTS[form]), "probe", True) for one in benchmarks]
+
+
+def _probe_letters(subject: Measured, benchmarks: Sequence[Benchmark]) -> Score:
+    items = [item for task in _probed(benchmarks, "letters") for item in _formulated(task)]
+    with bar(f"{subject.name}: probe of letters", sum(len(item.choices) for item in items)) as progress:
+        answered = likelihood.answer(items, subject.tokenizer, BatchedLogProbs(subject.model, subject.context), progress.advance)
+    sets: dict[str, list[likelihood.Answered]] = {}
+    for one in answered:
+        sets.setdefault(one.item.set, []).append(one)
+    return pooled([likelihood.score(part) for part in sets.values()])
+
+
+def _probe_replies(subject: Measured, benchmarks: Sequence[Benchmark]) -> float:
+    items = [item for task in _probed(benchmarks, "free") for item in task.loaded.items][: PROBE_ITEMS // 4]
+    with bar(f"{subject.name}: probe of replies", len(items)) as progress:
+        judged = free.answer(items, [()] * len(items), Answerer(subject.model, subject.tokenizer, subject.chat), progress.advance)
+    return sum(one.extracted is not None for one in judged) / len(judged)

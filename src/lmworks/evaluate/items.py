@@ -1,0 +1,98 @@
+"""Items of benchmark sets: a question with choices, or one that is answered freely; and what all sets have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lmworks.corpus.contamination import Question
+
+Row = dict[str, Any]
+Form = Literal["cloze", "letters", "free"]
+Metric = Literal["exact", "number", "contains"]
+FORMS: tuple[Form, ...] = ("cloze", "letters", "free")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class ChoiceItem:
+    """A question with `choices`, of which `answer` is the index of the right one.
+
+    In cloze form, choice i is scored as `continuations[i]` after `contexts[i]`. The contexts are the same for all choices except in
+    WinoGrande, which is scored partially (Trinh & Le 2018, arXiv:1806.02847): the blank is filled in the context, and the rest of the
+    sentence, the same for both, is the continuation. `question` is what the other forms show above the choices. `text` is question and
+    right answer as they would stand in a contaminated document. `subject` is a part of the set (a subject of MMLU), or empty.
+    """
+
+    set: str
+    id: str
+    subject: str
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    contexts: tuple[str, ...]
+    continuations: tuple[str, ...]
+    text: str
+    preamble: str = ""  # stands once before the worked examples, in letter and free form
+
+
+@dataclass(frozen=True)
+class OpenItem:
+    """A question without choices. A reply is right if it agrees with one of `answers` under `metric` (`forms/free.py`)."""
+
+    set: str
+    id: str
+    subject: str
+    question: str
+    answers: tuple[str, ...]
+    metric: Metric
+    text: str
+    preamble: str = ""
+
+
+Item = ChoiceItem | OpenItem
+
+
+def score_name(set_: str, form: str, shots: int, *more: str) -> str:
+    """The name of a score: SET/FORM/SHOTS-shot, and what else belongs to it, such as pass@1."""
+    return "/".join((set_, form, f"{shots}-shot", *more))
+
+
+def digest(*parts: str) -> bytes:
+    """16 bytes that depend on the parts only."""
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+
+
+def ranked(items: Sequence[Item]) -> list[Item]:
+    """The items in the order in which samples take them: by the hash of (set, id).
+
+    The order depends on nothing else, so that all models and runs are asked the same questions, and a smaller sample is part of a larger
+    one.
+    """
+    return sorted(items, key=lambda item: digest("sample", item.set, item.id))
+
+
+def protected_question(item: Item) -> Question:
+    """An item as it is kept out of the training text."""
+    answer = item.answers[0] if isinstance(item, OpenItem) else item.continuations[item.answer].strip()
+    bare = item.text.removesuffix(f" {answer}")
+    return Question(f"{item.set}/{item.id}", bare, answer if bare != item.text else "")
+
+
+def chance_level(items: Sequence[ChoiceItem]) -> float:
+    """Expected accuracy of a blind guess: the mean of 1 / number of choices."""
+    return sum(1 / len(item.continuations) for item in items) / len(items) if items else 0.0
+
+
+def constant_level(items: Sequence[ChoiceItem]) -> float:
+    """Accuracy of the best constant answer where all items offer the same continuations (BoolQ, letters); elsewhere the chance level.
+
+    Items may differ in the number of letters that they offer.
+    """
+    longest = max((item.continuations for item in items), key=len, default=())
+    if any(item.continuations != longest[: len(item.continuations)] for item in items):
+        return chance_level(items)
+    right = [item.answer for item in items]
+    return max((right.count(answer) for answer in set(right)), default=0) / max(1, len(items))

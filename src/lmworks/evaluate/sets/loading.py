@@ -1,0 +1,159 @@
+"""The items of a benchmark of a recipe, with the worked examples that are shown before them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from lmworks.corpus.contamination import Question
+from lmworks.errors import UserError
+from lmworks.evaluate.items import ChoiceItem, Item, digest, protected_question, ranked
+from lmworks.evaluate.sets import own
+from lmworks.evaluate.sets.choice_set import ChoiceSet
+from lmworks.evaluate.sets.registry import CHOICE
+from lmworks.evaluate.sources import local
+from lmworks.evaluate.sources.data import Data, rows, where
+from lmworks.recipe.loading.own_task import load_task
+from lmworks.recipe.schema.evaluate import Benchmark
+
+MOST_EXAMPLES = 5  # worked examples that a set keeps out of its items where it has no others
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A sample of a set. `examples` are the worked examples of all subjects, in order; `origin` says where they come from."""
+
+    items: Sequence[Item]
+    examples: Sequence[Item]
+    per_subject: bool
+    origin: str
+
+    def shown_before(self, item: Item, shots: int) -> Sequence[Item]:
+        """The worked examples that are shown before an item."""
+        if not self.per_subject:
+            return self.examples[:shots]
+        return [one for one in self.examples if one.subject == item.subject][:shots]
+
+
+def load_all(benchmark: Benchmark) -> tuple[Item, ...]:
+    """Every item, in the order of its source. Raises `UserError` or `Unavailable` if the data is missing or is of another form."""
+    if benchmark.file is not None:
+        return _own_items(benchmark.name, benchmark.file)
+    return _set_items(benchmark.name, benchmark.path, benchmark.hub)
+
+
+@cache
+def _set_items(name: str, path: str | None, hub: bool) -> tuple[Item, ...]:
+    chosen = CHOICE[name]
+    return tuple(_read(chosen, chosen.data, path, hub))
+
+
+def _own_items(name: str, file: str) -> tuple[Item, ...]:
+    found = tuple(own.items(name, file, load_task(file)))
+    if not found:
+        raise UserError(f"the task {file} has no items; put some rows into its data file")
+    return found
+
+
+def _read(chosen: ChoiceSet, data: Data, path: str | None, hub: bool) -> Iterator[ChoiceItem]:
+    numbers: Counter[str] = Counter()
+    place = where(path, hub)
+    found = False
+    for number, row in rows(data, path, hub):
+        try:
+            if chosen.per_subject:  # numbered within the subject, whether or not each has a file of its own
+                subject = row["subject"]
+                number = str(numbers[subject])
+                numbers[subject] += 1
+            made = chosen.build(chosen.name, chosen.read(row, number))
+            yield replace(made, preamble=preamble(chosen, made.subject))
+            found = True
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            wanted = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"evaluate.benchmarks.{chosen.name}: row {number} of {place} is not of this set ({wanted}); give its rows with the columns "
+                f"of {data.repository}, or describe your own with a task file (`file`)"
+            ) from None
+    if not found:
+        raise UserError(f"evaluate.benchmarks.{chosen.name}: {place} has no rows; give a file with the rows of the set")
+
+
+def preamble(chosen: ChoiceSet, subject: str) -> str:
+    """The text before the first question of a subject."""
+    return chosen.preamble.replace("{subject}", subject.replace("_", " "))
+
+
+def load(benchmark: Benchmark, most: int | None, shots: int) -> Loaded:
+    """At most `most` items of the set in the order of `ranked`, and the worked examples that are shown before each.
+
+    The examples do not depend on the model. Where a set has none apart from its items, they are its last items in that order, which are
+    then not asked.
+    """
+    items = ranked(load_all(benchmark))
+    if not shots:
+        return Loaded(items[:most], [], False, "")
+    examples, per_subject, origin = _examples(benchmark)
+    if not examples:
+        examples, origin = items[: -MOST_EXAMPLES - 1 : -1], "items that are not asked"
+        if shots > MOST_EXAMPLES:
+            raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: this set has {MOST_EXAMPLES} worked examples at most")
+        items = items[:-MOST_EXAMPLES]
+    shown = {protected_question(one).text for one in examples}
+    items = [one for one in items if protected_question(one).text not in shown]
+    if not items:
+        raise UserError(f"evaluate.benchmarks.{benchmark.name}: no items are left beside its worked examples; set shots to 0")
+    fewest = min((sum(one.subject == name for one in examples) for name in {one.subject for one in items}), default=0)
+    available = fewest if per_subject else len(examples)
+    if shots > available:
+        raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {available}")
+    return Loaded(items[:most], examples, per_subject, origin)
+
+
+def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
+    """Worked examples apart from the items, whether each subject has its own, and where they come from; none if there are none."""
+    if benchmark.file is not None:
+        task = load_task(benchmark.file)
+        found = list(own.items(benchmark.name, benchmark.file, task, examples=True)) if task.examples else []
+        return found, False, task.examples or ""
+    chosen, split = CHOICE[benchmark.name], CHOICE[benchmark.name].examples
+    in_place = split is not None and (
+        local.has_split(benchmark.path, split.split) if benchmark.path else benchmark.hub or split.package is not None
+    )
+    if split is not None and in_place:
+        made: list[Item] = list(_set_examples(benchmark.name, benchmark.path, benchmark.hub))
+        # the examples of a subject in their own order; of a large training split those that come first in the order of samples
+        return made if chosen.per_subject else ranked(made)[:25], chosen.per_subject, f"{split.split} split"
+    if benchmark.path is None and not benchmark.hub and chosen.prepared:
+        return list(_prepared(benchmark.name)), False, "the five curated ones of OLMES"
+    return [], False, ""
+
+
+@cache
+def _set_examples(name: str, path: str | None, hub: bool) -> tuple[ChoiceItem, ...]:
+    chosen = CHOICE[name]
+    assert chosen.examples is not None
+    return tuple(_read(chosen, chosen.examples, path, hub))
+
+
+@cache
+def _prepared(name: str) -> tuple[ChoiceItem, ...]:
+    return tuple(CHOICE[name].prepared_examples())
+
+
+def questions(benchmark: Benchmark) -> Iterator[Question]:
+    """Question and right answer of every item of the set (not only of a sample), for decontamination."""
+    yield from map(protected_question, load_all(benchmark))
+
+
+def fingerprint(examples: Sequence[Item]) -> str:
+    """Identifies worked examples: scores under one name are comparable if it is the same."""
+    return digest(*(text for one in examples for text in (one.question, one.text))).hex()[:12]
+
+
+def check_local(benchmarks: Iterable[Benchmark]) -> None:
+    """Raise `UserError` for local data that is missing or is not what it should be. The package and the hub are not looked at."""
+    for one in benchmarks:
+        if one.file is not None or one.path is not None:
+            load(one, 1, one.shots or 0)
