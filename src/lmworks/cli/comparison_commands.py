@@ -1,8 +1,9 @@
-"""`lmworks speed`: how fast a model generates."""
+"""`lmworks compare` and `lmworks speed`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,7 +18,54 @@ ModelArgument = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
+    app.command("compare")(compare)
     app.command("speed")(speed)
+
+
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B [C...]",
+            help="Runs (RUN, RUN@base, RUN@tuned, RUN@STEP), checkpoints, Hugging Face directories, folders of evaluations, or tables of "
+            "published scores (.json, .yaml, .csv). All are compared with the first.",
+        ),
+    ],
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="SET,...", help="Evaluate all models on these sets, also those that have outcomes."),
+    ] = None,
+    form: Annotated[Literal["auto", "cloze", "letters", "free"], typer.Option("--form", help="Form of the sets of --tasks.")] = "auto",
+    shots: Annotated[int | None, typer.Option("--shots", metavar="N", min=0, help="Worked examples before each question.")] = None,
+    items: Annotated[int, typer.Option("--items", metavar="N", min=1, help="Maximum items of each set.")] = 200,
+    examples: Annotated[int, typer.Option("--examples", metavar="N", min=0, help="Examples to print of each kind.")] = 2,
+    cache: Annotated[
+        Path, typer.Option("--cache", metavar="DIR", help="Folder for the outcomes of models that had none.")
+    ] = Path("runs/evaluations"),
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the comparison as an HTML page.")] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare models on the same items: intervals, corrected tests, items lost and gained, and failures in groups."""
+    from lmworks.doctor.comparison_page import write_comparison_page
+    from lmworks.evaluate.compare.comparison import compare
+    from lmworks.evaluate.compare.sources import Asked, gather
+    from lmworks.evaluate.compare.tables import printable
+    from lmworks.recipe.schema.evaluate import Benchmark
+
+    named = None
+    if tasks is not None:
+        given: dict[str, Any] = {"form": form} | ({} if shots is None else {"shots": shots})
+        named = [Benchmark.model_validate(one).model_copy(update=given) for one in tasks.split(",") if one]
+    document = compare(gather(models, Asked(named, items, cache, device_of(device))), examples)
+    if html is not None:
+        write_comparison_page(html, document)
+    if as_json:
+        print_json(document)
+        return
+    console().print(printable(document))
+    if html is not None:
+        print(html)
 
 
 def speed(

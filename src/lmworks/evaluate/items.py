@@ -36,6 +36,7 @@ class ChoiceItem:
     continuations: tuple[str, ...]
     text: str
     preamble: str = ""  # stands once before the worked examples, in letter and free form
+    passage: str = ""  # identifies the passage that the question is about, where several items share one
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
     out_dir/results.json          all figures, of the base and the tuned model
     out_dir/items-NAME.jsonl      the items that failed and succeeded most clearly, with their log-likelihoods and replies
-    out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons
+    out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons; `lmworks.evaluate.records` has the others
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmworks import files
 from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references, tasks
+from lmworks.evaluate.compare.comparison import compare
+from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import Found, measure
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.items import FORMS, Form, score_name
 from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.records import write_records
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
 from lmworks.evaluate.sets.loading import check_local
 from lmworks.evaluate.sets.registry import check_names
 from lmworks.evaluate.sources.package import PACKAGE
-from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.progress import bar
 from lmworks.recipe.schema.recipe import Recipe
@@ -96,10 +97,9 @@ def evaluate(
     results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
-    files.write_text(out_dir / f"items-{name}.jsonl", _lines(found.items))
-    files.write_text(out_dir / f"outcomes-{name}.jsonl", _lines(found.outcomes))
+    write_records(out_dir, name, found, add=name == "tuned")
     if name == "tuned" and "base" in results["models"]:
-        results["compared"] = _compare(read_outcomes(out_dir / "outcomes-base.jsonl"), found.outcomes)
+        results["compared"] = _compare(out_dir)
         for one, compared in results["compared"].items():
             if measured["scores"][one]["set"] in results["not_clean"]:
                 compared["verdict"] += NOT_CLEAN
@@ -127,11 +127,13 @@ def _measure(
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)
     start = time.perf_counter()
-    bpb = bits_per_byte.bits_per_byte(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
+    documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
+    bpb = bits_per_byte.by_domain(documents)
     speed = {"scored_tokens_per_second": sum(b.tokens for d, b in bpb.items() if d != references.OVERALL) / (time.perf_counter() - start)}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
     found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
+    found.documents = documents
     start = time.perf_counter()
     asked = {one.name: tasks.generate_tasks(one, wanted.task_items) for one in wanted.tasks}
     _solve(asked, Answerer(model, tokenizer, subject.chat), subject.name, found)
@@ -178,7 +180,8 @@ def _solve(asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]
             "mean_mark": sum(j.mark for j in part) / len(part), "empty_replies": sum(not j.reply for j in part),
         }  # fmt: skip
         outcomes = [
-            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0}
+            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0,
+             "answer": j.reply}
             for j in part
         ]
         solved, failed = [j for j in part if j.solved], [j for j in part if not j.solved]
@@ -190,20 +193,10 @@ def _failure(judged: tasks.Judged) -> str | None:
     return None if judged.solved else "wrong" if judged.extracted else "no answer"
 
 
-def read_outcomes(path: Path) -> list[dict[str, Any]]:
-    """The records of `outcomes-NAME.jsonl`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _lines(records: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def _compare(base: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> dict[str, Any]:
+def _compare(out_dir: Path) -> dict[str, Any]:
     """Tuned minus base for every score, over the items that both answered."""
-    before = {(one["score"], one["id"]): one["correct"] for one in base}
-    pairs: dict[str, list[tuple[bool, bool]]] = {}
-    for one in tuned:
-        if (one["score"], one["id"]) in before:
-            pairs.setdefault(one["score"], []).append((before[one["score"], one["id"]], one["correct"]))
-    return {score: paired_bootstrap([b for b, _ in pair], [t for _, t in pair]).to_json() for score, pair in pairs.items()}
+    document = compare([read_results(out_dir, name, name) for name in ("base", "tuned")], examples=0)
+    return {row["score"]: {key: row[key] for key in _COMPARED} for row in document["comparisons"][0]["scores"]}
+
+
+_COMPARED = ("difference", "interval", "n", "p", "adjusted_p", "minimum_detectable", "lost", "gained", "verdict")

@@ -17,7 +17,7 @@ from lmworks.evaluate.compare.differences import (
     compare_pairs,
     corrected,
 )
-from lmworks.evaluate.compare.failures import example, failures, shorten
+from lmworks.evaluate.compare.failures import example, failures
 from lmworks.evaluate.compare.results import Answers, Outcome, Results
 
 OVERALL = "all domains"
@@ -74,6 +74,10 @@ class _Pairing:
     def _compare_documents(self) -> None:
         common = [key for key in self.a.documents if key in self.b.documents]
         domains = sorted({self.a.documents[key].domain for key in common})
+        if not common:
+            if self.a.documents and self.b.documents:
+                self.not_comparable["held-out bits per byte"] = "no held-out document was measured with both"
+            return
         for domain in domains if len(domains) == 1 else (OVERALL, *domains):
             keys = [key for key in common if domain in (OVERALL, self.a.documents[key].domain)]
             ours, theirs = ([side.documents[key] for key in keys] for side in (self.a, self.b))
@@ -124,7 +128,7 @@ class _Pairing:
 
 
 def _told(one: Outcome) -> str:
-    return shorten(one.answer) or (f"({one.failure})" if one.failure else "(right)")
+    return one.answer or (f"({one.failure})" if one.failure else "(right)")
 
 
 def _clearest(pairs: Sequence[tuple[Outcome, Outcome]]) -> list[tuple[Outcome, Outcome]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.evaluate.compare.results import KINDS, Answers, Outcome, Results
+from lmworks.evaluate.records import shortened
 
 _QUARTILES = 4
 _MOST_TEXT = 600
@@ -38,12 +39,8 @@ def _of_score(results: Results, answers: Answers, examples: int) -> dict[str, An
 def example(results: Results, answers: Answers, one: Outcome) -> dict[str, Any]:
     """An item to read: question, right answer, and what the model answered, each shortened."""
     question, right = results.questions.get((answers.set, one.id), ("", ""))
-    return {"id": one.id, "subject": one.subject, "question": shorten(question), "right": shorten(right), "answer": shorten(one.answer)}
-
-
-def shorten(text: str) -> str:
-    """Text without its middle, if it is long."""
-    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT // 2]} ... {text[-_MOST_TEXT // 2 :]}"
+    texts = {"question": question, "right": right, "answer": one.answer}
+    return {"id": one.id, "subject": one.subject, **{key: shortened(text, _MOST_TEXT) for key, text in texts.items()}}
 
 
 def _count(items: Iterable[Outcome]) -> dict[str, Any]:
