@@ -129,7 +129,7 @@ def test_held_out_text_is_paired_by_document() -> None:
     b = {key: Document(one.domain, one.bytes, one.bits * (0.98 + 0.01 * rng.random())) for key, one in a.items()}
     b["more"] = Document("prose", 100, 1e6)
     rows = compare([Results("a", "", {}, a), Results("b", "", {}, b)])["comparisons"][0]["bits_per_byte"]
-    with pytest.raises(UserError, match="no held-out document"):
+    with pytest.raises(UserError, match="only 0 held-out documents"):
         compare([Results("a", "", {}, a), Results("b", "", {}, {"more": b["more"]})])
     assert [(row["domain"], row["n"]) for row in rows] == [(OVERALL, 60), ("code", 30), ("prose", 30)]
     assert rows[0]["a"] == pytest.approx(sum(one.bits for one in a.values()) / sizes.sum())

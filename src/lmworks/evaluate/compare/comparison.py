@@ -22,6 +22,7 @@ from lmworks.evaluate.compare.results import Answers, Outcome, Results
 
 OVERALL = "all domains"
 _MOST_SUBJECTS = 10
+_FEWEST_DOCUMENTS = 6  # of fewer, no sign-flip test can show anything at 5%
 
 
 def compare(models: Sequence[Results], examples: int = 3) -> dict[str, Any]:
@@ -73,12 +74,13 @@ class _Pairing:
 
     def _compare_documents(self) -> None:
         common = [key for key in self.a.documents if key in self.b.documents]
-        domains = sorted({self.a.documents[key].domain for key in common})
-        if not common:
+        if len(common) < _FEWEST_DOCUMENTS:
             if self.a.documents and self.b.documents:
-                self.not_comparable["held-out bits per byte"] = "no held-out document was measured with both"
+                self.not_comparable["held-out bits per byte"] = f"only {len(common)} held-out documents were measured with both"
             return
-        for domain in domains if len(domains) == 1 else (OVERALL, *domains):
+        counts = Counter(self.a.documents[key].domain for key in common)
+        domains = sorted(domain for domain, count in counts.items() if count >= _FEWEST_DOCUMENTS)
+        for domain in domains if len(counts) == 1 else (OVERALL, *domains):
             keys = [key for key in common if domain in (OVERALL, self.a.documents[key].domain)]
             ours, theirs = ([side.documents[key] for key in keys] for side in (self.a, self.b))
             self.differences["bits_per_byte", domain] = compare_bits(

@@ -39,13 +39,16 @@ Texts = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Source:
-    """One side of a comparison as it was named, the run that it belongs to, if any, and the folder of its evaluation, if there is one."""
+    """One side of a comparison as it was named, the run that it belongs to, if any, and the folder of its evaluation, if there is one.
+
+    `which` is "base" or "tuned" for the final model of a run."""
 
     where: str
     label: str
     run: Path | None = None
     evaluation: tuple[Path, str] | None = None
     table: Path | None = None
+    which: str = ""
     note: str = ""
 
 
@@ -96,7 +99,17 @@ def find(where: str) -> Source:
         return _run(where, path, chosen)
     if (path / "results.json").is_file():
         return _evaluation(where, path, chosen)
-    return Source(where, path.resolve().name)  # opening it raises the errors
+    return _weights(where, path.resolve())
+
+
+def _weights(where: str, path: Path) -> Source:
+    """A checkpoint or a Hugging Face folder; opening it raises the errors."""
+    if not listing.is_name(path.name):
+        return Source(where, path.name)
+    tuned = path.parent.parent.name == "tune"
+    run = path.parents[2 if tuned else 1]
+    label = f"{run.name}@{'tuned-' if tuned else ''}{listing.step_of(path)}"
+    return Source(where, label, run if (run / "resolved.json").is_file() else None)
 
 
 def _run(where: str, run: Path, chosen: str) -> Source:
@@ -108,10 +121,11 @@ def _run(where: str, run: Path, chosen: str) -> Source:
         which = "base"
     evaluation = run / "evaluate"
     if not (evaluation / f"outcomes-{which}.jsonl").is_file():
-        return Source(where, f"{name}@{which}", run)
+        return Source(where, f"{name}@{which}", run, which=which)
     if _is_stale(run, which):
-        return Source(where, f"{name}@{which}", run, note=f"{evaluation} is of an earlier model, so it was evaluated again")
-    return Source(where, f"{name}@{which}", run, (evaluation, which))
+        note = f"{evaluation} is of an earlier model, so it was evaluated again"
+        return Source(where, f"{name}@{which}", run, which=which, note=note)
+    return Source(where, f"{name}@{which}", run, (evaluation, which), which=which)
 
 
 def _is_stale(run: Path, which: str) -> bool:
@@ -153,8 +167,10 @@ def _wanted(sources: Sequence[Source], known: Sequence[Results], asked: Asked) -
     """What a model is to be evaluated on: the scores that the others have, in the same formulation; else what is asked for, or what the
     recipes of the runs list."""
     recipes = [load_resolved(one.run / "resolved.json") for one in sources if one.run]
-    listed = list(asked.benchmarks or ()) or [one for recipe in recipes for one in recipe.evaluate.benchmarks]
-    by_name = {one.name: one for one in listed}
+    by_name = {one.name: one for recipe in recipes for one in recipe.evaluate.benchmarks}
+    if asked.benchmarks is not None:  # from the same data as the recipes
+        changes = {one.name: {"form": one.form, "shots": one.shots, "items": asked.items} for one in asked.benchmarks}
+        by_name = {one.name: by_name.get(one.name, one).model_copy(update=changes[one.name]) for one in asked.benchmarks}
     found: dict[str, Benchmark] = {}
     for results in known:
         for answers in results.scores.values():
@@ -214,12 +230,11 @@ def _evaluate(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, ask
 
 def _identity(source: Source) -> Any:
     """What changes when the weights do: hashes of a checkpoint's tensors, or names, sizes and times of the files of a folder."""
-    if source.run is not None:
-        step = source.where.rpartition("@")[2]
-        if step.isdecimal():
-            return listing.content_of(folder(source.run, "base") / listing.name_of(int(step)))
-        return listing.content(folder(source.run, "tuned" if source.label.endswith("@tuned") else "base"))
     path = Path(source.where).expanduser()
-    return listing.content_of(path) or [
-        [one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in sorted(path.iterdir()) if one.is_file()
-    ]
+    if source.run is None or (path.is_dir() and listing.is_name(path.name)):
+        times = [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in sorted(path.iterdir()) if one.is_file()]
+        return listing.content_of(path) or times
+    chosen = source.where.rpartition("@")[2]
+    if chosen.isdecimal():
+        return listing.content_of(folder(source.run, "base") / listing.name_of(int(chosen)))
+    return listing.content(folder(source.run, "tuned" if source.which == "tuned" else "base"))
