@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,15 @@ import torch
 from lmworks import jsonl
 from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
+from lmworks.evaluate.forms.measuring import ALL_SETS, measure
 from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.evaluate.sets.registry import CHOICE
 from lmworks.files import explain_os_errors
 from lmworks.interrupt import Interrupted
 from lmworks.metrics.names import describe
 from lmworks.progress import clock, console
 from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.load import folder
 from lmworks.watch.ledger import read_ledger
@@ -51,10 +54,32 @@ class Checkpoint:
     path: Path
 
 
+def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: int | None = None) -> Measure:
+    """The scores that a run measures in its loop, on the same items: sets in cloze form without examples.
+
+    `benchmarks` replace those of the recipe. Raises `UserError` if there are none that can be scored so.
+    """
+    listed = benchmarks or recipe.evaluate.benchmarks
+    wanted = [one.model_copy(update={"form": "cloze", "shots": 0}) for one in listed if one.file is not None or one.name in CHOICE]
+    if not wanted:
+        raise UserError("the recipe of this run lists no multiple-choice set; name some: --tasks arc-easy,hellaswag")
+
+    def measured(opened: OpenModel) -> dict[str, float]:
+        values = {}
+        for score in measure(opened, wanted, items or recipe.evaluate.every_items).scores.values():
+            if score["set"] != ALL_SETS:
+                values[f"eval/{score['set']}/{score['form']}-{score['shots']}-shot"] = score["score"]
+                if "bits_per_byte" in score:
+                    values[f"eval/{score['set']}/bits_per_byte"] = score["bits_per_byte"]
+        return values
+
+    return measured
+
+
 def follow(
-    run_dir: Path, measure: Measure, device: torch.device | str | None = None, wait: float = WAIT_SECONDS, poll: float = POLL_SECONDS
+    run_dir: Path, evaluate: Measure, device: torch.device | str | None = None, wait: float = WAIT_SECONDS, poll: float = POLL_SECONDS
 ) -> int:
-    """Evaluate every checkpoint of the run once, oldest first, until its training has finished; returns the number evaluated.
+    """Call `evaluate` on every checkpoint of the run once, oldest first, until its training has finished; returns the number evaluated.
 
     Checkpoints of earlier calls are not evaluated again. A run that has not finished is waited for until nothing in it has changed for
     `wait` seconds; 0 evaluates the checkpoints that are there. Raises `UserError` if `run_dir` is no run or another process follows it, and
@@ -72,7 +97,7 @@ def follow(
                 finished = _finished(run_dir, recipe)  # before the listing: the last checkpoint comes before the word that all is done
                 found = [one for one in checkpoints(run_dir) if one not in passed and (one.stage, one.step, one.content) not in done]
                 if found:
-                    record = _evaluate(found[0], measure, device)
+                    record = _evaluate(found[0], evaluate, device)
                     if record is None:
                         passed.add(found[0])
                         continue
@@ -106,11 +131,11 @@ def checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
                 yield Checkpoint(stage, listing.step_of(path), content, path)
 
 
-def _evaluate(one: Checkpoint, measure: Measure, device: torch.device | str | None) -> dict[str, Any] | None:
+def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None) -> dict[str, Any] | None:
     """The line of a checkpoint; None if it is damaged, or if the run has removed it meanwhile."""
     begun = time.time()
     try:
-        values = dict(measure(open_model(one.path, device)))
+        values = dict(evaluate(open_model(one.path, device)))
     except (UserError, OSError) as error:
         if not one.path.exists():
             console.print(f"step {one.step} of {one.stage} was removed by the run before it was read; it is left out", style="dim")

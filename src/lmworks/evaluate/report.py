@@ -180,8 +180,7 @@ def _solve(asked: dict[str, list[tasks.Task]], answerer: Callable[..., list[str]
             "mean_mark": sum(j.mark for j in part) / len(part), "empty_replies": sum(not j.reply for j in part),
         }  # fmt: skip
         outcomes = [
-            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0,
-             "answer": j.reply}
+            {"set": one, "id": j.task.id, "subject": "", "correct": j.solved, "value": j.mark, "failure": _failure(j), "tokens": 0}
             for j in part
         ]
         solved, failed = [j for j in part if j.solved], [j for j in part if not j.solved]

@@ -18,10 +18,10 @@ KINDS = ("no answer", "format", "truncated", "timeout", "wrong")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one item under one score. `mark` is 1 for a correct answer; the mean of the marks is the score.
+    """What became of one item under one score. `mark` is what the item adds to the score: 1 for a correct answer, or a share of it.
 
-    `unit` names what is resampled together: the passage or subject of the item, or the item. `tokens` is the length of the prompt;
-    `answer` is what the model answered, where it is known; `value` is the bits per byte of the right answer in cloze form.
+    Items of one `passage`, or else of one `subject`, are resampled together. `tokens` is the length of the prompt; `answer` is what the
+    model answered, where it is known; `value` is the bits per byte of the right answer in cloze form.
     """
 
     id: str
@@ -121,15 +121,14 @@ def _records(path: Path, texts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(one: dict[str, Any]) -> Outcome:
-    mark = one.get("mark", 1.0 if one.get("correct") is True else 0.0)
-    failure = one.get("failure")
-    value = one.get("value")
+    failure, value, correct = one.get("failure"), one.get("value"), one.get("correct") is True
+    mark = _number(value) if "/generate/" in one["score"] and value is not None else float(correct)
     return Outcome(
         one["id"],
-        min(1.0, max(0.0, _number(mark))),
+        min(1.0, max(0.0, mark)),
         str(one.get("subject") or ""),
         str(one.get("passage") or ""),
-        None if one.get("correct") is True else failure if failure in KINDS else "wrong",
+        None if correct else failure if failure in KINDS else "wrong",
         int(_number(one.get("tokens"))),
         float(value) if isinstance(value, int | float) and math.isfinite(value) else None,
         str(one.get("answer") or ""),

@@ -26,7 +26,7 @@ from lmworks.evaluate.items import FORMS
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.records import write_records
-from lmworks.evaluate.sets.registry import CHOICE, check_names
+from lmworks.evaluate.sets.registry import CHOICE, GENERATION, check_names
 from lmworks.progress import console
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
@@ -171,12 +171,12 @@ def _wanted(sources: Sequence[Source], known: Sequence[Results], asked: Asked) -
     if asked.benchmarks is not None:  # from the same data as the recipes
         changes = {one.name: {"form": one.form, "shots": one.shots, "items": asked.items} for one in asked.benchmarks}
         by_name = {one.name: by_name.get(one.name, one).model_copy(update=changes[one.name]) for one in asked.benchmarks}
-    found: dict[str, Benchmark] = {}
+    found: dict[tuple[str, ...], Benchmark] = {}
     for results in known:
         for answers in results.scores.values():
             one = _formulated(by_name.get(answers.set), answers)
             if one is not None and (asked.benchmarks is None or answers.set in by_name):
-                found.setdefault(answers.name, one)
+                found.setdefault(tuple(answers.name.split("/")[:3]), one)
     if asked.benchmarks is not None:
         covered = {one.name for one in found.values()}
         return [*found.values(), *(one for one in by_name.values() if one.name not in covered)]
@@ -188,12 +188,12 @@ def _wanted(sources: Sequence[Source], known: Sequence[Results], asked: Asked) -
 
 def _formulated(listed: Benchmark | None, answers: Answers) -> Benchmark | None:
     """The benchmark that gives this score; None for one that cannot be asked again from its name."""
-    parts = re.fullmatch(r"[^/]+/([a-z]+)/(\d+)-shot", answers.name)
-    if parts is None or parts[1] not in FORMS or (listed is None and answers.set not in CHOICE):
+    parts = re.match(r"[^/]+/([a-z]+)/(\d+)-shot(?:/|\Z)", answers.name)
+    if parts is None or (listed is None and answers.set not in (*CHOICE, *GENERATION)):
         return None
+    form = {"form": parts[1]} if parts[1] in FORMS else {}
     items = answers.n if answers.items is not None else None
-    changes = {"form": parts[1], "shots": int(parts[2]), "items": items}
-    return (listed or Benchmark(name=answers.set)).model_copy(update=changes)
+    return (listed or Benchmark(name=answers.set)).model_copy(update={"shots": int(parts[2]), "items": items, **form})
 
 
 def _compute(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, asked: Asked) -> Results:
