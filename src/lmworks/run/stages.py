@@ -130,6 +130,7 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 
 def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
+    from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.run.init_weights import load_init_weights
     from lmworks.train.pretrain import pretrain
 
@@ -139,7 +140,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         record.save(folder, record.of_all([*_search_records(context, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
-        context.ranks, context.heartbeat, load_init_weights,
+        context.ranks, context.heartbeat, load_init_weights, make_evaluation,
     )  # fmt: skip
     return None
 
