@@ -18,6 +18,7 @@ from saved_run import save_run
 from tiny_run import Tiny
 
 SCORE = "arc-easy/cloze/0-shot"
+SHOWN = "arc-easy/cloze/2-shot"  # with two worked examples
 ITEMS = 24
 
 
@@ -93,7 +94,8 @@ def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_
 
     mine = tmp_path / "run"
     shutil.copytree(run, mine)
-    first = compared(lmworks, f"{run}@base", f"{run}@4", "--cache", tmp_path / "cache")
+    asked = ("--tasks", "arc-easy", "--form", "cloze", "--shots", 2)
+    first = compared(lmworks, f"{run}@base", f"{run}@4", "--cache", tmp_path / "cache", *asked)
     stored = Path(first["models"][0]["origin"])
     (mine / "evaluate").mkdir()
     for name in ("outcomes", "documents"):
@@ -102,7 +104,7 @@ def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_
     (mine / "evaluate" / "results.json").write_text((stored / "results.json").read_text().replace('"model"', '"base"'))
     write_huggingface(open_model(f"{run}@4", "cpu").model, load(run / "tokenizer"), tmp_path / "export", torch.float32)
     table = tmp_path / "peer.yaml"
-    table.write_text(f"scores: {{{SCORE}: {{score: 96%, n: 2000}}, piqa/cloze/0-shot: {{score: 0.8, n: 1000}}}}\n")
+    table.write_text(f"scores: {{{SHOWN}: {{score: 96%, n: 2000}}, piqa/cloze/0-shot: {{score: 0.8, n: 1000}}}}\n")
     page = tmp_path / "page.html"
     found = compared(lmworks, f"{mine}@base", tmp_path / "export", table, "--cache", tmp_path / "cache", "--html", page)
     ours, peer = found["comparisons"]
@@ -112,7 +114,7 @@ def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_
     assert (peer["scores"][0]["kind"], peer["scores"][0]["verdict"]) == ("unpaired", "better")
     assert peer["not_comparable"] == [{"score": "piqa/cloze/0-shot", "reason": "run@base has no score of piqa"}]
     text = page.read_text()
-    for part in ("export, peer against run@base", SCORE, "Held-out bits per byte", "Lost and gained", "things and one more?"):
+    for part in ("export, peer against run@base", SHOWN, "Held-out bits per byte", "Lost and gained", "things and one more?"):
         assert part in text
     assert "<script" not in text
     shown = lmworks("compare", f"{mine}@base", table, "--cache", tmp_path / "cache").out
