@@ -13,8 +13,9 @@ import pytest
 import torch
 from command import Lmworks
 
+from evaluate.saved_run import save_run
+from lmworks import jsonl
 from lmworks.evaluate.compare import sources
-from saved_run import save_run
 from tiny_run import Tiny
 
 SCORE = "arc-easy/cloze/0-shot"
@@ -68,7 +69,7 @@ def test_models_of_a_run_are_evaluated_once(
         assert (comparison["a"], comparison["b"]) == ("run@base", one["name"])
         assert (row["score"], row["n"], row["kind"]) == (SCORE, ITEMS, "paired")
         records = [
-            {r["id"]: r["correct"] for r in map(json.loads, (Path(model["origin"]) / "outcomes-model.jsonl").read_text().splitlines())}
+            {line["id"]: line["correct"] for line in jsonl.read(Path(model["origin"]) / f"outcomes-{model['name']}.jsonl")}
             for model in (found["models"][0], one)
         ]
         lost = {key for key in records[0] if records[0][key] and not records[1][key]}
@@ -99,9 +100,9 @@ def test_a_run_an_export_and_a_published_table(lmworks: Lmworks, run: Path, tmp_
     stored = Path(first["models"][0]["origin"])
     (mine / "evaluate").mkdir()
     for name in ("outcomes", "documents"):
-        shutil.copy(stored / f"{name}-model.jsonl", mine / "evaluate" / f"{name}-base.jsonl")
+        shutil.copy(stored / f"{name}-run@base.jsonl", mine / "evaluate" / f"{name}-base.jsonl")
     shutil.copy(stored / "questions.jsonl", mine / "evaluate")
-    (mine / "evaluate" / "results.json").write_text((stored / "results.json").read_text().replace('"model"', '"base"'))
+    (mine / "evaluate" / "results.json").write_text((stored / "results.json").read_text().replace('"run@base"', '"base"'))
     write_huggingface(open_model(f"{run}@4", "cpu").model, load(run / "tokenizer"), tmp_path / "export", torch.float32)
     table = tmp_path / "peer.yaml"
     table.write_text(f"scores: {{{SHOWN}: {{score: 96%, n: 2000}}, piqa/cloze/0-shot: {{score: 0.8, n: 1000}}}}\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
-from saved_run import save_run
+from evaluate.saved_run import save_run
 from tiny_run import Tiny
 
 

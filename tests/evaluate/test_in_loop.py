@@ -52,9 +52,15 @@ def test_equals_the_plain_scores(small_transformer: Any, byte_tokenizer: Any) ->
     assert len(values) == 4
 
 
-@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30), st.integers(8, 40), st.integers(1, 4))
+SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=30)
+
+
+@given(SIZES, st.integers(8, 40), st.integers(1, 4))
 def test_every_label_is_in_one_place_after_its_context(sizes: list[tuple[int, int]], length: int, rows: int) -> None:
-    requests = [([1000 * n + i for i in range(1, a + 1)], [1000 * n + i for i in range(a + 1, a + b + 1)]) for n, (a, b) in enumerate(sizes)]
+    def ids(number: int, start: int, stop: int) -> list[int]:
+        return [1000 * number + one for one in range(start, stop)]
+
+    requests = [(ids(n, 1, a + 1), ids(n, a + 1, a + b + 1)) for n, (a, b) in enumerate(sizes)]
     batches, places = pack(requests, length, rows)
     assert {batch.tokens.shape for batch in batches} == {(rows, length)}
     tokens, labels = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("tokens", "labels"))
@@ -73,7 +79,7 @@ def test_every_label_is_in_one_place_after_its_context(sizes: list[tuple[int, in
 
 
 def own_task(folder: Path) -> Path:
-    rows = [{"question": f"Which word comes first in {number}?", "choices": list(WORDS), "answer": WORDS[number % 4]} for number in range(12)]
+    rows = [{"question": f"Which word is first in {number}?", "choices": WORDS, "answer": WORDS[number % 4]} for number in range(12)]
     (folder / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "colors.yaml").write_text("file: colors.jsonl\nchoices: choices\n")
     return folder / "colors.yaml"
@@ -111,7 +117,8 @@ def test_the_last_scores_are_those_of_the_finished_model(tiny_copy: Tiny, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"), [("1M tokens", "never"), ("2M tokens", "50%"), ("3M tokens", "25%"), ("4M tokens", "20%"), ("20M tokens", "10%")]
+    ("tokens", "expected"),
+    [("1M tokens", "never"), ("2M tokens", "50%"), ("3M tokens", "25%"), ("4M tokens", "20%"), ("20M tokens", "10%")],
 )  # fmt: skip
 def test_the_default_interval_costs_less_than_a_twentieth(tiny: Tiny, tokens: str, expected: str) -> None:
     sets = "[arc-easy, piqa, hellaswag, sciq, copa]"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
+from lmworks.cli.evaluate_commands import benchmarks
 from lmworks.cli.options import DeviceOption, JsonOption, device_of
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
@@ -26,7 +27,7 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="A B [C...]",
+            metavar="A B...",
             help="Runs (RUN, RUN@base, RUN@tuned, RUN@STEP), checkpoints, Hugging Face directories, folders of evaluations, or tables of "
             "published scores (.json, .yaml, .csv). All are compared with the first.",
         ),
@@ -35,7 +36,7 @@ def compare(
         str | None,
         typer.Option("--tasks", metavar="SET,...", help="Evaluate all models on these sets, also those that have outcomes."),
     ] = None,
-    form: Annotated[Literal["auto", "cloze", "letters", "free"], typer.Option("--form", help="Form of the sets of --tasks.")] = "auto",
+    form: Annotated[str, typer.Option("--form", metavar="FORM,...", help="Forms of --tasks: auto, cloze, letters, free.")] = "auto",
     shots: Annotated[int | None, typer.Option("--shots", metavar="N", min=0, help="Worked examples before each question.")] = None,
     items: Annotated[int, typer.Option("--items", metavar="N", min=1, help="Maximum items of each set.")] = 200,
     examples: Annotated[int, typer.Option("--examples", metavar="N", min=0, help="Examples to print of each kind.")] = 2,
@@ -51,12 +52,8 @@ def compare(
     from lmworks.evaluate.compare.comparison import compare
     from lmworks.evaluate.compare.sources import Asked, gather
     from lmworks.evaluate.compare.tables import printable
-    from lmworks.recipe.schema.evaluate import Benchmark
 
-    named = None
-    if tasks is not None:
-        given: dict[str, Any] = {"form": form} | ({} if shots is None else {"shots": shots})
-        named = [Benchmark.model_validate(one).model_copy(update=given) for one in tasks.split(",") if one]
+    named = None if tasks is None else benchmarks(tasks, form, shots, None, False)
     document = compare(gather(models, Asked(named, items, cache, device_of(device))), examples)
     if html is not None:
         write_comparison_page(html, document)

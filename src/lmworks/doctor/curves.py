@@ -86,7 +86,8 @@ class Curves:
         return charts + self._of_sets("right-answers", "Right answers", hint, bits, unit="bits per byte")
 
     def _of_sets(self, name: str, title: str, hint: str, metrics: list[str], **more: Any) -> list[Chart]:
-        lines = {metric: Line(metric.split("/")[1], self.training.series[metric].means(), f"c{n % TONES}") for n, metric in enumerate(metrics)}
+        found = self.training.series
+        lines = {metric: Line(metric.split("/")[1], found[metric].means(), f"c{n % TONES}") for n, metric in enumerate(metrics)}
         if self.others:
             return [
                 self._chart(f"{name}-{line.name}", f"{title}: {line.name}", hint, [replace(line, tone="c0"), *self._others(metric)], **more)

@@ -24,7 +24,7 @@ from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
 from lmworks.evaluate.forms.measuring import ALL_SETS, measure
 from lmworks.evaluate.opening import OpenModel, open_model
-from lmworks.evaluate.sets.registry import CHOICE
+from lmworks.evaluate.sets.registry import CHOICE, check_names
 from lmworks.files import explain_os_errors
 from lmworks.interrupt import Interrupted
 from lmworks.metrics.names import describe
@@ -60,6 +60,7 @@ def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: 
     `benchmarks` replace those of the recipe. Raises `UserError` if there are none that can be scored so.
     """
     listed = benchmarks or recipe.evaluate.benchmarks
+    check_names(listed)
     wanted = [one.model_copy(update={"form": "cloze", "shots": 0}) for one in listed if one.file is not None or one.name in CHOICE]
     if not wanted:
         raise UserError("the recipe of this run lists no multiple-choice set; name some: --tasks arc-easy,hellaswag")

@@ -141,14 +141,14 @@ def _measure(
         speed["replies_per_second"] = sum(map(len, asked.values())) / (time.perf_counter() - start)
     measured["scores"], measured["unavailable"] = found.scores, found.unavailable
     measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
-    _mark(found.scores, measured["not_clean"])
+    mark(found.scores, measured["not_clean"])
     prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir)
     measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=subject.chat)]
     measured["speed"] = speed
     return measured, found
 
 
-def _mark(scores: dict[str, dict[str, Any]], doubtful: dict[str, str]) -> None:
+def mark(scores: dict[str, dict[str, Any]], doubtful: dict[str, str]) -> None:
     """Let each verdict on what may have been trained on say so: whoever prints a score prints its verdict."""
     for score in scores.values():
         if doubtful.keys() & set(score.get("sets", [score["set"]])):

@@ -17,23 +17,22 @@ import torch
 from lmworks import __version__, files
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
-from lmworks.evaluate.bits_per_byte import by_domain, document_bits
+from lmworks.evaluate.bits_per_byte import DocumentBits, document_bits
 from lmworks.evaluate.compare.published import SUFFIXES, read_table
 from lmworks.evaluate.compare.results import Answers, Results, names_in, read_results
-from lmworks.evaluate.forms.measuring import measure
+from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.heldout import held_out
 from lmworks.evaluate.items import FORMS
 from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.model_report import evaluate_model
 from lmworks.evaluate.opening import open_model
-from lmworks.evaluate.records import write_records
-from lmworks.evaluate.sets.registry import CHOICE, GENERATION, check_names
+from lmworks.evaluate.sets.registry import CHOICE, GENERATION
 from lmworks.progress import console
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.tree.fingerprint import canonical
 from lmworks.train.load import folder
 
-_NAME = "model"
 Texts = Mapping[str, Sequence[str]]
 
 
@@ -88,11 +87,11 @@ def find(where: str) -> Source:
         if path.suffix not in SUFFIXES:
             raise UserError(f"{where} is no model, and a published table is one of {', '.join(SUFFIXES)}")
         return Source(where, path.stem, table=path)
-    before, at, chosen = where.rpartition("@")
-    if path.is_dir() or not at:
-        chosen = ""
-    else:
-        path = Path(before).expanduser()
+    chosen = ""
+    if not path.is_dir():  # the names of models have an @ too
+        places = [at for at, letter in enumerate(where) if letter == "@" and Path(where[:at]).expanduser().is_dir()]
+        if places:
+            path, chosen = Path(where[: places[0]]).expanduser(), where[places[0] + 1 :]
     if not path.is_dir():
         raise UserError(f"{where} does not exist; give a run directory, a checkpoint, a Hugging Face folder, or a table of scores")
     if (path / "resolved.json").is_file():
@@ -167,10 +166,12 @@ def _wanted(sources: Sequence[Source], known: Sequence[Results], asked: Asked) -
     """What a model is to be evaluated on: the scores that the others have, in the same formulation; else what is asked for, or what the
     recipes of the runs list."""
     recipes = [load_resolved(one.run / "resolved.json") for one in sources if one.run]
-    by_name = {one.name: one for recipe in recipes for one in recipe.evaluate.benchmarks}
+    listed = [one for recipe in recipes for one in recipe.evaluate.benchmarks]
+    by_name = {one.name: one for one in listed}
     if asked.benchmarks is not None:  # from the same data as the recipes
-        changes = {one.name: {"form": one.form, "shots": one.shots, "items": asked.items} for one in asked.benchmarks}
-        by_name = {one.name: by_name.get(one.name, one).model_copy(update=changes[one.name]) for one in asked.benchmarks}
+        given = [(one, {"form": one.form, "shots": one.shots, "items": asked.items}) for one in asked.benchmarks]
+        listed = [by_name.get(one.name, one).model_copy(update=changes) for one, changes in given]
+        by_name = {one.name: one for one in listed}
     found: dict[tuple[str, ...], Benchmark] = {}
     for results in known:
         for answers in results.scores.values():
@@ -179,7 +180,7 @@ def _wanted(sources: Sequence[Source], known: Sequence[Results], asked: Asked) -
                 found.setdefault(tuple(answers.name.split("/")[:3]), one)
     if asked.benchmarks is not None:
         covered = {one.name for one in found.values()}
-        return [*found.values(), *(one for one in by_name.values() if one.name not in covered)]
+        return [*found.values(), *(one for one in listed if one.name not in covered)]
     if not found and not by_name:
         names = " and ".join(one.where for one in sources)
         raise UserError(f"there are no outcomes of {names}, and no recipe says what to evaluate; name the sets: --tasks arc-easy,piqa")
@@ -198,7 +199,6 @@ def _formulated(listed: Benchmark | None, answers: Answers) -> Benchmark | None:
 
 def _compute(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, asked: Asked) -> Results:
     """Evaluate a model, or read what an earlier comparison has found."""
-    check_names(benchmarks)
     key = {
         "weights": _identity(source), "benchmarks": [one.model_dump(mode="json") for one in benchmarks], "items": asked.items,
         "texts": hashlib.sha256(canonical({domain: list(part) for domain, part in texts.items()})).hexdigest(),
@@ -209,23 +209,19 @@ def _compute(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, aske
     if not (out_dir / "results.json").is_file():
         _evaluate(source, benchmarks, texts, asked, out_dir)
     console.print(f"outcomes of {source.label}: {out_dir}", style="dim")
-    return read_results(out_dir, _NAME, source.label)
+    return read_results(out_dir, names_in(out_dir)[0], source.label)
 
 
 def _evaluate(source: Source, benchmarks: Sequence[Benchmark], texts: Texts, asked: Asked, out_dir: Path) -> None:
     opened = open_model(source.where, asked.device)
-    found = measure(opened, benchmarks, asked.items)
+    recipe = load_resolved(source.run / "resolved.json") if source.run else None
+    documents: Sequence[DocumentBits] = ()
     if texts:
         logprobs = BatchedLogProbs(opened.model, opened.context)
         label = f"{opened.name}: held-out text"
-        found.documents = document_bits(texts, opened.tokenizer, opened.tokenizer.vocab_size, logprobs, opened.context, label)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_records(out_dir, _NAME, found)
-    measured: dict[str, Any] = {"context": opened.context, "dtype": opened.precision}
-    measured |= {"scores": found.scores, "unavailable": found.unavailable}
-    if texts:
-        measured["bits_per_byte"] = {domain: value.to_json() for domain, value in by_domain(found.documents).items()}
-    files.write_json(out_dir / "results.json", {"models": {_NAME: measured}})
+        documents = document_bits(texts, opened.tokenizer, opened.tokenizer.vocab_size, logprobs, opened.context, label)
+    flops = training_flops(recipe, opened.model.config) if recipe else None
+    evaluate_model(opened, benchmarks, asked.items, flops=flops, out_dir=out_dir, documents=documents)
 
 
 def _identity(source: Source) -> Any:

@@ -81,8 +81,8 @@ class Protected(Node):
 
 
 def _interval(value: Any) -> Any:
-    """A text other than never is a duration, so that a wrong one has the error of a duration."""
-    return Duration.parse(value) if isinstance(value, str) and value != "never" else value
+    """Whatever is not `never` is a duration, so that a wrong one has the error of a duration."""
+    return value if value is None or value == "never" else Duration._validate(value)
 
 
 class Evaluate(Node):

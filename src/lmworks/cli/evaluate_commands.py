@@ -1,0 +1,170 @@
+"""`lmworks evaluate`: the evaluation stage of a recipe, or scores of any model on benchmark sets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lmworks.cli.options import AllowOption, DeviceOption, JsonOption, SetOption, SizeOption, TimeOption, device_of, within
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None], None]
+_DEFAULT_ITEMS = 200
+
+
+def register(app: typer.Typer, run_stages: RunStages) -> None:
+    """Add the command to the app; `run_stages` runs the stages of a recipe up to one of them."""
+
+    def evaluate(
+        overrides: SetOption, allow: AllowOption,
+        target: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="[RECIPE|MODEL]",
+                help="A recipe, for its evaluation stage; or a model: a run directory (RUN, RUN@base, RUN@tuned, RUN@STEP), a checkpoint, "
+                "or a Hugging Face folder. None with --follow.",
+                show_default=False,
+            ),
+        ] = None,
+        tasks: Annotated[
+            str | None, typer.Option("--tasks", metavar="SET,...", help="MODEL: benchmark sets, and task files that end in .yaml.")
+        ] = None,
+        form: Annotated[
+            str, typer.Option("--form", metavar="FORM,...", help="MODEL: auto, cloze, letters, free, or several of them.")
+        ] = "auto",
+        shots: Annotated[int | None, typer.Option("--shots", help="MODEL: worked examples before each question.")] = None,
+        items: Annotated[
+            int | None, typer.Option("--items", min=1, help="MODEL: maximum items per set, by default 200.", show_default=False)
+        ] = None,
+        data: Annotated[
+            str | None,
+            typer.Option("--data", metavar="DIR", help="MODEL: a folder with the rows of each set, as DIR/SET/ or DIR/SET.jsonl."),
+        ] = None,
+        hub: Annotated[bool, typer.Option("--hub", help="MODEL: read the rows from the Hugging Face hub.")] = False,
+        out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="MODEL: folder for results, outcomes and items.")] = None,
+        show_failures: Annotated[
+            bool, typer.Option("--failures", help="Also print failures by kind, subject and prompt length, with examples.")
+        ] = False,
+        followed: Annotated[
+            Path | None,
+            typer.Option("--follow", metavar="RUN", show_default=False, help="Evaluate each new checkpoint of a run, until it is done."),
+        ] = None,
+        wait: Annotated[
+            float, typer.Option("--wait", metavar="S", min=0, help="--follow: seconds to wait for a run in which nothing changes.")
+        ] = 1800.0,
+        device: DeviceOption = None, as_json: JsonOption = False, size: SizeOption = None, time: TimeOption = None,
+    ) -> None:  # fmt: skip
+        """Evaluation: the stage of a recipe (the stages before it run first if they are not done), scores of one model, or of the
+        checkpoints of a run while it trains."""
+        from lmworks.recipe.loading.load import load_recipe
+
+        given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
+        if followed is not None:
+            if target is not None or given:
+                raise UserError(f"--follow names the run to evaluate; leave {target if target is not None else given[0]} out")
+            _follow(followed, None if tasks is None else benchmarks(tasks, "cloze", 0, data, hub), items, device_of(device), wait)
+            return
+        if target is None:
+            raise UserError("name a recipe or a model, or a run to follow: --follow RUN")
+        if tasks is None:
+            _require_recipe(target)
+            run_stages(target, within(time, overrides), size, allow, "evaluate")
+            if show_failures:
+                _print_failures(_failures(Path(load_recipe(target, within(time, overrides), size).recipe.run_dir) / "evaluate"))
+            return
+        if given:
+            raise UserError(f"{given[0]} changes a recipe, and with --tasks {target} is a model; leave one of them out")
+        wanted, most = benchmarks(tasks, form, shots, data, hub), items or _DEFAULT_ITEMS
+        _evaluate_model(target, wanted, most, Path(out) if out else None, show_failures, device_of(device), as_json)
+
+    app.command("evaluate")(evaluate)
+
+
+def _require_recipe(target: str) -> None:
+    path = Path(target).expanduser()
+    if path.is_dir() or (not path.exists() and "@" in target):
+        from lmworks.evaluate.sets.registry import CHOICE, GENERATION
+
+        known = ", ".join([*CHOICE, *GENERATION])
+        raise UserError(f"{target} is a model: say on which sets to evaluate it with --tasks SET,...; known sets: {known}")
+
+
+def benchmarks(tasks: str, form: str, shots: int | None, data: str | None, hub: bool) -> list[Any]:
+    """The `Benchmark` of each set in each form. Raises `UserError`."""
+    from pydantic import ValidationError
+
+    from lmworks.recipe.schema.evaluate import Benchmark
+
+    found = []
+    for task in filter(None, map(str.strip, tasks.split(","))):
+        own = task.endswith((".yaml", ".yml"))
+        place = {} if own else {"hub": hub} | ({"path": _local_rows(data, task)} if data else {})
+        for one in filter(None, map(str.strip, form.split(","))):
+            try:
+                found.append(Benchmark.model_validate({("file" if own else "name"): task, "form": one, "shots": shots, **place}))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                raise UserError(f"--tasks {task}: {where}: {first['msg'].removeprefix('Value error, ')}".replace(": :", ":")) from None
+    if not found:
+        raise UserError("--tasks names no set; for example: --tasks arc-easy,sciq")
+    return found
+
+
+def _local_rows(data: str, name: str) -> str:
+    folder = Path(data).expanduser()
+    if (folder / name).is_dir():
+        return str(folder / name)
+    found = sorted(folder.glob(f"{name}.*"))
+    if not found:
+        raise UserError(f"--data {data} has neither {name}/ nor {name}.jsonl, {name}.parquet or {name}.arrow")
+    return str(found[0])
+
+
+def _evaluate_model(
+    target: str, wanted: list[Any], most: int, out: Path | None, show_failures: bool, device: torch.device, as_json: bool
+) -> None:
+    from lmworks.evaluate.tables import scores_table
+    from lmworks.run.model_evaluation import evaluate
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = out or (Path(place) if show_failures else None)
+        results = evaluate(target, wanted, most, folder, device)
+        if show_failures and folder is not None:
+            results["failures"] = _failures(folder, list(results["models"]))
+    if as_json:
+        print_json(results)
+        return
+    console().print(scores_table(results))
+    _print_failures(results.get("failures", {}))
+
+
+def _failures(folder: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Model -> score -> failures in groups, from the records in the folder of an evaluation."""
+    from lmworks.evaluate.compare.failures import failures
+    from lmworks.evaluate.compare.results import names_in, read_results
+
+    return {name: failures(read_results(folder, name, name)) for name in names or names_in(folder)}
+
+
+def _print_failures(of_models: dict[str, Any]) -> None:
+    from lmworks.evaluate.compare.tables import failure_tables
+
+    for name, scores in of_models.items():
+        console().print(failure_tables(name, scores))
+
+
+def _follow(run: Path, wanted: list[Any] | None, items: int | None, device: torch.device, wait: float) -> None:
+    from lmworks.evaluate.follow import follow, scores_in_loop
+    from lmworks.run.run_dir import require_run
+
+    count = follow(run, scores_in_loop(require_run(run), wanted or (), items), device, wait)
+    print(f"evaluated {count} checkpoints of {run}")
