@@ -77,7 +77,7 @@ def test_the_form_that_suits_the_training_is_chosen_and_said(lmworks: Lmworks, t
 
 def test_wrong_arguments_are_one_line(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     save_run(tiny, run := tmp_path / "run")
-    assert lmworks("evaluate", run).error.startswith(f"{run} is a model: say on which sets to evaluate it with --tasks SET,...; known sets: ")
+    assert lmworks("evaluate", run).error.startswith(f"{run} is a model: say on which sets to evaluate it with --tasks SET,...; known")
     assert "no benchmark set is called 'piqqa'; did you mean piqa?" in lmworks("evaluate", run, "--tasks", "piqqa").error
     assert "form: Input should be 'auto', 'cloze'" in lmworks("evaluate", run, "--tasks", "piqa", "--form", "essay").error
     assert lmworks("evaluate", run, "--tasks", "piqa", "--set", "seed=1").error == (
