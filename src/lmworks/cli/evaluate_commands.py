@@ -78,7 +78,8 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             _require_recipe(target)
             run_stages(target, within(time, overrides), size, allow, "evaluate")
             if show_failures:
-                _print_failures(_failures(Path(load_recipe(target, within(time, overrides), size).recipe.run_dir) / "evaluate"))
+                run_dir = load_recipe(target, within(time, overrides), size).recipe.run_dir
+                _print_failures(_failures(Path(str(run_dir)) / "evaluate"))
             return
         if given:
             raise UserError(f"{given[0]} changes a recipe, and with --tasks {target} is a model; leave one of them out")

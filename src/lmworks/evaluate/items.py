@@ -61,6 +61,11 @@ def score_name(set_: str, form: str, shots: int, *more: str) -> str:
     return "/".join((set_, form, f"{shots}-shot", *more))
 
 
+def shortened(text: str, most: int) -> str:
+    """Text without its middle, if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
+
+
 def digest(*parts: str) -> bytes:
     """16 bytes that depend on the parts only."""
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()

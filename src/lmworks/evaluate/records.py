@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmworks import files, jsonl
+from lmworks.evaluate.items import shortened
 
 if TYPE_CHECKING:
     from lmworks.evaluate.forms.measuring import Found
@@ -32,13 +33,9 @@ def write_records(out_dir: Path, name: str, found: Found, add: bool = False) -> 
     for name_of_set, questions in found.asked.items():
         for one in questions:
             item = one.name.removeprefix(f"{name_of_set}/")
-            asked[name_of_set, item] = {"set": name_of_set, "id": item, "question": shortened(one.text), "answer": shortened(one.answer)}
+            asked[name_of_set, item] = {"set": name_of_set, "id": item, "question": shortened(one.text, _MOST_TEXT),
+                                        "answer": shortened(one.answer, _MOST_TEXT)}  # fmt: skip
     files.write_text(path, _lines(asked.values()))
-
-
-def shortened(text: str, most: int = _MOST_TEXT) -> str:
-    """Text without its middle, if it is longer than `most` characters."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
 
 
 def _lines(records: Iterable[Mapping[str, Any]]) -> str:

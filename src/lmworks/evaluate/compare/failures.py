@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.evaluate.compare.results import KINDS, Answers, Outcome, Results
-from lmworks.evaluate.records import shortened
+from lmworks.evaluate.items import shortened
 
 _QUARTILES = 4
 _MOST_TEXT = 600

@@ -11,9 +11,8 @@ from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate.bits_per_byte import DocumentBits
 from lmworks.evaluate.forms import free, likelihood, prompts
 from lmworks.evaluate.forms.choosing import PROBE_ITEMS, Choice, Probes, choose
-from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name
+from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name, shortened
 from lmworks.evaluate.logprobs import BatchedLogProbs
-from lmworks.evaluate.records import shortened
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.sets import loading
 from lmworks.evaluate.sets.loading import Loaded
