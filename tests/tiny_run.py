@@ -16,6 +16,7 @@ import torch
 
 from lmworks.checkpoint import listing
 from lmworks.checkpoint.tensor_files import Reader
+from lmworks.evaluate.in_loop import make_evaluation
 from lmworks.metrics.log import read
 from lmworks.model import Transformer
 from lmworks.optim.optimizer import Optimizer
@@ -119,7 +120,8 @@ class Tiny:
 
     def pretrain(self, *overrides: str) -> None:
         """The stage alone, without lock, stamp and comparison of recipes."""
-        pretrain(self.resolve(*overrides).recipe, self.run_dir, lambda length: 1e6, "lmworks run tiny.yaml")
+        recipe = self.resolve(*overrides).recipe
+        pretrain(recipe, self.run_dir, lambda length: 1e6, "lmworks run tiny.yaml", make_evaluation=make_evaluation)
 
 
 def write_texts(folder: Path) -> Path:

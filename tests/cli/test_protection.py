@@ -100,8 +100,9 @@ def evaluated(lmworks: Lmworks, monkeypatch: pytest.MonkeyPatch, folder: Path, *
         return initialize(Transformer(load_resolved(run_dir / "resolved.json").model), seed=1).eval()
 
     monkeypatch.setattr(loading, "load_model", untrained)
-    done = lmworks("evaluate", *arguments, "--set", "tune=null", "--set", "evaluate.benchmark_items=5")
+    done = lmworks("evaluate", *arguments, "--set", "tune=null", "--set", "evaluate.benchmark_items=5", "--failures")
     assert done.code == 0, done.err
+    assert "Failures in % of the items" in done.out and "wrong: copa/cloze/0-shot" in done.out
     return read_json(folder / "run" / "evaluate" / "results.json"), done.out
 
 

@@ -41,6 +41,7 @@ LISTED = {
     "pip install": "changes the environment",
     "lmworks ladder": "needs six finished runs; tests/cli/test_ladder_commands.py makes them",
     "lmworks pretrain mine.yaml --set run_dir=runs/large": "belongs to the ladder",
+    "lmworks evaluate --follow": "reads the sets of the recipe; tests/cli/test_follow_command.py runs it",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "lmworks evaluate runs/quickstart --harness arc_easy": "downloads the sets; tests/evaluate and tests/cli run such tasks",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
-from lmworks.evaluate.statistics import Score, paired_bootstrap, wilson
+from lmworks.evaluate.statistics import Score, wilson
 
 
 @pytest.mark.parametrize(
@@ -45,27 +44,3 @@ def test_verdict_needs_the_whole_interval_beyond_the_baseline() -> None:
     assert Score(1100, 2000, 0.5, 0.62).verdict == "at chance"  # under the baseline, but not under chance
     assert Score(0, 50, 0.0, 0.4).verdict == "not above baseline"
     assert Score(40, 50, 0.0, 0.4).verdict == "above baseline"
-
-
-def test_paired_bootstrap_agrees_with_the_normal_interval() -> None:
-    rng = np.random.default_rng(1)
-    base = rng.random(2000) < 0.5
-    tuned = np.where(rng.random(2000) < 0.2, True, base)
-    difference = paired_bootstrap(base, tuned)
-    paired = tuned.astype(float) - base.astype(float)
-    half = 1.96 * paired.std() / math.sqrt(len(paired))
-    assert difference.mean == pytest.approx(paired.mean())
-    # 10,000 resamples place a quantile to about 2% of the half width; 10% leaves room and catches a wrong factor
-    assert difference.high - difference.mean == pytest.approx(half, rel=0.1)
-    assert difference.mean - difference.low == pytest.approx(half, rel=0.1)
-    assert difference.verdict == "better"
-
-
-def test_paired_bootstrap_sees_no_difference_where_there_is_none() -> None:
-    same = [True, False, True, True]
-    assert paired_bootstrap(same, same) == paired_bootstrap(same, same)
-    assert paired_bootstrap(same, same).verdict == "no difference shown"
-    assert paired_bootstrap([1, 1, 0, 0], [0, 0, 1, 1]).verdict == "no difference shown"
-    assert paired_bootstrap([True] * 30, [False] * 30).verdict == "worse"
-    with pytest.raises(ValueError, match="same items"):
-        paired_bootstrap([1.0], [1.0, 0.0])

@@ -57,10 +57,15 @@ def free_name(path: Path, why: str) -> Path:
 
 
 def content(directory: Path) -> str:
-    """A short hash of the tensors of the newest checkpoint, by its manifest; empty where there is none."""
+    """`content_of` the newest checkpoint; empty where there is none."""
+    newest = directories(directory)[-1:]
+    return content_of(newest[0]) if newest else ""
+
+
+def content_of(path: Path) -> str:
+    """A short hash of the tensors of a checkpoint, by its manifest; empty where that cannot be read."""
     try:
-        newest = directories(directory)[-1:]
-        files = manifest.entries(newest[0]) if newest else {}
+        files = manifest.entries(path)
     except (OSError, ValueError):
         return ""
     tensors = {name: entry.blake3 for name, entry in files.items() if name.startswith(manifest.DATA)}

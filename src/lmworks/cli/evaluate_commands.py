@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmworks.cli import harness_commands
 from lmworks.cli.harness_commands import ChatOption, HarnessOption, IncludeOption, TrustOption, harness_options
-from lmworks.cli.options import AllowOption, JsonOption, SetOption, SizeOption, TimeOption, within
+from lmworks.cli.options import AllowOption, DeviceOption, JsonOption, SetOption, SizeOption, TimeOption, device_of, within
 from lmworks.cli.output import console, print_json
 from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None], None]
 _DEFAULT_ITEMS = 200
@@ -22,15 +26,16 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
     """Add the command to the app; `run_stages` runs the stages of a recipe up to one of them."""
 
     def evaluate(
-        target: Annotated[
-            str,
-            typer.Argument(
-                metavar="RECIPE|MODEL",
-                help="A recipe, for its evaluation stage; or a model: a run directory (RUN, RUN@base, RUN@tuned, RUN@STEP), a checkpoint, "
-                "or a Hugging Face folder.",
-            ),
-        ],
         overrides: SetOption, allow: AllowOption,
+        target: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="[RECIPE|MODEL]",
+                help="A recipe, for its evaluation stage; or a model: a run directory (RUN, RUN@base, RUN@tuned, RUN@STEP), a checkpoint, "
+                "or a Hugging Face folder. None with --follow.",
+                show_default=False,
+            ),
+        ] = None,
         tasks: Annotated[
             str | None, typer.Option("--tasks", metavar="SET,...", help="MODEL: benchmark sets, and task files that end in .yaml.")
         ] = None,
@@ -41,7 +46,8 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         items: Annotated[
             int | None,
             typer.Option(
-                "--items", show_default=False, help=f"MODEL: maximum items per set or task; {_DEFAULT_ITEMS} per set, all with --harness."
+                "--items", min=1, show_default=False,
+                help=f"MODEL: maximum items per set or task; {_DEFAULT_ITEMS} per set, all with --harness.",
             ),
         ] = None,
         data: Annotated[
@@ -52,14 +58,37 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         harness: HarnessOption = None, include_path: IncludeOption = None, trust_task_code: TrustOption = False,
         apply_chat_template: ChatOption = False,
         out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="MODEL: folder for results, outcomes and items.")] = None,
-        as_json: JsonOption = False, size: SizeOption = None, time: TimeOption = None,
+        show_failures: Annotated[
+            bool, typer.Option("--failures", help="Also print failures by kind, subject and prompt length, with examples.")
+        ] = False,
+        followed: Annotated[
+            Path | None,
+            typer.Option("--follow", metavar="RUN", show_default=False, help="Evaluate each new checkpoint of a run, until it is done."),
+        ] = None,
+        wait: Annotated[
+            float, typer.Option("--wait", metavar="S", min=0, help="--follow: seconds to wait for a run in which nothing changes.")
+        ] = 1800.0,
+        device: DeviceOption = None, as_json: JsonOption = False, size: SizeOption = None, time: TimeOption = None,
     ) -> None:  # fmt: skip
-        """Evaluation: the stage of a recipe (the stages before it run first if they are not done), or scores of one model."""
+        """Evaluation: the stage of a recipe (the stages before it run first if they are not done), scores of one model, or of the
+        checkpoints of a run while it trains."""
+        from lmworks.recipe.loading.load import load_recipe
+
+        given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
+        if followed is not None:
+            if target is not None or given:
+                raise UserError(f"--follow names the run to evaluate; leave {target if target is not None else given[0]} out")
+            _follow(followed, None if tasks is None else benchmarks(tasks, "cloze", 0, data, hub), items, device_of(device), wait)
+            return
+        if target is None:
+            raise UserError("name a recipe or a model, or a run to follow: --follow RUN")
         if tasks is None and harness is None:
             _require_recipe(target)
             run_stages(target, within(time, overrides), size, allow, "evaluate")
+            if show_failures:
+                run_dir = load_recipe(target, within(time, overrides), size).recipe.run_dir
+                _print_failures(_failures(Path(str(run_dir)) / "evaluate"))
             return
-        given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if given:
             raise UserError(f"{given[0]} changes a recipe, and with --tasks or --harness {target} is a model; leave one of them out")
         folder = Path(out) if out else None
@@ -71,7 +100,8 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         elif tasks is not None:
             if include_path is not None or trust_task_code or apply_chat_template:
                 raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
-            _evaluate_model(target, benchmarks(tasks, form, shots, data, hub), items or _DEFAULT_ITEMS, folder, as_json)
+            wanted, most = benchmarks(tasks, form, shots, data, hub), items or _DEFAULT_ITEMS
+            _evaluate_model(target, wanted, most, folder, show_failures, device_of(device), as_json)
 
     app.command("evaluate")(evaluate)
     app.command("export-harness")(harness_commands.export_harness)
@@ -118,12 +148,42 @@ def _local_rows(data: str, name: str) -> str:
     return str(found[0])
 
 
-def _evaluate_model(target: str, wanted: list[Any], most: int, out: Path | None, as_json: bool) -> None:
+def _evaluate_model(
+    target: str, wanted: list[Any], most: int, out: Path | None, show_failures: bool, device: torch.device, as_json: bool
+) -> None:
     from lmworks.evaluate.tables import scores_table
     from lmworks.run.model_evaluation import evaluate
 
-    results = evaluate(target, wanted, most, out)
+    with tempfile.TemporaryDirectory() as place:
+        folder = out or (Path(place) if show_failures else None)
+        results = evaluate(target, wanted, most, folder, device)
+        if show_failures and folder is not None:
+            results["failures"] = _failures(folder, list(results["models"]))
     if as_json:
         print_json(results)
-    else:
-        console().print(scores_table(results))
+        return
+    console().print(scores_table(results))
+    _print_failures(results.get("failures", {}))
+
+
+def _failures(folder: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Model -> score -> failures in groups, from the records in the folder of an evaluation."""
+    from lmworks.evaluate.compare.failures import failures
+    from lmworks.evaluate.compare.results import names_in, read_results
+
+    return {name: failures(read_results(folder, name, name)) for name in names or names_in(folder)}
+
+
+def _print_failures(of_models: dict[str, Any]) -> None:
+    from lmworks.evaluate.compare.tables import failure_tables
+
+    for name, scores in of_models.items():
+        console().print(failure_tables(name, scores))
+
+
+def _follow(run: Path, wanted: list[Any] | None, items: int | None, device: torch.device, wait: float) -> None:
+    from lmworks.evaluate.follow import follow, scores_in_loop
+    from lmworks.run.run_dir import require_run
+
+    count = follow(run, scores_in_loop(require_run(run), wanted or (), items), device, wait)
+    print(f"evaluated {count} checkpoints of {run}")

@@ -40,6 +40,7 @@ def _root(
 def _register() -> None:
     from lmworks.cli import (
         advice_commands,
+        comparison_commands,
         data_commands,
         ladder_commands,
         launch_commands,
@@ -50,7 +51,8 @@ def _register() -> None:
     )
 
     for commands in (
-        run_commands, launch_commands, recipe_commands, advice_commands, ladder_commands, preflight_commands, data_commands, serve_commands,
+        run_commands, comparison_commands, launch_commands, recipe_commands, advice_commands, ladder_commands, preflight_commands,
+        data_commands, serve_commands,
     ):  # fmt: skip
         commands.register(app)
 

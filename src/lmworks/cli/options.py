@@ -6,9 +6,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, such as runs/quickstart.")]
@@ -30,7 +35,30 @@ TimeOption = Annotated[
     str | None,
     typer.Option("--time", metavar="T", help="Wall time of the whole run, such as 8min; token budgets are scaled by the measured speed."),
 ]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", metavar="D", show_default=False, help="Device, such as cpu, cuda or cuda:1; by default the first GPU, else the CPU."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def device_of(text: str | None) -> torch.device:
+    """The device of `--device`. Raises `UserError` if this machine has no such device."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if text is None:
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (device.type == "cuda" and has_gpu and (device.index or 0) < torch.cuda.device_count()):
+        return device
+    there = ", ".join(["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count() if has_gpu else 0))])
+    raise UserError(f"--device: {text!r} is no device of this machine, which has {there}")
 
 
 def within(time: str | None, overrides: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         "optimizer": main.optimizer(),
         "experts": main.experts(),
         "machine": main.machine(),
-        "tuning": [*tuning.loss(), *tuning.validation_loss(), *tuning.optimizer()[:2]],
+        "tuning": [*tuning.loss(), *tuning.benchmarks(), *tuning.validation_loss(), *tuning.optimizer()[:2]],
     }
     grid = Grid()
     data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}

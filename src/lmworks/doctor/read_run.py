@@ -35,6 +35,7 @@ def read_run(run_dir: Path) -> Run:
     for name, folder in (("pretrain", run_dir), ("tune", run_dir / "tune")):
         _metrics(folder / "metrics.jsonl", training[name])
         _read_samples(folder / "samples.jsonl", training[name])
+    _followed(run_dir / "follow.jsonl", training)
     stages = read_stages(run_dir, tunes=tree.get("tune") is not None or (run_dir / "tune").is_dir())
     return Run(
         run_dir,
@@ -89,6 +90,24 @@ def _metrics(path: Path, training: Training) -> None:
             recent.append((now, tokens))
     if len(recent) > 1 and recent[-1][0] > recent[0][0]:
         training.tokens_per_second = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
+
+
+def _followed(path: Path, training: dict[str, Training]) -> None:
+    """Add the scores of a process that follows the run; of a checkpoint that was evaluated again, the last ones."""
+    found: dict[tuple[str, str], dict[float, float]] = {}
+    for record in lines(path):
+        stage, step = record.get("stage"), record.get("step")
+        if stage not in training or not isinstance(step, int) or not 0 <= step < MOST:
+            continue
+        for name, value in record.items():
+            if name.startswith("eval/") and isinstance(value, int | float) and -MOST < value < MOST:
+                found.setdefault((stage, name), {})[step] = value
+    for (stage, name), points in found.items():
+        series = training[stage].series
+        own = dict(series[name].means()) if name in series else {}
+        series[name] = Series()
+        for step, value in sorted((own | points).items()):
+            series[name].add(step, value)
 
 
 def _ledger(path: Path, training: dict[str, Training]) -> tuple[list[Json], int, str]:

@@ -5,6 +5,7 @@ Bits per byte do not depend on the tokenizer, so models with other vocabularies,
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,17 @@ HOW = (
     "whole documents, each from its own start and without its end token; longer ones in windows of the context length that "
     "overlap by a quarter, each token scored once; a document's first token, which nothing predicts, costs log2(vocabulary) bits"
 )
+
+
+@dataclass(frozen=True)
+class DocumentBits:
+    """The bits of one held-out document. `document` is a hash of its text."""
+
+    document: str
+    domain: str
+    bits: float
+    bytes: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -65,15 +77,31 @@ def bits_per_byte(
     held_out: Mapping[str, Sequence[str]], encoder: Encoder, vocab_size: int, logprobs: LogProbs, length: int, label: str = "held-out text"
 ) -> dict[str, BitsPerByte]:
     """Domain (and `overall`) -> bits per byte. `length` is the context that the model was trained for, in tokens."""
+    return by_domain(document_bits(held_out, encoder, vocab_size, logprobs, length, label))
+
+
+def document_bits(
+    held_out: Mapping[str, Sequence[str]], encoder: Encoder, vocab_size: int, logprobs: LogProbs, length: int, label: str = "held-out text"
+) -> list[DocumentBits]:
+    """The bits of each document, domain by domain; arguments as for `bits_per_byte`."""
     encoded = {domain: [encoder.encode(text) for text in texts] for domain, texts in held_out.items()}
-    requests = {domain: [request for ids in documents for request in windows(ids, length)] for domain, documents in encoded.items()}
-    measured: dict[str, BitsPerByte] = {}
-    with bar(label, sum(map(len, requests.values()))) as progress:
+    requests = {domain: [windows(ids, length) for ids in documents] for domain, documents in encoded.items()}
+    found: list[DocumentBits] = []
+    with bar(label, sum(map(len, (of_document for documents in requests.values() for of_document in documents)))) as progress:
         for domain, documents in encoded.items():
             progress.note(domain)
-            nats = -math.fsum(logprobs(requests[domain], progress.advance))
-            bits = nats / math.log(2) + len(documents) * math.log2(vocab_size)
-            size = sum(len(text.encode()) for text in held_out[domain])
-            measured[domain] = BitsPerByte(bits, size, sum(map(len, documents)), len(documents))
-    measured[OVERALL] = BitsPerByte.total(list(measured.values()))
-    return measured
+            nats = iter(logprobs([request for of_document in requests[domain] for request in of_document], progress.advance))
+            for text, ids, own in zip(held_out[domain], documents, requests[domain], strict=True):
+                bits = -math.fsum(next(nats) for _ in own) / math.log(2) + math.log2(vocab_size)
+                data = text.encode()
+                found.append(DocumentBits(hashlib.blake2b(data, digest_size=8).hexdigest(), domain, bits, len(data), len(ids)))
+    return found
+
+
+def by_domain(documents: Sequence[DocumentBits]) -> dict[str, BitsPerByte]:
+    """Domain (and `overall`) -> bits per byte."""
+    parts: dict[str, list[BitsPerByte]] = {}
+    for one in documents:
+        parts.setdefault(one.domain, []).append(BitsPerByte(one.bits, one.bytes, one.tokens, 1))
+    measured = {domain: BitsPerByte.total(part) for domain, part in parts.items()}
+    return measured | {OVERALL: BitsPerByte.total(list(measured.values()))}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmworks.corpus.contamination import Question
+from lmworks.evaluate.bits_per_byte import DocumentBits
 
 
 @dataclass
@@ -14,7 +15,7 @@ class Found:
     """What was measured.
 
     scores: by name, as in results.json. outcomes: one record per item and score. items: notable items, to be read. asked: the items of
-    each set, as they are kept out of training text. unavailable: sets without data, with the reason.
+    each set, as they are kept out of training text. unavailable: sets without data, with the reason. documents: the bits of held-out text.
     """
 
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -22,6 +23,7 @@ class Found:
     items: list[dict[str, Any]] = field(default_factory=list)
     asked: dict[str, list[Question]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
+    documents: list[DocumentBits] = field(default_factory=list)
 
     def add(self, name: str, score: dict[str, Any], outcomes: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]) -> None:
         self.scores[name] = score

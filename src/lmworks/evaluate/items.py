@@ -36,6 +36,7 @@ class ChoiceItem:
     continuations: tuple[str, ...]
     text: str
     preamble: str = ""  # stands once before the worked examples, in letter and free form
+    passage: str = ""  # identifies the passage that the question is about, where several items share one
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ Item = ChoiceItem | OpenItem
 def score_name(set_: str, form: str, shots: int, *more: str) -> str:
     """The name of a score: SET/FORM/SHOTS-shot, and what else belongs to it, such as pass@1."""
     return "/".join((set_, form, f"{shots}-shot", *more))
+
+
+def shortened(text: str, most: int) -> str:
+    """Text without its middle, if it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2) :]}"
 
 
 def digest(*parts: str) -> bytes:

@@ -2,12 +2,11 @@
 
     out_dir/results.json          all figures, of the base and the tuned model
     out_dir/items-NAME.jsonl      the items that failed and succeeded most clearly, with their log-likelihoods and replies
-    out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons
+    out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons; `lmworks.evaluate.records` has the others
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmworks import files
 from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references
+from lmworks.evaluate.compare.comparison import compare
+from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import measure
 from lmworks.evaluate.found import Found
@@ -27,12 +28,12 @@ from lmworks.evaluate.generation.reasoning import SEED, Reasoning, generate_task
 from lmworks.evaluate.heldout import held_out, training_texts
 from lmworks.evaluate.items import FORMS, Form
 from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.records import write_records
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.samples import samples
 from lmworks.evaluate.sets.loading import check_local
 from lmworks.evaluate.sets.registry import check_names
 from lmworks.evaluate.sources.package import PACKAGE
-from lmworks.evaluate.statistics import paired_bootstrap
 from lmworks.precision import dtype_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.observe.prompts import prompts as prompts_of
@@ -98,10 +99,9 @@ def evaluate(
     results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
-    files.write_text(out_dir / f"items-{name}.jsonl", lines(found.items))
-    files.write_text(out_dir / f"outcomes-{name}.jsonl", lines(found.outcomes))
+    write_records(out_dir, name, found, add=name == "tuned")
     if name == "tuned" and "base" in results["models"]:
-        results["compared"] = _compare(read_outcomes(out_dir / "outcomes-base.jsonl"), found.outcomes)
+        results["compared"] = _compare(out_dir)
         for one, compared in results["compared"].items():
             if measured["scores"][one]["set"] in results["not_clean"]:
                 compared["verdict"] += NOT_CLEAN
@@ -129,11 +129,13 @@ def _measure(
     model, tokenizer, context, wanted = subject.model, subject.tokenizer, subject.context, recipe.evaluate
     logprobs = BatchedLogProbs(model, context)
     start = time.perf_counter()
-    bpb = bits_per_byte.bits_per_byte(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
+    documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
+    bpb = bits_per_byte.by_domain(documents)
     speed = {"scored_tokens_per_second": sum(b.tokens for d, b in bpb.items() if d != references.OVERALL) / (time.perf_counter() - start)}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
     found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
+    found.documents = documents
     start, scored = time.perf_counter(), len(found.outcomes)
     answerer = Answerer(model, tokenizer, subject.chat)
     for generator in wanted.tasks:
@@ -169,26 +171,10 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     return int(model.config.max_position_embeddings or 2048)
 
 
-def read_outcomes(path: Path) -> list[dict[str, Any]]:
-    """The records of `outcomes-NAME.jsonl`."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def lines(records: Iterable[dict[str, Any]]) -> str:
-    """Records as JSON lines."""
-    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def _compare(base: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> dict[str, Any]:
+def _compare(out_dir: Path) -> dict[str, Any]:
     """Tuned minus base for every score, over the items that both answered."""
-    before = {(one["score"], one["id"]): _worth(one) for one in base}
-    pairs: dict[str, list[tuple[float, float]]] = {}
-    for one in tuned:
-        if (one["score"], one["id"]) in before:
-            pairs.setdefault(one["score"], []).append((before[one["score"], one["id"]], _worth(one)))
-    return {score: paired_bootstrap([b for b, _ in pair], [t for _, t in pair]).to_json() for score, pair in pairs.items()}
+    document = compare([read_results(out_dir, name, name) for name in ("base", "tuned")], examples=0)
+    return {row["score"]: {key: row[key] for key in _COMPARED} for row in document["comparisons"][0]["scores"]}
 
 
-def _worth(outcome: dict[str, Any]) -> float:
-    """What an item adds to its score: its mark where it was answered by generation, else whether it is correct."""
-    return float(outcome["value"] if f"/{FORM}/" in outcome["score"] else outcome["correct"])
+_COMPARED = ("difference", "interval", "n", "p", "adjusted_p", "minimum_detectable", "lost", "gained", "verdict")

@@ -1,12 +1,10 @@
-"""What a score of few items is worth: intervals, the level of guessing, and paired comparison."""
+"""What a score of few items is worth: intervals, and the level of guessing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 Z_95 = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 
@@ -67,34 +65,3 @@ def pooled(scores: Sequence[Score]) -> Score:
     n = sum(score.n for score in scores)
     chance, baseline = (sum(getattr(score, level) * score.n for score in scores) / max(1, n) for level in ("chance", "baseline"))
     return Score(sum(score.correct for score in scores), n, chance, baseline)
-
-@dataclass(frozen=True)
-class Difference:
-    """Tuned minus base over the same items, with a 95% interval from a paired bootstrap (Efron 1979)."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-    @property
-    def verdict(self) -> str:
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
-
-    def to_json(self) -> dict[str, float | int | str | list[float]]:
-        return {"difference": self.mean, "interval": [self.low, self.high], "n": self.n, "verdict": self.verdict}
-
-
-def paired_bootstrap(base: Sequence[float], tuned: Sequence[float], resamples: int = 10_000, seed: int = 0) -> Difference:
-    """Difference of two models' means over the same items, resampled by item so that shared difficulty cancels."""
-    if len(base) != len(tuned):
-        raise ValueError(f"paired scores must cover the same items, not {len(base)} and {len(tuned)}")
-    difference = np.asarray(tuned, np.float64) - np.asarray(base, np.float64)
-    n = len(difference)
-    if n == 0:
-        return Difference(float("nan"), float("nan"), float("nan"), 0)
-    # a resample of n items draws each distinct difference a multinomial number of times: same law, far less memory
-    values, counts = np.unique(difference, return_counts=True)
-    draws = np.random.default_rng(seed).multinomial(n, counts / n, size=resamples)
-    low, high = np.quantile(draws @ values / n, [0.025, 0.975])
-    return Difference(float(difference.mean()), float(low), float(high), n)

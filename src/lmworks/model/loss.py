@@ -18,12 +18,12 @@ IGNORE = -100
 class HeadLoss(NamedTuple):
     """Sums over the valid tokens: cross-entropy in nats, and the squared log-partition (z-loss, arXiv:2204.02311).
 
-    `of_tokens_N` is the cross-entropy of each token, 0 for one without a label; only where no gradient is computed.
+    `of_tokens_N` is the cross-entropy of each token, 0 for one without a label. None of them has a gradient.
     """
 
     cross_entropy: Tensor
     z: Tensor
-    of_tokens_N: Tensor | None = None
+    of_tokens_N: Tensor
 
 
 ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor, Tensor | None]]
@@ -48,7 +48,7 @@ def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, s
     of_tokens_N = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="none")
     cross_entropy = of_tokens_N.sum()
     z = (logits.logsumexp(-1).square() * (labels_N != IGNORE)).sum()
-    return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach(), None if of_tokens_N.requires_grad else of_tokens_N)
+    return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach(), of_tokens_N.detach())
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -67,15 +67,14 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
         cross_entropy = torch.zeros((), device=hidden_ND.device)
         z = torch.zeros((), device=hidden_ND.device)
-        of_tokens_N = None if needs_grad else torch.empty(hidden_ND.shape[0], device=hidden_ND.device)
+        of_tokens_N = torch.empty(hidden_ND.shape[0], device=hidden_ND.device)
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden_MD, labels_M = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             logits_MV = F.linear(hidden_MD, weight)
             ce, zz, grad_MV = chunk_loss(logits_MV, labels_M, softcap, z_weight, needs_grad)
             cross_entropy += ce.sum()
             z += zz
-            if of_tokens_N is not None:
-                of_tokens_N[start : start + chunk] = ce
+            of_tokens_N[start : start + chunk] = ce
             if grad_hidden is not None and grad_weight is not None:
                 torch.mm(grad_MV, weight, out=grad_hidden[start : start + chunk])
                 if hidden_ND.dtype == torch.float32:
@@ -84,7 +83,7 @@ class _ChunkedHead(torch.autograd.Function):
                     grad_weight += grad_MV.T @ hidden_MD
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.mark_non_differentiable(cross_entropy, z)
+        ctx.mark_non_differentiable(cross_entropy, z, of_tokens_N)
         return cross_entropy + z_weight * z, cross_entropy, z, of_tokens_N
 
     @staticmethod

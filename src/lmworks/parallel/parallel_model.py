@@ -256,9 +256,7 @@ class ParallelModel:
         else:
             (model,), at_once = self.parts, len(batch.tokens)
             pieces = list(micro_batches(own, 1, at_once))
-            tokens_N = model.loss(*self._inputs(pieces[0][0])).head.of_tokens_N
-            assert tokens_N is not None
-            found = [tokens_N]
+            found = [model.loss(*self._inputs(pieces[0][0])).head.of_tokens_N]
         for number, (tokens_N, (piece, real)) in enumerate(zip(found, pieces, strict=False)):
             if real:
                 rows_BT = whole_BT[start + number * at_once :][: len(piece.tokens)]

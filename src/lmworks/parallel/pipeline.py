@@ -162,7 +162,7 @@ class Pipeline:
             self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
             return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
-        if loss.head.of_tokens_N is not None:
+        if not torch.is_grad_enabled():
             self._step.of_tokens_N[index] = loss.head.of_tokens_N
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
         self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))

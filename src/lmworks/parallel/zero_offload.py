@@ -303,5 +303,5 @@ def _loss_parts(model: Transformer, *args: Any) -> dict[str, Tensor]:
 
 
 def _joined(parts: dict[str, Tensor]) -> Loss:
-    head = HeadLoss(parts["cross_entropy"], parts["z"], parts.get("of_tokens"))
+    head = HeadLoss(parts["cross_entropy"], parts["z"], parts["of_tokens"])
     return Loss(parts["total"], head, ExpertStats(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))

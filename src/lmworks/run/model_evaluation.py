@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmworks.evaluate import protection
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.model_report import evaluate_model
@@ -17,9 +19,11 @@ from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
 
 
-def evaluate(where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None) -> dict[str, Any]:
+def evaluate(
+    where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None, device: torch.device | None = None
+) -> dict[str, Any]:
     """Open a model (`lmworks.evaluate.opening`) and score it; the results. Raises `UserError`."""
-    opened = open_model(where)
+    opened = open_model(where, device)
     run_dir = run_of(where)
     if run_dir is None:
         return evaluate_model(opened, benchmarks, most, out_dir=out_dir)

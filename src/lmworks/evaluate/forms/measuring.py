@@ -11,7 +11,7 @@ from lmworks.evaluate.forms import free, likelihood, prompts
 from lmworks.evaluate.forms.choosing import PROBE_ITEMS, Choice, Probes, choose
 from lmworks.evaluate.found import Found
 from lmworks.evaluate.generation.measuring import measure as measure_generation
-from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name
+from lmworks.evaluate.items import ChoiceItem, Form, Item, OpenItem, protected_question, score_name, shortened
 from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.replies import Answerer, ChatTokenizer
 from lmworks.evaluate.sets import loading
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ALL_SETS = "all sets"
 _NOTABLE = 10  # items per score and side
+_MOST_ANSWER = 600  # characters of an answer in the outcomes
 
 
 class Measured(Protocol):
@@ -144,7 +145,7 @@ def _likelihood(subject: Measured, task: Task, found: Found, advance: Callable[[
         more["bits_per_byte"] = sum(a.bits_per_byte for a in answered) / len(answered)
     failures = [None if a.correct() else "wrong" for a in answered]
     outcomes = [
-        _outcome(a.item, failure, a.bits_per_byte if cloze else None, a.prompt_tokens)
+        _outcome(a.item, failure, a.bits_per_byte if cloze else None, a.prompt_tokens, a.item.choices[a.pick()])
         for a, failure in zip(answered, failures, strict=True)
     ]
     found.add(task.score, _entry(task, scored, outcomes) | more, outcomes, [a.to_json() for a in likelihood.notable(answered, _NOTABLE)])
@@ -156,17 +157,18 @@ def _free(subject: Measured, task: Task, found: Found, advance: Callable[[int], 
     shown = [task.loaded.shown_before(item, task.shots) for item in task.loaded.items]
     judged = free.answer(task.loaded.items, shown, answerer, advance)
     scored = free.score(judged)
-    outcomes = [_outcome(one.item, one.failure, float(one.correct), one.reply.prompt_tokens) for one in judged]
+    outcomes = [_outcome(one.item, one.failure, float(one.correct), one.reply.prompt_tokens, one.reply.text) for one in judged]
     right, wrong = [one for one in judged if one.correct], [one for one in judged if not one.correct]
     entry = _entry(task, scored, outcomes) | {"failures": free.failures(judged)}
     found.add(task.score, entry, outcomes, [one.to_json() for one in wrong[:_NOTABLE] + right[:_NOTABLE]])
     return scored
 
 
-def _outcome(item: Item, failure: str | None, value: float | None, tokens: int) -> dict[str, Any]:
+def _outcome(item: Item, failure: str | None, value: float | None, tokens: int, answer: str) -> dict[str, Any]:
+    passage = {"passage": item.passage} if isinstance(item, ChoiceItem) and item.passage else {}
     return {
         "set": item.set, "id": item.id, "subject": item.subject, "correct": failure is None, "value": value, "failure": failure,
-        "tokens": tokens,
+        "tokens": tokens, "answer": shortened(answer, _MOST_ANSWER), **passage,
     }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _details(parts: _Parts, chosen: GenerationSet) -> dict[str, Any]:
 def _outcome(prompt: Prompt, judged: Sequence[Judged], written: Sequence[Reply], value: float) -> dict[str, Any]:
     failure = next((one.failure for one in judged if one.failure), None) if value < 1 else None
     return {"set": prompt.set, "id": prompt.id, "subject": prompt.subject, "correct": value == 1, "value": value, "failure": failure,
-            "tokens": written[0].prompt_tokens}  # fmt: skip
+            "tokens": written[0].prompt_tokens, "answer": written[0].text}  # fmt: skip
 
 
 def _notable(parts: _Parts) -> list[dict[str, Any]]:

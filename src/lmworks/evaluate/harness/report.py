@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from lmworks import files
+from lmworks.evaluate.found import Found
 from lmworks.evaluate.model_report import write_results
 from lmworks.evaluate.opening import OpenModel
 
@@ -28,7 +29,7 @@ def record(opened: OpenModel, found: HarnessResults, out_dir: Path | None) -> di
     model = {"context": opened.context, "dtype": dtype, "scores": scores, "unavailable": {}}
     results: dict[str, Any] = {"models": {opened.name: model}, "not_clean": {}}
     if out_dir is not None:
-        write_results(out_dir, results, outcomes, [])
+        write_results(out_dir, results, Found(scores, outcomes))
         document = {key: value for key, value in found.document.items() if key != "samples"}
         files.write_text(out_dir / f"lm-eval-{opened.name}.json", json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
         samples = [{"task": task, **one} for task, of_task in found.document["samples"].items() for one in of_task]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lmworks.evaluate.items import ChoiceItem, Row
+from dataclasses import replace
+
+from lmworks.evaluate.items import ChoiceItem, Row, digest
 from lmworks.evaluate.sets.choice_set import ANSWER, Asked, ChoiceSet, arrow, item, prompts
 from lmworks.evaluate.sources.data import Data
 
@@ -16,7 +18,8 @@ def _read(row: Row, number: str) -> Asked:
 def _build(name: str, asked: Asked) -> ChoiceItem:
     """In a contaminated document stand question and answer: the passage alone is an encyclopedia's, and gives nothing away."""
     bare = asked.question.rpartition(_ASK)[2].removesuffix("?")
-    return item(name, asked, asked.question, asked.question + ANSWER, bare)
+    made = item(name, asked, asked.question, asked.question + ANSWER, bare)
+    return replace(made, passage=digest(asked.question.rpartition(_ASK)[0]).hex()[:12])
 
 
 SETS = (

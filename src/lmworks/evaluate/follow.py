@@ -1,0 +1,229 @@
+"""Evaluates the checkpoints of a run while it trains, in a process of its own, on any device.
+
+    RUN/follow.jsonl   one line per checkpoint: stage, step, time, content of the checkpoint, and metrics (`eval/...`)
+
+No other file of the run is written, and checkpoints are only read. A checkpoint has its name once it is complete; one that the run prunes
+before it is read is passed over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lmworks import jsonl
+from lmworks.checkpoint import listing, manifest
+from lmworks.errors import UserError
+from lmworks.evaluate.forms.measuring import ALL_SETS, measure
+from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.evaluate.sets.registry import CHOICE, check_names
+from lmworks.files import explain_os_errors
+from lmworks.interrupt import Interrupted
+from lmworks.metrics.names import describe
+from lmworks.progress import clock, console
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.train.load import folder
+from lmworks.watch.ledger import read_ledger
+
+FILE = "follow.jsonl"
+POLL_SECONDS = 5.0
+WAIT_SECONDS = 1800.0
+
+Stage = Literal["pretrain", "tune"]
+_FOLDERS: dict[Stage, Literal["base", "tuned"]] = {"pretrain": "base", "tune": "tuned"}
+Measure = Callable[[OpenModel], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `content` is a hash of its tensors: a step that is trained again after a rollback is another checkpoint."""
+
+    stage: Stage
+    step: int
+    content: str
+    path: Path
+
+
+def scores_in_loop(recipe: Recipe, benchmarks: Sequence[Benchmark] = (), items: int | None = None) -> Measure:
+    """The scores that a run measures in its loop, on the same items: sets in cloze form without examples.
+
+    `benchmarks` replace those of the recipe. Raises `UserError` if there are none that can be scored so.
+    """
+    listed = benchmarks or recipe.evaluate.benchmarks
+    check_names(listed)
+    wanted = [one.model_copy(update={"form": "cloze", "shots": 0}) for one in listed if one.file is not None or one.name in CHOICE]
+    if not wanted:
+        raise UserError("the recipe of this run lists no multiple-choice set; name some: --tasks arc-easy,hellaswag")
+
+    def measured(opened: OpenModel) -> dict[str, float]:
+        values = {}
+        for score in measure(opened, wanted, items or recipe.evaluate.every_items).scores.values():
+            if score["set"] != ALL_SETS:
+                values[f"eval/{score['set']}/{score['form']}-{score['shots']}-shot"] = score["score"]
+                if "bits_per_byte" in score:
+                    values[f"eval/{score['set']}/bits_per_byte"] = score["bits_per_byte"]
+        return values
+
+    return measured
+
+
+def follow(
+    run_dir: Path, evaluate: Measure, device: torch.device | str | None = None, wait: float = WAIT_SECONDS, poll: float = POLL_SECONDS
+) -> int:
+    """Call `evaluate` on every checkpoint of the run once, oldest first, until its training has finished; returns the number evaluated.
+
+    Checkpoints of earlier calls are not evaluated again. A run that has not finished is waited for until nothing in it has changed for
+    `wait` seconds; 0 evaluates the checkpoints that are there. Raises `UserError` if `run_dir` is no run or another process follows it, and
+    `Interrupted` on Ctrl-C, when all finished lines are kept.
+    """
+    recipe = load_resolved(_resolved(run_dir))
+    path = run_dir / FILE
+    count, passed = 0, set[Checkpoint]()
+    quiet_since, before = time.monotonic(), _signs(run_dir)
+    with _append(path) as (fd, records):
+        done = {(one.get("stage"), one.get("step"), one.get("content")) for one in records}
+        pace = _Pace(run_dir)
+        try:
+            while True:
+                finished = _finished(run_dir, recipe)  # before the listing: the last checkpoint comes before the word that all is done
+                found = [one for one in checkpoints(run_dir) if one not in passed and (one.stage, one.step, one.content) not in done]
+                if found:
+                    record = _evaluate(found[0], evaluate, device)
+                    if record is None:
+                        passed.add(found[0])
+                        continue
+                    with explain_os_errors(path):
+                        jsonl.append(fd, record)
+                        os.fsync(fd)
+                    done.add((found[0].stage, found[0].step, found[0].content))
+                    count += 1
+                    console.print(_line(record, pace.eta(record, len(found) - 1)))
+                    quiet_since = time.monotonic()
+                elif finished:
+                    return count
+                else:
+                    if (signs := _signs(run_dir)) != before:
+                        quiet_since, before = time.monotonic(), signs
+                    left = wait - (time.monotonic() - quiet_since)
+                    if left <= 0:
+                        if wait:
+                            console.print(f"nothing in {run_dir} has changed for {clock(wait)}; the same command goes on later")
+                        return count
+                    time.sleep(min(poll, left))
+        except KeyboardInterrupt:
+            raise Interrupted(f"evaluated {count} checkpoints, which are kept in {path}; the same command evaluates the others") from None
+
+
+def checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
+    """The checkpoints that are complete now, of pretraining and then of tuning, by rising step."""
+    for stage, which in _FOLDERS.items():
+        for path in listing.directories(folder(run_dir, which)):
+            if content := listing.content_of(path):
+                yield Checkpoint(stage, listing.step_of(path), content, path)
+
+
+def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None) -> dict[str, Any] | None:
+    """The line of a checkpoint; None if it is damaged, or if the run has removed it meanwhile."""
+    begun = time.time()
+    try:
+        values = dict(evaluate(open_model(one.path, device)))
+    except (UserError, OSError) as error:
+        if not one.path.exists():
+            console.print(f"step {one.step} of {one.stage} was removed by the run before it was read; it is left out", style="dim")
+            return None
+        if manifest.problem(one.path):
+            console.print(f"step {one.step} of {one.stage} is left out: {error}", style="yellow")
+            return None
+        raise
+    for name in values:
+        describe(name)
+    now = time.time()
+    about = {"stage": one.stage, "step": one.step, "time": round(now, 3), "seconds": round(now - begun, 3), "content": one.content}
+    return about | values
+
+
+def _line(record: dict[str, Any], eta: str) -> str:
+    scores = ", ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in record.items() if name.startswith("eval/"))
+    return f"{record['stage']} step {record['step']:,}: {scores} ({record['seconds']:.0f} s{eta})"
+
+
+class _Pace:
+    """When the last checkpoint will have been evaluated, from the steps between the checkpoints that this process has seen."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.first: dict[str, tuple[int, float]] = {}
+
+    def eta(self, record: dict[str, Any], behind: int) -> str:
+        planned, done = _progress(self.run_dir).get(record["stage"], (0, False))
+        step, now = record["step"], record["time"]
+        first_step, first_time = self.first.setdefault(record["stage"], (step, now - record["seconds"]))
+        waiting = behind * record["seconds"]
+        if done or step >= planned or step <= first_step:
+            return f", ETA {clock(waiting)}" if behind else ""
+        return f", ETA of {record['stage']} {clock(max(waiting, (planned - step) * (now - first_time) / (step - first_step)))}"
+
+
+def _progress(run_dir: Path) -> dict[str, tuple[int, bool]]:
+    """Training stage -> its planned steps, and whether it has finished."""
+    found: dict[str, tuple[int, bool]] = {}
+    for event in read_ledger(run_dir / "ledger.jsonl"):
+        stage = event.get("stage")
+        if stage not in _FOLDERS:
+            continue
+        planned = found.get(stage, (0, False))[0]
+        if event["event"] in ("start", "resume"):
+            steps = event.get("steps")
+            found[stage] = (steps if isinstance(steps, int) else planned, False)
+        elif event["event"] == "finish":
+            found[stage] = (planned, True)
+    return found
+
+
+def _finished(run_dir: Path, recipe: Recipe) -> bool:
+    last = "pretrain" if recipe.tune is None else "tune"
+    return _progress(run_dir).get(last, (0, False))[1]
+
+
+def _signs(run_dir: Path) -> tuple[object, ...]:
+    """What changes while a run is active."""
+    files = (run_dir / name for name in ("ledger.jsonl", "metrics.jsonl", "tune/metrics.jsonl"))
+    sizes = tuple(file.stat().st_size if file.exists() else 0 for file in files)
+    return (*sizes, *(path.name for which in _FOLDERS.values() for path in listing.directories(folder(run_dir, which))))
+
+
+def _resolved(run_dir: Path) -> Path:
+    path = run_dir / "resolved.json"
+    if not path.is_file():
+        raise UserError(f"{run_dir} is not a run directory (no resolved.json); start the run first with: lmworks run RECIPE")
+    return path
+
+
+@contextmanager
+def _append(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The file, opened at its end and locked against a second process that follows the run, and its records."""
+    with explain_os_errors(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path.parent} is followed by another process, which writes {path.name}; stop it first") from None
+        with explain_os_errors(path):
+            end = jsonl.open_append(path)
+        try:
+            yield end, jsonl.read(path)
+        finally:
+            os.close(end)
+    finally:
+        os.close(fd)
