@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
 _FIRST = 64  # units of haystack from which the tokens per unit are known well enough
 
 
