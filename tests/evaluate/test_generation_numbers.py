@@ -20,7 +20,7 @@ from lmworks.evaluate.numbers import final_number, number
         ("Final answer: 18 eggs", 18), ("A: 7", 7), ("answer = 3.", 3), ("The answer is 5 + 3 = 8 dollars for 3 people", 8),
         ("The answer is 18 since 9 * 2 = 18 and 4 = 4", 18), ("The answer is 5 apples. 6 are left over.", 5),
         ("The answer is **20**.\nHope that helps you 100%!", 20), ("\uff11\uff18", 18), ("The answer is 50%", 50), ("Answer: 7km", 7),
-        ("The answer was 3, the answer is 4", 4), ("The result is: 9", 9),
+        ("The answer was 3, the answer is 4", 4), ("The result is: 9", 9), ("The answer is \u00bd", Fraction(1, 2)),
     ],
 )  # fmt: skip
 def test_stated(reply: str, value: int) -> None:
@@ -42,10 +42,9 @@ def test_the_last_number_where_none_is_stated(reply: str, value: int) -> None:
     assert found.stated == reply.startswith("The answer")
 
 
-@pytest.mark.parametrize("reply", ["", "no number", "####", "The answer is", "\0", "-", "$", "1" * 5000, "1/0", "\u00bd x", "\u4e94"])
+@pytest.mark.parametrize("reply", ["", "no number", "####", "The answer is", "\0", "-", "$", "1" * 5000, "1/0", "\u4e94"])
 def test_no_number(reply: str) -> None:
-    found = final_number(reply)
-    assert found is None or found.value == Fraction(1, 2)
+    assert final_number(reply) is None
 
 
 def test_a_number_alone() -> None:
