@@ -39,6 +39,7 @@ LISTED = {
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
     "pip install": "changes the environment",
+    "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
@@ -77,7 +78,7 @@ def small(text: str) -> str:
     """The command, with small settings if it walks the stages of a recipe."""
     words = shlex.split(text)
     verb = next((stage for stage in STAGES if words[1 : 1 + len(stage.split())] == stage.split()), None)
-    if words[0] != "lmworks" or verb is None:
+    if words[0] != "lmworks" or verb is None or "--tasks" in words:  # with --tasks it is a model that is evaluated
         return text
     place = 2 + verb.count(" ")
     sets = SMALL + (QUICKSTART if words[place] == "recipes/quickstart.yaml" else []) + (FEW_STEPS if verb == "launch local" else [])
@@ -151,13 +152,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in PAGES:
         for block in blocks(page):
             if block.language == "yaml" and (name := re.fullmatch(r"# (\S+\.yaml)", block.lines[0])):
+                (folder / name[1]).parent.mkdir(exist_ok=True)
                 (folder / name[1]).write_text("\n".join(block.lines) + "\n")
+            elif block.language == "jsonl":
+                rivers = "\n".join(block.lines) + "\n"
             elif block.language == "json":
                 conversation = json.loads("\n".join(block.lines))
     from pydoc_data.topics import topics
 
     for name in ("notes", "manuals"):
-        (folder / "data" / name).mkdir(parents=True)
+        (folder / "data" / name).mkdir(parents=True, exist_ok=True)
     texts = [topics[name] for name in sorted(topics)]
     (folder / "data/notes/all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::2]))
     for number, text in enumerate(texts[1::2]):
@@ -165,6 +169,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paragraphs = [text for name in sorted(topics) for text in topics[name].split("\n\n") if len(text) > 80]
     labels = [{"text": text if score > 2 else text[::-1], "score": score} for text, score in zip(paragraphs, [1, 4] * 400, strict=False)]
     (folder / "data/labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
+    (folder / "data/rivers.jsonl").write_text(rivers)
     question, answer = conversation["messages"]
     numbered = [{"messages": [question | {"content": f"{n}. {question['content']}"}, answer]} for n in range(60)]
     (folder / "data/answers.jsonl").write_text("".join(json.dumps(one) + "\n" for one in numbered))

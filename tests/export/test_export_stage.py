@@ -92,7 +92,8 @@ def test_end_to_end(glm: Any, tmp_path: Path) -> None:
     front = yaml.safe_load(card.split("---")[1])
     assert front["library_name"] == "transformers" and front["language"] == ["no"]
     assert "| docs | docs | no | 0.3 | MIT \\| own |" in card and "secret" not in card
-    assert "| code | 1.234 | 2.100 |" in card and "| piqa | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
+    assert "| code | 1.234 | 2.100 |" in card
+    assert "| piqa/cloze/0-shot | 50 | 25 | 30 | 34.0 [22, 48] at chance |" in card and "not measured" in card
     assert "65,536 tokens" in card and "do not rely on its statements" in card
 
 

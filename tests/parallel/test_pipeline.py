@@ -22,7 +22,8 @@ from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.parallel.parallelize import build
 from lmworks.plan.pipeline import bubble, micro_batches_in_flight
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
-from lmworks.recipe.schema.layout import Layout
+from lmworks.recipe.schema.layout import Layout, world_size
+from lmworks.shards.format.labels import IGNORE
 from parallel.parity import Trained, alone, batch_of, compare, recipe_of, train, whole
 from rank_pool import RankPool
 
@@ -108,6 +109,28 @@ def _evaluated(layout: dict[str, Any], rows: int) -> float:
     model = _model(layout, "mtp")
     model.eval()
     return model.summed_cross_entropy(batch_of(0, rows))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [({"pp": 2, "dp_shard": 2}, 7), ({"pp": 2, "pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 2}, 3), ({"cp": 2}, 2),
+     ({"tp": 2}, 3), ({"dp_shard": 2, "zero": 3}, 3), ({"dp_shard": 2, "cp": 2, "zero": 2}, 1)],
+    ids=_name,
+)  # fmt: skip
+def test_the_loss_of_each_token_is_that_of_one_process(ranks: RankPool, layout: dict[str, Any], rows: int) -> None:
+    """On every rank, in its place, also where a rank has no row. fp32 sums in another order: 1e-5."""
+    expected = _token_losses({}, rows)
+    assert ((expected > 0) == (batch_of(0, rows).labels != IGNORE)).all()
+    found = ranks.run(_token_losses, world_size(Layout(**layout)), layout, rows)
+    assert len(found) > 1
+    for of_rank in found:
+        np.testing.assert_allclose(of_rank, expected, rtol=1e-5, atol=1e-5)
+
+
+def _token_losses(layout: dict[str, Any], rows: int) -> np.ndarray:
+    model = _model(layout, "moe")
+    model.eval()
+    return model.token_cross_entropy(batch_of(0, rows)).numpy()
 
 
 def test_a_rank_holds_its_stages_and_no_more(ranks: RankPool) -> None:

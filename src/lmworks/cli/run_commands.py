@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, tokenizer_commands
+from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, evaluate_commands, tokenizer_commands
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
 
@@ -44,8 +44,9 @@ def register(app: typer.Typer) -> None:
         if stage == "tokenizer":
             tokenizer_commands.register(noun)
         app.add_typer(noun, name=stage)
-    for stage in ("pretrain", "tune", "evaluate", "export"):
+    for stage in ("pretrain", "tune", "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
+    evaluate_commands.register(app, _run_stages)
     checkpoint_commands.register(app)
     app.command("report")(report)
     app.command("replay")(replay)

@@ -76,6 +76,25 @@ class Curves:
             charts.append(self._chart(f"bpb-{domain}", title, hint if whole else "", lines, unit="bits per byte", **more))
         return charts
 
+    def benchmarks(self) -> list[Chart]:
+        """Evaluations in the loop: accuracy, and bits per byte of the right answers. A line per set, or a chart per set to compare runs."""
+        names = sorted(name for name in self.training.series if name.startswith("eval/"))
+        scores, bits = ([name for name in names if name.endswith("/bits_per_byte") == of_bits] for of_bits in (False, True))
+        hint = "Share of a small sample of each set that is right, in cloze form without examples, during training."
+        charts = self._of_sets("benchmarks", "Benchmarks during training", hint, scores, shown="percent")
+        hint = "Bits per byte of the right answers of the same items. Lower is better; it often falls before scores rise."
+        return charts + self._of_sets("right-answers", "Right answers", hint, bits, unit="bits per byte")
+
+    def _of_sets(self, name: str, title: str, hint: str, metrics: list[str], **more: Any) -> list[Chart]:
+        found = self.training.series
+        lines = {metric: Line(metric.split("/")[1], found[metric].means(), f"c{n % TONES}") for n, metric in enumerate(metrics)}
+        if self.others:
+            return [
+                self._chart(f"{name}-{line.name}", f"{title}: {line.name}", hint, [replace(line, tone="c0"), *self._others(metric)], **more)
+                for metric, line in lines.items()
+            ]
+        return [self._chart(name, title, hint, list(lines.values()), wide=True, **more)] if lines else []
+
     def validation_loss(self) -> list[Chart]:
         hint = "Held-out cross-entropy, nats per token."
         return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")], unit="nats per token")
@@ -161,7 +180,8 @@ class Curves:
             "pauses",
             "Pauses",
             "Time for which training stood still.",
-            [("perf/save_seconds", "saving", "c3"), ("perf/validation_seconds", "validation", "c0")],
+            [("perf/save_seconds", "saving", "c3"), ("perf/validation_seconds", "validation", "c0"),
+             ("perf/evaluation_seconds", "evaluation", "c2")],
             shown="seconds",
             zero=True,
         )

@@ -54,7 +54,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     main, tuning = (Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training)
     sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
     charts: dict[str, list[Any]] = {
-        "loss": main.loss(),
+        "loss": [*main.loss(), *main.benchmarks()],
         "held_out": main.held_out(tables.references(run), tables.sizes(run), sample),
         "optimizer": main.optimizer(),
         "experts": main.experts(),

@@ -98,8 +98,8 @@ def evaluate(
     results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
-    files.write_text(out_dir / f"items-{name}.jsonl", _lines(found.items))
-    files.write_text(out_dir / f"outcomes-{name}.jsonl", _lines(found.outcomes))
+    files.write_text(out_dir / f"items-{name}.jsonl", lines(found.items))
+    files.write_text(out_dir / f"outcomes-{name}.jsonl", lines(found.outcomes))
     if name == "tuned" and "base" in results["models"]:
         results["compared"] = _compare(read_outcomes(out_dir / "outcomes-base.jsonl"), found.outcomes)
         for one, compared in results["compared"].items():
@@ -142,14 +142,14 @@ def _measure(
         speed["replies_per_second"] = (len(found.outcomes) - scored) / (time.perf_counter() - start)
     measured["scores"], measured["unavailable"] = found.scores, found.unavailable
     measured["not_clean"] = {one: why for one, items_of in found.asked.items() if (why := doubt(one, items_of))}
-    _mark(found.scores, measured["not_clean"])
+    mark(found.scores, measured["not_clean"])
     prompts = wanted.questions if subject.chat else prompts_of(recipe, corpus_dir)
     measured["samples"] = [sample.to_json() for sample in samples(model, tokenizer, prompts, chat=subject.chat)]
     measured["speed"] = speed
     return measured, found
 
 
-def _mark(scores: dict[str, dict[str, Any]], doubtful: dict[str, str]) -> None:
+def mark(scores: dict[str, dict[str, Any]], doubtful: dict[str, str]) -> None:
     """Let each verdict on what may have been trained on say so: whoever prints a score prints its verdict."""
     for score in scores.values():
         if doubtful.keys() & set(score.get("sets", [score["set"]])):
@@ -174,7 +174,8 @@ def read_outcomes(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _lines(records: Iterable[dict[str, Any]]) -> str:
+def lines(records: Iterable[dict[str, Any]]) -> str:
+    """Records as JSON lines."""
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 

@@ -23,6 +23,7 @@ class Metric:
 _MOE = "model.moe"
 _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
+_EVALUATION = "evaluate.benchmarks and evaluate.every"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE = (
     ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches"),
@@ -72,6 +73,7 @@ _TABLE = (
     ("perf/data_wait", "s", "time that the step waited for its batch"),
     ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
     ("perf/validation_seconds", "s", "time that training stood still for validation"),
+    ("perf/evaluation_seconds", "s", "time that training stood still for an evaluation", _EVALUATION),
     ("perf/slowest_rank", "", "number of the rank that holds up the others most", "several ranks"),
     ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),
     ("system/memory", "bytes", "memory in use on the first rank's machine, by all programs"),
@@ -83,6 +85,11 @@ _TABLE = (
     ("needle/accuracy", "", "share of hidden facts whose value the model found likelier than those of the others in the row", _NEEDLE),
     ("needle/chance", "", "the same by guessing", _NEEDLE),
     ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text", _NEEDLE),
+    ("eval/{set}/bits_per_byte", "bits/byte", "of the right answers of a sample of the set, in cloze form", _EVALUATION),
+    (
+        "eval/{set}/{form}", "", "share of a sample of the set that is right, the likeliest choice per byte counting as the answer",
+        _EVALUATION,
+    ),
     ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens"),
     ("validation/{domain}/bits_per_byte", "bits/byte", "over a domain's validation text"),
 )

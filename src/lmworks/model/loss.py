@@ -16,10 +16,14 @@ IGNORE = -100
 
 
 class HeadLoss(NamedTuple):
-    """Sums over the valid tokens: cross-entropy in nats, and the squared log-partition (z-loss, arXiv:2204.02311)."""
+    """Sums over the valid tokens: cross-entropy in nats, and the squared log-partition (z-loss, arXiv:2204.02311).
+
+    `of_tokens_N` is the cross-entropy of each token, 0 for one without a label; only where no gradient is computed.
+    """
 
     cross_entropy: Tensor
     z: Tensor
+    of_tokens_N: Tensor | None = None
 
 
 ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor, Tensor | None]]
@@ -34,16 +38,17 @@ def head_loss(
     """
     if not torch.is_grad_enabled():  # a parameter asks for its gradient also where none will be taken
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
-    total, cross_entropy, z = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
-    return total, HeadLoss(cross_entropy, z)
+    total, cross_entropy, z, of_tokens_N = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
+    return total, HeadLoss(cross_entropy, z, of_tokens_N)
 
 
 def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float) -> tuple[Tensor, HeadLoss]:
     """`head_loss` with all logits at once: the reference implementation for tests."""
     logits = soft_cap(F.linear(hidden_ND, weight_VD).float(), softcap)
-    cross_entropy = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="sum")
+    of_tokens_N = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="none")
+    cross_entropy = of_tokens_N.sum()
     z = (logits.logsumexp(-1).square() * (labels_N != IGNORE)).sum()
-    return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach())
+    return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach(), None if of_tokens_N.requires_grad else of_tokens_N)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -62,12 +67,15 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
         cross_entropy = torch.zeros((), device=hidden_ND.device)
         z = torch.zeros((), device=hidden_ND.device)
+        of_tokens_N = None if needs_grad else torch.empty(hidden_ND.shape[0], device=hidden_ND.device)
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden_MD, labels_M = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             logits_MV = F.linear(hidden_MD, weight)
             ce, zz, grad_MV = chunk_loss(logits_MV, labels_M, softcap, z_weight, needs_grad)
-            cross_entropy += ce
+            cross_entropy += ce.sum()
             z += zz
+            if of_tokens_N is not None:
+                of_tokens_N[start : start + chunk] = ce
             if grad_hidden is not None and grad_weight is not None:
                 torch.mm(grad_MV, weight, out=grad_hidden[start : start + chunk])
                 if hidden_ND.dtype == torch.float32:
@@ -77,7 +85,7 @@ class _ChunkedHead(torch.autograd.Function):
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(cross_entropy, z)
-        return cross_entropy + z_weight * z, cross_entropy, z
+        return cross_entropy + z_weight * z, cross_entropy, z, of_tokens_N
 
     @staticmethod
     def backward(ctx, grad_total, *_):  # type: ignore[no-untyped-def, override]
@@ -88,7 +96,8 @@ class _ChunkedHead(torch.autograd.Function):
 def chunk_loss(
     logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Summed cross-entropy and squared log-partition of one chunk, and d(ce + z_weight * z)/d(logits) in the logits' type."""
+    """The cross-entropy of each token of a chunk, 0 for one without a label, the summed squared log-partition, and
+    d(ce + z_weight * z)/d(logits) in the logits' type."""
     capped = soft_cap(logits_MV.float(), softcap)
     valid = labels_M != IGNORE
     target = labels_M.long().clamp_min(0)[:, None]
@@ -98,7 +107,7 @@ def chunk_loss(
     else:  # one exponential for both, since a row's largest probability is exp(largest logit - lse)
         probability_MV = capped.softmax(-1)
         lse_M = capped.amax(-1) - probability_MV.amax(-1).log()
-    ce = ((lse_M - capped.gather(1, target)[:, 0]) * valid).sum()
+    ce = (lse_M - capped.gather(1, target)[:, 0]) * valid
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None

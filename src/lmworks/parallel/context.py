@@ -57,6 +57,17 @@ def slices(x_BS: Tensor, size: int, rank: int) -> Tensor:
     return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim=1)
 
 
+def place(whole_BS: Tensor, own_N: Tensor, ranks: Ranks) -> None:
+    """Write values of this rank's tokens, in the order of `split`, to their places in whole rows; no change elsewhere."""
+    size, rank = ranks.size("cp"), ranks.rank("cp")
+    if size == 1:
+        whole_BS.copy_(own_N.view_as(whole_BS))
+        return
+    parts, halves = whole_BS.chunk(2 * size, dim=1), own_N.view(len(whole_BS), -1).chunk(2, dim=1)
+    parts[rank].copy_(halves[0])
+    parts[2 * size - 1 - rank].copy_(halves[1])
+
+
 def split(
     tokens_BS: Tensor, labels_BS: Tensor, cu_seqlens: Tensor, ranks: Ranks, mtp_layers: int = 0
 ) -> tuple[Tensor, Tensor, None, Slices, list[Ahead] | None]:

@@ -243,6 +243,29 @@ class ParallelModel:
         found = model.loss(*self._inputs(piece)).head.cross_entropy * float(real)
         return float(self.ranks.all_reduce(found, "loss"))
 
+    @torch.no_grad()
+    def token_cross_entropy(self, batch: Batch) -> Tensor:
+        """The cross-entropy of each label of a whole batch, in nats, 0 where there is none: (B, T) on the CPU, the same on all ranks."""
+        start, stop = self.rank_sequences(len(batch.tokens))
+        own = batch.sequences(start, stop)
+        whole_BT = torch.zeros(batch.tokens.shape, device=self.device)
+        if self.pipeline:
+            largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
+            at_once = -(-largest // self.pipeline.stages)
+            pieces = list(micro_batches(own, -(-largest // at_once), at_once))
+            found = self.pipeline.token_cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces]) or []
+        else:
+            (model,), at_once = self.parts, len(batch.tokens)
+            pieces = list(micro_batches(own, 1, at_once))
+            tokens_N = model.loss(*self._inputs(pieces[0][0])).head.of_tokens_N
+            assert tokens_N is not None
+            found = [tokens_N]
+        for number, (tokens_N, (piece, real)) in enumerate(zip(found, pieces, strict=False)):
+            if real:
+                rows_BT = whole_BT[start + number * at_once :][: len(piece.tokens)]
+                context.place(rows_BT, tokens_N, self.ranks)
+        return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp").cpu()
+
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
         arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
         whole = tuple(torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)

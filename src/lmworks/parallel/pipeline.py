@@ -68,6 +68,7 @@ class Step:
     scale: float | Tensor
     scalars: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by stage and micro-batch: cross-entropy, z, auxiliary, mtp
     counts_LE: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    of_tokens_N: dict[int, Tensor] = field(default_factory=dict)  # by micro-batch: the cross-entropy of each token, without gradients
 
 
 _NOTHING = Step([], [], 0.0)
@@ -113,9 +114,19 @@ class Pipeline:
         ]
         return torch.stack([step.scalars[key] for key in sorted(step.scalars)]).sum(0), torch.cat(counts) if counts else None
 
-    @torch.no_grad()
     def cross_entropy(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> Tensor:
         """The summed cross-entropy of micro-batches, of any shapes, forward only; on the last stage's rank, and 0 on the others."""
+        step = self._forward(inputs, real)
+        return torch.stack([step.scalars[key][0] for key in sorted(step.scalars)]).sum()
+
+    def token_cross_entropy(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> list[Tensor] | None:
+        """The cross-entropy of each token (N,) of each micro-batch, forward only; None but on the last stage's rank."""
+        step = self._forward(inputs, real)
+        return [step.of_tokens_N[index] for index in range(len(inputs))] if step.of_tokens_N else None
+
+    @torch.no_grad()
+    def _forward(self, inputs: Sequence[Inputs], real: Sequence[bool]) -> Step:
+        """Run micro-batches of any shapes forward; what this rank's stages found."""
         self._step = Step(inputs, real, 1.0)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         group, rank, size = self.ranks.group("pp"), self.ranks.rank("pp"), self.layout.pp
@@ -132,7 +143,7 @@ class Pipeline:
             if work is not None:
                 work.wait()
         step, self._step = self._step, _NOTHING
-        return torch.stack([step.scalars[key][0] for key in sorted(step.scalars)]).sum()
+        return step
 
     def _forward_of(self, stage: int) -> Any:
         """The forward of a stage: from what the stage before it made, or from tokens, to what the next one takes, or to the loss."""
@@ -152,6 +163,8 @@ class Pipeline:
             self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
             return x_BTD if experts.aux is None else _Beside.apply(x_BTD, experts.aux * scale)
         loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
+        if loss.head.of_tokens_N is not None:
+            self._step.of_tokens_N[index] = loss.head.of_tokens_N
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
         self._record(stage, index, loss.experts, torch.stack((loss.head.cross_entropy, loss.head.z, mtp)))
         return (loss.total * scale)[None]

@@ -260,7 +260,7 @@ def chunk_loss(
     sums_2M = torch.stack(((capped - most_M[:, None]).exp().sum(-1), capped.gather(1, target)[:, 0] * here))
     total_M, score_M = collectives.all_sum(sums_2M, group).unbind()
     lse_M = total_M.log() + most_M
-    ce = ((lse_M - score_M) * valid).sum()
+    ce = (lse_M - score_M) * valid
     z = (lse_M.square() * valid).sum()
     if not needs_grad:
         return ce, z, None

@@ -296,11 +296,12 @@ def _loss_parts(model: Transformer, *args: Any) -> dict[str, Tensor]:
     loss = Transformer.loss(model, *args)
     parts = {
         "total": loss.total, "cross_entropy": loss.head.cross_entropy, "z": loss.head.z,
+        "of_tokens": loss.head.of_tokens_N,
         "counts": loss.experts.counts, "auxiliary": loss.experts.aux, "mtp": loss.mtp,
     }  # fmt: skip
     return {name: value for name, value in parts.items() if value is not None}
 
 
 def _joined(parts: dict[str, Tensor]) -> Loss:
-    head = HeadLoss(parts["cross_entropy"], parts["z"])
+    head = HeadLoss(parts["cross_entropy"], parts["z"], parts.get("of_tokens"))
     return Loss(parts["total"], head, ExpertStats(parts.get("counts"), parts.get("auxiliary")), parts.get("mtp"))

@@ -83,10 +83,10 @@ def _record_search(protected: Protection, recipe: Recipe, folder: Path) -> None:
     record.save(folder, record.hashes(protected.questions if gate and gate.action != "report" else ()))
 
 
-def _search_records(context: StageContext, *stages: str) -> list[Path]:
+def search_records(run_dir: Path, recipe: Recipe, *stages: str) -> list[Path]:
     """Folders of stages that have such a record; the shards have one only if they contain imported text."""
-    folders = {stage.name: context.run_dir / stage.folder for stage in STAGES}
-    return [folders[name] for name in stages if name != "shards" or context.recipe.shards.imported]
+    folders = {stage.name: run_dir / stage.folder for stage in STAGES}
+    return [folders[name] for name in stages if name != "shards" or recipe.shards.imported]
 
 
 def _corpus(context: StageContext) -> RenderableType | None:
@@ -130,16 +130,17 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 
 def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
+    from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.run.init_weights import load_init_weights
     from lmworks.train.pretrain import pretrain
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
-        record.save(folder, record.of_all([*_search_records(context, "corpus", "shards"), *before]))
+        record.save(folder, record.of_all([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
-        context.ranks, context.heartbeat, load_init_weights,
+        context.ranks, context.heartbeat, load_init_weights, make_evaluation,
     )  # fmt: skip
     return None
 
@@ -169,7 +170,7 @@ def _evaluate(context: StageContext) -> RenderableType | None:
     results: dict[str, Any] = {}
     for name in ("base", "tuned") if context.recipe.tune else ("base",):
         model = load_model(context.run_dir, name)
-        searched = _search_records(context, "pretrain", *(("tune",) if name == "tuned" else ()))
+        searched = search_records(context.run_dir, context.recipe, "pretrain", *(("tune",) if name == "tuned" else ()))
         results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", context.run_dir / "evaluate", name, searched)
     return printable(results)
 

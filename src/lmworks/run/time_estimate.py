@@ -139,6 +139,9 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     steps, tokens = sum(phase.steps for phase in phases), sum(phase.tokens for phase in phases)
     found = {"pretrain": sum(_step_seconds(recipe, speed, phase.tokens, phase.sequence_length) for phase in phases)}
     found["pretrain"] += course(steps, tokens, work.validation, phases[0].sequence_length)
+    if isinstance(wanted.every, Duration):
+        items = sum(work.items[one.name] * min(one.items or wanted.every_items, wanted.every_items) for one in wanted.benchmarks)
+        found["pretrain"] += -(-steps // interval_in_steps(wanted.every, steps, tokens)) * forward(items, phases[0].sequence_length)
     if tune is not None:
         length, batch = int(tune.sequence_length), int(tune.global_batch_size)
         found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)

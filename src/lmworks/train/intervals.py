@@ -14,7 +14,7 @@ class Intervals:
     """Steps between two events of each kind; None where the recipe asks for none.
 
     save, validate, sample, log: `train.save_every` and so on. recheck: `stability.recheck_every`, the test for silent corruption.
-    detail: `metrics.detail_every`, the statistics of each layer.
+    detail: `metrics.detail_every`, the statistics of each layer. evaluate: `evaluate.every`.
     """
 
     save: int
@@ -23,6 +23,7 @@ class Intervals:
     log: int
     recheck: int | None
     detail: int | None
+    evaluate: int | None
 
     @classmethod
     def of(cls, recipe: Recipe, curriculum: Curriculum) -> Intervals:
@@ -30,9 +31,11 @@ class Intervals:
             return interval_in_steps(interval, curriculum.steps, curriculum.tokens)
 
         train, recheck, detail = recipe.train, recipe.stability.recheck_every, recipe.metrics.detail_every
+        evaluate = recipe.evaluate.every if isinstance(recipe.evaluate.every, Duration) else None
         return cls(
             steps(train.save_every), steps(train.validate_every), steps(train.sample_every), steps(train.log_every),
             None if recheck is None else steps(recheck), None if detail is None else steps(detail),
+            None if evaluate is None else steps(evaluate),
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from lmworks.parallel.process_group import is_launched
 from lmworks.progress import console
 from lmworks.recipe.schema.model import Model
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Duration
 from lmworks.recipe.tree.effects import not_architecture
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
 from lmworks.shards.format.manifest import Manifest, check_vocabulary, verify
@@ -29,6 +30,7 @@ from lmworks.shards.order.epoch_warnings import epoch_warnings
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
 from lmworks.train.data.mixture import LEDGER, MixtureUpdates, read_changes
@@ -97,6 +99,7 @@ def pretrain(
     recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str, other_data: bool = False,
     ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
     load_start: Callable[[Recipe, ParallelModel, Communicator], dict[str, Any]] | None = None,
+    make_evaluation: Callable[[Recipe, Tokenizer, int, int, Ranks], Callable[[ParallelModel], dict[str, float]] | None] | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest good checkpoint of `run_dir`, or from the start, to the end of the last phase.
 
@@ -107,7 +110,8 @@ def pretrain(
     Token files of a few gigabytes are compared with their hashes before the first step; larger ones and those behind a cache block by block
     as they are read.
     Changes of the mixture that the ledger asks for are taken up. `load_start` fills the model with the weights that `train.init_from`
-    names, where nothing has been saved yet, and says what they were.
+    names, where nothing has been saved yet, and says what they were. `make_evaluation` prepares what is evaluated every `evaluate.every`,
+    in batches of so many rows of so many tokens.
     Raises `Interrupted` when asked to stop, and `UserError`.
     """
     tokenizer = load_tokenizer(run_dir / "tokenizer")
@@ -139,6 +143,8 @@ def pretrain(
     ):
         long_context = LongContextEvaluator(batches, recipe, tokenizer)
         curriculum = PretrainingCurriculum(recipe, batches)
+        wanted = make_evaluation is not None and isinstance(recipe.evaluate.every, Duration)
+        evaluation = make_evaluation(recipe, tokenizer, length, rows, ranks) if make_evaluation and wanted else None
         stability = recipe.stability
         keep = stability.save_bad_batches if first_rank else 0
         bad_steps = BadSteps(run_dir / "bad_batches", stability.max_bad_steps, keep, ledger.write)
@@ -148,7 +154,7 @@ def pretrain(
             validate=lambda: validate(model, pieces) | long_context.evaluate(model, curriculum.phase(max(trainer.step, 1) - 1)),
             flops_per_token=flops_per_token, resume_command=resume_command,
             heartbeat=heartbeat or Heartbeat(None), mixture=MixtureUpdates(ledger, batches, ranks),
-            early_stopping=recipe.train.early_stopping,
+            early_stopping=recipe.train.early_stopping, evaluate=None if evaluation is None else lambda: evaluation(model),
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,
         )  # fmt: skip
         first = trainer.resume()

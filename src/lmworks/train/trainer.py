@@ -66,7 +66,8 @@ class Trainer:
     """Trains a curriculum from the newest good checkpoint to its end.
 
     `validate` returns metrics (`validation/bits_per_byte` or `validation/loss` decides which checkpoint is best) and leaves the model
-    unchanged. `stage` is the name of the stage in ledger and progress bar; `meta` is added to the meta of every checkpoint.
+    unchanged. `evaluate` returns metrics `eval/...`, every `evaluate.every`. `stage` is the name of the stage in ledger and progress bar;
+    `meta` is added to the meta of every checkpoint.
     """
 
     recipe: Recipe
@@ -79,6 +80,7 @@ class Trainer:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
     mixture: MixtureUpdates | None = None
     early_stopping: EarlyStoppingOptions | None = None
+    evaluate: Callable[[], dict[str, float]] | None = None
     stage: str = "pretrain"
     resume_command: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -169,12 +171,18 @@ class Trainer:
         return result, rollback or self._inspector.recheck(self.step, batch), layers
 
     def _observe(self, result: StepResult, batch: Batch, layers: LayerStatistics | None, bar: progress.Bar) -> None:
-        """Validate, write metrics and samples, as far as they are due."""
+        """Validate, evaluate, write metrics and samples, as far as they are due."""
         values: dict[str, float] = {} if layers is None else layers.metrics(batch)
         if self._done or is_due(self.step, self._intervals.validate):
             self.heartbeat.beat(self.step, "validation")
             values |= self._validator.run(self.step, self.optimizer.ema)
         done = self._done  # the validation may have ended the stage
+        if self.evaluate is not None and self._intervals.evaluate and (done or is_due(self.step, self._intervals.evaluate)):
+            self.heartbeat.beat(self.step, "evaluation")
+            began = time.monotonic()
+            with self.model.ema_weights(self.optimizer.ema):
+                values |= self.evaluate()
+            values["perf/evaluation_seconds"] = time.monotonic() - began
         if done or is_due(self.step, self._intervals.log):
             values |= self._metrics.line(self.step, result, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
         if values:

@@ -44,7 +44,7 @@ def rows(path: str, split: str | None = None) -> Iterator[tuple[str, Row]]:
         try:
             for row in _rows(file):
                 if not isinstance(row, dict):
-                    raise UserError(f"{file}: row {number} is no JSON object")
+                    raise ValueError(f"row {number} is no JSON object")
                 yield str(number), row
                 number += 1
         except (OSError, EOFError, ValueError, RecursionError) as error:  # Arrow's errors are ValueErrors or OSErrors

@@ -24,6 +24,9 @@ from lmworks.recipe.tree.paths import Keys, get, put
 Reasons = dict[Keys, str]
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 _FORWARD_TOKENS = 8192
+_EVALUATION_SHARE = 0.05  # of the cost of training, for evaluations in the loop
+_EVALUATIONS = (10, 5, 4, 2)  # in a run
+_TOKENS_PER_ITEM = 400  # with all choices: the sets have 40 to 350 on average at 4 bytes per token (docs/evaluation.md)
 
 
 def derive_from_size(tree: dict[str, Any], free: bool) -> Reasons:
@@ -195,7 +198,24 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     most = max(1, _FORWARD_TOKENS // longest)
     micro = max(n for n in range(1, min(most, per_rank) + 1) if per_rank % n == 0)
     derive(("train", "micro_batch_size"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")
+    derive(("evaluate", "every"), *_evaluation_interval(recipe))
     return Recipe.model_validate(tree), reasons
+
+
+def _evaluation_interval(recipe: Recipe) -> tuple[str, str]:
+    """The shortest interval between evaluations in the loop that costs less than `_EVALUATION_SHARE` of training, and why.
+
+    A forward pass costs a third of a training step per token.
+    """
+    sets, items, budget = len(recipe.evaluate.benchmarks), recipe.evaluate.every_items, sum(phase.tokens for phase in recipe.train.phases)
+    if not sets or not budget:
+        return "never", "no benchmark sets" if not sets else "no training budget"
+    once = sets * items * _TOKENS_PER_ITEM / 3 / budget
+    said = f"{sets} sets of {items} items cost {once:.1%} of training at most"
+    for times in _EVALUATIONS:
+        if times * once < _EVALUATION_SHARE:
+            return f"{100 // times}%", f"{said} each time; all together less than {_EVALUATION_SHARE:.0%}"
+    return "never", f"{said}, too much for this budget; set it, or reduce evaluate.every_items"
 
 
 def _fill_model(tree: dict[str, Any], derive: Any) -> None:

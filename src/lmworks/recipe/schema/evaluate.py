@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.corpus import Source
-from lmworks.recipe.schema.effect import read_by
-from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.schema.effect import NO_EFFECT, read_by
+from lmworks.recipe.schema.units import Duration, Tokens
 
 
 class Generator(Node):
@@ -87,6 +87,11 @@ class Protected(Node):
         return Source(name=self.name, kind=self.kind, path=self.path, text_key=self.question, keep=keep, license="evaluation")
 
 
+def _interval(value: Any) -> Any:
+    """Whatever is not `never` is a duration, so that a wrong one has the error of a duration."""
+    return value if value is None or value == "never" else Duration._validate(value)
+
+
 class Evaluate(Node):
     """Evaluation of the finished models. The items of evaluation sets are removed from all training text."""
 
@@ -97,6 +102,12 @@ class Evaluate(Node):
         default_factory=list, description="benchmark sets, and tasks of your own"
     )
     benchmark_items: int = Field(200, gt=0, description="maximum items per set")
+    every: Annotated[Duration | Literal["never"] | None, BeforeValidator(_interval), NO_EFFECT] = Field(
+        None,
+        description="interval between evaluations during pretraining, in cloze form on `every_items` items of each multiple-choice set; "
+        "the scores stand beside the loss on the run page; null: derived, so that it costs less than 5% of training",
+    )
+    every_items: Annotated[int, NO_EFFECT] = Field(50, gt=0, description="maximum items per set for evaluations during pretraining")
     tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "evaluate")] = Field(
         default_factory=list, description="generators of verifiable questions with free-form answers"
     )

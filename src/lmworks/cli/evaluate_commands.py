@@ -1,0 +1,110 @@
+"""`lmworks evaluate`: the evaluation stage of a recipe, or scores of any model on benchmark sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmworks.cli.options import AllowOption, JsonOption, SetOption, SizeOption, TimeOption, within
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+RunStages = Callable[[str, Sequence[str], str | None, Sequence[str], str | None], None]
+_DEFAULT_ITEMS = 200
+
+
+def register(app: typer.Typer, run_stages: RunStages) -> None:
+    """Add the command to the app; `run_stages` runs the stages of a recipe up to one of them."""
+
+    def evaluate(
+        target: Annotated[
+            str,
+            typer.Argument(
+                metavar="RECIPE|MODEL",
+                help="A recipe, for its evaluation stage; or a model: a run directory (RUN, RUN@base, RUN@tuned, RUN@STEP), a checkpoint, "
+                "or a Hugging Face folder.",
+            ),
+        ],
+        overrides: SetOption, allow: AllowOption,
+        tasks: Annotated[
+            str | None, typer.Option("--tasks", metavar="SET,...", help="MODEL: benchmark sets, and task files that end in .yaml.")
+        ] = None,
+        form: Annotated[
+            str, typer.Option("--form", metavar="FORM,...", help="MODEL: auto, cloze, letters, free, or several of them.")
+        ] = "auto",
+        shots: Annotated[int | None, typer.Option("--shots", help="MODEL: worked examples before each question.")] = None,
+        items: Annotated[int, typer.Option("--items", help="MODEL: maximum items per set.")] = _DEFAULT_ITEMS,
+        data: Annotated[
+            str | None,
+            typer.Option("--data", metavar="DIR", help="MODEL: a folder with the rows of each set, as DIR/SET/ or DIR/SET.jsonl."),
+        ] = None,
+        hub: Annotated[bool, typer.Option("--hub", help="MODEL: read the rows from the Hugging Face hub.")] = False,
+        out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="MODEL: folder for results, outcomes and items.")] = None,
+        as_json: JsonOption = False, size: SizeOption = None, time: TimeOption = None,
+    ) -> None:  # fmt: skip
+        """Evaluation: the stage of a recipe (the stages before it run first if they are not done), or scores of one model."""
+        if tasks is None:
+            _require_recipe(target)
+            run_stages(target, within(time, overrides), size, allow, "evaluate")
+            return
+        given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
+        if given:
+            raise UserError(f"{given[0]} changes a recipe, and with --tasks {target} is a model; leave one of them out")
+        _evaluate_model(target, benchmarks(tasks, form, shots, data, hub), items, Path(out) if out else None, as_json)
+
+    app.command("evaluate")(evaluate)
+
+
+def _require_recipe(target: str) -> None:
+    path = Path(target).expanduser()
+    if path.is_dir() or (not path.exists() and "@" in target):
+        from lmworks.evaluate.sets.registry import CHOICE, GENERATION
+
+        known = ", ".join([*CHOICE, *GENERATION])
+        raise UserError(f"{target} is a model: say on which sets to evaluate it with --tasks SET,...; known sets: {known}")
+
+
+def benchmarks(tasks: str, form: str, shots: int | None, data: str | None, hub: bool) -> list[Any]:
+    """The `Benchmark` of each set in each form. Raises `UserError`."""
+    from pydantic import ValidationError
+
+    from lmworks.recipe.schema.evaluate import Benchmark
+
+    found = []
+    for task in filter(None, map(str.strip, tasks.split(","))):
+        own = task.endswith((".yaml", ".yml"))
+        place = {} if own else {"hub": hub} | ({"path": _local_rows(data, task)} if data else {})
+        for one in filter(None, map(str.strip, form.split(","))):
+            try:
+                found.append(Benchmark.model_validate({("file" if own else "name"): task, "form": one, "shots": shots, **place}))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                raise UserError(f"--tasks {task}: {where}: {first['msg'].removeprefix('Value error, ')}".replace(": :", ":")) from None
+    if not found:
+        raise UserError("--tasks names no set; for example: --tasks arc-easy,sciq")
+    return found
+
+
+def _local_rows(data: str, name: str) -> str:
+    folder = Path(data).expanduser()
+    if (folder / name).is_dir():
+        return str(folder / name)
+    found = sorted(folder.glob(f"{name}.*"))
+    if not found:
+        raise UserError(f"--data {data} has neither {name}/ nor {name}.jsonl, {name}.parquet or {name}.arrow")
+    return str(found[0])
+
+
+def _evaluate_model(target: str, wanted: list[Any], most: int, out: Path | None, as_json: bool) -> None:
+    from lmworks.evaluate.tables import scores_table
+    from lmworks.run.model_evaluation import evaluate
+
+    results = evaluate(target, wanted, most, out)
+    if as_json:
+        print_json(results)
+    else:
+        console().print(scores_table(results))

@@ -1,0 +1,41 @@
+"""`lmworks evaluate MODEL`: scores of one model on benchmark sets. Of a model of a run it is known what its training text was searched
+for and what its training took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lmworks.evaluate import protection
+from lmworks.evaluate.forms.choosing import training_flops
+from lmworks.evaluate.model_report import evaluate_model
+from lmworks.evaluate.opening import open_model
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.run.stages import search_records
+
+
+def evaluate(where: str, benchmarks: Sequence[Benchmark], most: int, out_dir: Path | None) -> dict[str, Any]:
+    """Open a model (`lmworks.evaluate.opening`) and score it; the results. Raises `UserError`."""
+    opened = open_model(where)
+    run_dir = run_of(where)
+    if run_dir is None:
+        return evaluate_model(opened, benchmarks, most, out_dir=out_dir)
+    recipe = load_resolved(run_dir / "resolved.json")
+    searched = search_records(run_dir, recipe, "pretrain", *(("tune",) if opened.chat else ()))
+    doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=run_dir / "corpus")
+    return evaluate_model(opened, benchmarks, most, flops=training_flops(recipe, opened.model.config), out_dir=out_dir, doubt=doubt)
+
+
+def run_of(where: str) -> Path | None:
+    """The run directory to which a model belongs: itself, RUN of RUN@..., or that of a checkpoint; None if there is none."""
+    path = Path(where).expanduser()
+    if not path.exists():
+        path = Path(where.rpartition("@")[0]).expanduser()
+    here = path.resolve()
+    for folder in (here, *here.parents[:3]):
+        if (folder / "resolved.json").is_file():
+            return folder if folder == here or here.parent.name == "checkpoints" else None
+    return None
