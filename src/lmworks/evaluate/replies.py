@@ -112,34 +112,10 @@ class Answerer:
             yield batch
 
     def _generate(self, batch: list[_Row], options: GenerateOptions) -> list[Reply]:
-        from lmworks.model.generate import stream
-
-        written: list[list[int]] = [[] for _ in batch]
-        stopped = [False] * len(batch)
-        # a token is at least a byte, and some write none: the end of the reply that may hold a stop is a few tokens longer than it
-        reach = [max((len(stop.encode()) for stop in row.prompt.stop), default=0) + 8 for row in batch]
-        steps = stream(self.model, [row.ids.tolist() for row in batch], options, [self._seed(row) for row in batch])
-        ended: set[int] | None = None
-        while True:
-            try:
-                step = steps.send(ended)
-            except StopIteration:
-                break
-            ended = set()
-            for place, token in enumerate(step):
-                if token is None:
-                    continue
-                if token.id in options.stop_ids:
-                    stopped[place] = True
-                    continue
-                written[place].append(token.id)
-                stops = () if self.chat else batch[place].prompt.stop
-                if stops:
-                    end = self.tokenizer.decode(written[place][-reach[place] :], skip_special=True)
-                    if any(stop in end for stop in stops):
-                        stopped[place] = True
-                        ended.add(place)
-        return [self._reply(row, ids, done) for row, ids, done in zip(batch, written, stopped, strict=True)]
+        stops = [() if self.chat else row.prompt.stop for row in batch]
+        prompts, seeds = [row.ids.tolist() for row in batch], [self._seed(row) for row in batch]
+        written = generate_until(self.model, self.tokenizer, prompts, options, stops, seeds)
+        return [self._reply(row, ids, stopped) for row, (ids, stopped) in zip(batch, written, strict=True)]
 
     def _reply(self, row: _Row, ids: list[int], stopped: bool) -> Reply:
         text = self.tokenizer.decode(ids, skip_special=True)
@@ -151,3 +127,38 @@ class Answerer:
     def _seed(self, row: _Row) -> int:
         key = f"{self.seed}\0{row.prompt.set}\0{row.prompt.id}\0{row.sample}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+
+
+def generate_until(
+    model: Transformer, tokenizer: ChatTokenizer, prompts: Sequence[list[int]], options: GenerateOptions, stops: Sequence[Sequence[str]],
+    seeds: Sequence[int],
+) -> list[tuple[list[int], bool]]:  # fmt: skip
+    """The new tokens of each prompt, and whether it stopped: at a stop token, which is left out, or when its text had one of its `stops`,
+    which is not cut off."""
+    from lmworks.model.generate import stream
+
+    written: list[list[int]] = [[] for _ in prompts]
+    stopped = [False] * len(prompts)
+    # a token is at least a byte, and some write none: the end of the reply that may hold a stop is a few tokens longer than it
+    reach = [max((len(stop.encode()) for stop in of_row), default=0) + 8 for of_row in stops]
+    steps = stream(model, list(prompts), options, seeds)
+    ended: set[int] | None = None
+    while True:
+        try:
+            step = steps.send(ended)
+        except StopIteration:
+            break
+        ended = set()
+        for row, token in enumerate(step):
+            if token is None:
+                continue
+            if token.id in options.stop_ids:
+                stopped[row] = True
+                continue
+            written[row].append(token.id)
+            if stops[row]:
+                end = tokenizer.decode(written[row][-reach[row] :], skip_special=True)
+                if any(stop in end for stop in stops[row]):
+                    stopped[row] = True
+                    ended.add(row)
+    return list(zip(written, stopped, strict=True))

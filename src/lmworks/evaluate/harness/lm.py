@@ -1,13 +1,13 @@
 """Our models behind the model interface of lm-evaluation-harness. Only what runs its tasks imports this file (extra `harness`).
 
-Log-likelihoods come from `BatchedLogProbs` and generated text from `lmworks.model.generate`, as in our own scores. Context and continuation
-are split into tokens by `split_at_boundary`, as in our own scores: lm-evaluation-harness would drop a token that reaches over the boundary.
+Log-likelihoods come from `BatchedLogProbs` and generated text from `generate_until`, as in our own scores. As in every class for
+lm-evaluation-harness, white space at the end of a context is scored with the continuation. The two are then split into tokens by
+`split_at_boundary`, as in our own scores: a token that reaches over the boundary is scored, and not dropped.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -16,10 +16,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmworks.errors import UserError
-from lmworks.evaluate.cloze import split_at_boundary
+from lmworks.evaluate.forms.likelihood import split_at_boundary
 from lmworks.evaluate.logprobs import BatchedLogProbs, Request
 from lmworks.evaluate.opening import OpenModel
-from lmworks.model.generate import GenerateOptions, stream
+from lmworks.evaluate.replies import generate_until
+from lmworks.model.generate import GenerateOptions
 from lmworks.progress import bar, console
 from lmworks.tokenizer.chat import MARKERS, encode_marked, mark
 
@@ -51,7 +52,7 @@ class HarnessLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: BOS where the tokenizer has one, else the end of text, as in lm-evaluation-harness."""
-        bos = getattr(self.tokenizer, "tokens", {}).get("bos_token")
+        bos = getattr(self.tokenizer, "tokens", {}).get("bos_token", "")
         return self.tokenizer.special.get(bos, self.eos_id)
 
     @property
@@ -108,16 +109,18 @@ class HarnessLM(TemplateLM):
         ids, prefix = self.encode(string), list(getattr(self.tokenizer, "prefix", ()))
         return ids[len(prefix) :] if add_special_tokens is False else ids
 
-    def _encode_pair(self, context: str, continuation: str) -> Request:
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if self._chat:
             continuation = mark(self.tokenizer, continuation, _MARKER)
         if not context:
             rest = self.tok_encode(continuation, add_special_tokens=False)
             return (rest[:1], rest[1:]) if rest[:1] == [self.prefix_token_id] else ([self.prefix_token_id], rest)
+        bare = context.rstrip()
+        context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)
         if not continuation:
             return self.encode(context), []
-        before, rest = split_at_boundary(self, context, continuation)
-        return (before, rest) if before else ([self.prefix_token_id], rest)  # both are one token together
+        before, after = map(list, split_at_boundary(self, context, continuation))
+        return (before, after) if before else ([self.prefix_token_id], after)  # both are one token together
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Sum of the log-probabilities of each continuation after its context, and whether greedy decoding would write it."""
@@ -166,7 +169,10 @@ class HarnessLM(TemplateLM):
                 room = max(1, self.max_length - options.max_new_tokens)
                 prompts = {index: (self.encode(requests[index].args[0]) or [self.prefix_token_id])[-room:] for index in group}
                 for batch in self._batches(prompts, options.max_new_tokens):
-                    for index, ids in zip(batch, self._until([prompts[one] for one in batch], options, until, batch[0]), strict=True):
+                    seeds = [self.seed * 1_000_003 + index for index in batch]
+                    rows = [prompts[index] for index in batch]
+                    written = generate_until(self.model, self.tokenizer, rows, options, [until] * len(batch), seeds)
+                    for index, (ids, _) in zip(batch, written, strict=True):
                         text = self.tokenizer.decode(ids, skip_special=True)
                         replies[index] = postprocess_generated_text(text, until, _THOUGHT if self._chat else None)
                         self.cache_hook.add_partial("generate_until", requests[index].args, replies[index])
@@ -183,12 +189,13 @@ class HarnessLM(TemplateLM):
             )
         most, limit = wanted["max_gen_toks"], max(1, self.max_length // 2)
         if most >= self.max_length:
-            console.print(f"{request.task_name}: {limit} new tokens at most and not {most}: the context is {self.max_length}", style="yellow")
+            told = f"{request.task_name}: {limit} new tokens at most and not {most}: the context is {self.max_length} tokens"
+            console.print(told, style="yellow")
             most = limit
         options = GenerateOptions(
             max_new_tokens=most, temperature=float(wanted.get("temperature") or 0.0) if wanted["do_sample"] else 0.0,
             top_k=int(wanted.get("top_k") or 0), top_p=float(wanted.get("top_p") or 1.0), min_p=float(wanted.get("min_p") or 0.0),
-            stop_ids=tuple(self.tokenizer.stop_ids), seed=self.seed,
+            stop_ids=tuple(self.tokenizer.stop_ids),
         )  # fmt: skip
         return options, [stop for stop in handle_stop_sequences(wanted["until"], None) if stop]
 
@@ -202,23 +209,3 @@ class HarnessLM(TemplateLM):
                 width = len(prompts[index]) + new
             batches[-1].append(index)
         return batches
-
-    def _until(self, prompts: Sequence[list[int]], options: GenerateOptions, until: Sequence[str], first: int) -> list[list[int]]:
-        """The new tokens of each prompt, without the stop token; at least up to the first of the strings `until`."""
-        written: list[list[int]] = [[] for _ in prompts]
-        stopped = [False] * len(prompts)
-        # a token is at least a byte, and some write none: the end that may hold a stop string is a few tokens longer than it
-        reach = max((len(stop.encode()) for stop in until), default=0) + 8
-        for step in stream(self.model, list(prompts), options):
-            for row, token in enumerate(step):
-                if token is None or stopped[row]:
-                    continue
-                if token.id in options.stop_ids:
-                    stopped[row] = True
-                    continue
-                written[row].append(token.id)
-                end = self.tokenizer.decode(written[row][-reach:], skip_special=True) if until else ""
-                stopped[row] = any(stop in end for stop in until)
-            if all(stopped):
-                break
-        return written

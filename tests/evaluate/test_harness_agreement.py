@@ -1,0 +1,164 @@
+"""Our scores and those of lm-evaluation-harness agree item by item, on every multiple-choice set, for random and trained models.
+
+Three paths answer the same items: ours; lm-evaluation-harness with our model interface; and lm-evaluation-harness with its own class for
+transformers, on our export. The last two read what `export` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="no lm-eval: pip install 'lmworks[harness]'")
+
+from saved_run import save_run
+
+from lmworks.evaluate.forms import likelihood, prompts
+from lmworks.evaluate.harness.exporting import FORMS, METRICS, Exported, export
+from lmworks.evaluate.harness.lm import HarnessLM
+from lmworks.evaluate.harness.running import HarnessOptions, run
+from lmworks.evaluate.items import ChoiceItem, score_name
+from lmworks.evaluate.logprobs import BatchedLogProbs
+from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.evaluate.sets import loading
+from lmworks.evaluate.sets.registry import CHOICE
+from lmworks.export.export import write_huggingface
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.recipe.schema.model import Model
+from lmworks.tokenizer import load as load_tokenizer
+from tiny_run import Tiny
+
+FAST, SLOW = 12, 200  # items per set and form
+SAME = 0.999  # share of items with the same choice
+
+
+@pytest.fixture(scope="module")
+def random_model(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+    """A mixture of experts with random weights and a short context, which most prompts exceed."""
+    save_run(tiny, folder := tmp_path_factory.mktemp("random") / "run")
+    return open_model(f"{folder}@base", "cpu")
+
+
+@pytest.fixture(scope="module")
+def trained_model(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+    """The tiny run after its training."""
+    run = tiny.copy(tmp_path_factory.mktemp("trained") / "run")
+    run.walk(last="pretrain")
+    return open_model(run.run_dir, "cpu")
+
+
+@pytest.fixture(scope="module")
+def export_folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model in Hugging Face format, whose context holds most prompts."""
+    folder = tmp_path_factory.mktemp("dense") / "huggingface"
+    config = Model(
+        vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=64, use_qk_norm=True, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings="640 tokens",
+    )  # fmt: skip
+    model = initialize(Transformer(config), seed=11).eval()
+    write_huggingface(model, load_tokenizer(tiny.run_dir / "tokenizer"), folder, torch.float32)
+    return folder
+
+
+def tasks(folder: Path, items: int) -> list[Exported]:
+    """All sets in both forms, as tasks of lm-evaluation-harness in `folder`."""
+    return export(folder, [Benchmark(name=name) for name in CHOICE], most=items)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Exported]]:
+    folder = tmp_path_factory.mktemp("few")
+    return folder, tasks(folder, FAST)
+
+
+def ours(opened: OpenModel, items: int) -> dict[str, list[likelihood.Answered]]:
+    """Every set in both forms by our own path."""
+    logprobs = BatchedLogProbs(opened.model, opened.context)
+    found = {}
+    for name in CHOICE:
+        for form in FORMS:
+            shots = prompts.SHOTS[form]  # type: ignore[index]
+            loaded = loading.load(Benchmark(name=name), items, shots)
+            make: Any = prompts.letters if form == "letters" else prompts.cloze
+            asked: list[ChoiceItem] = [make(item, loaded.shown_before(item, shots)) for item in loaded.items]
+            found[score_name(name, form, shots)] = likelihood.answer(asked, opened.tokenizer, logprobs)
+    return found
+
+
+def choices(sample: dict[str, Any]) -> dict[str, int]:
+    """The choice of lm-evaluation-harness under each normalization, by its own formulas, out of its record of an item."""
+    values = [value for value, _ in sample["filtered_resps"]]
+    texts = sample["doc"].get("choices") or [""] * len(values)
+    lengths = {"byte": [len(text.encode()) for text in texts], "char": [len(text) for text in texts], "none": [1] * len(values)}
+    scaled = {norm: [value / max(1, length) for value, length in zip(values, of, strict=True)] for norm, of in lengths.items()}
+    return {norm: scores.index(max(scores)) for norm, scores in scaled.items()}
+
+
+def compare(mine: dict[str, list[likelihood.Answered]], document: dict[str, Any], exported: Sequence[Exported]) -> None:
+    """The same choice on at least 99.9% of the items, and equal accuracy, per set and form."""
+    assert {one.score for one in exported} == mine.keys() and len(exported) == 2 * len(CHOICE)
+    for one in exported:
+        samples, answered = document["samples"][one.task], mine[one.score]
+        assert [sample["doc"]["id"] for sample in samples] == [a.item.id for a in answered]
+        for norm in [norm for norm, metric in METRICS.items() if metric in samples[0]["metrics"]]:
+            same = [choices(sample)[norm] == a.pick(norm) for sample, a in zip(samples, answered, strict=True)]  # type: ignore[arg-type]
+            assert sum(same) >= SAME * len(same), (one.task, norm)
+            accuracy = document["results"][one.task][f"{METRICS[norm]},none"]
+            assert accuracy == likelihood.score(answered, norm).accuracy, (one.task, norm)  # type: ignore[arg-type]
+
+
+def by_their_class(folder: Path, include: Path, exported: Sequence[Exported], context: int) -> dict[str, Any]:
+    """lm-evaluation-harness with its own class for transformers."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    from lmworks.evaluate.harness.task_data import Source
+    from lmworks.evaluate.harness.task_index import manager
+
+    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=8, max_length=context)
+    with Source().installed():
+        loaded = manager(include, trusted=False).load([one.task for one in exported])
+        found = evaluate(theirs, loaded, bootstrap_iters=0)
+    assert found is not None
+    return dict(found)
+
+
+def check_our_class(opened: OpenModel, folder: Path, exported: Sequence[Exported], items: int) -> None:
+    options = HarnessOptions([one.task for one in exported], include_path=folder)
+    compare(ours(opened, items), run(opened, options).document, exported)
+
+
+def test_our_class_agrees_on_a_random_model(random_model: OpenModel, few: tuple[Path, list[Exported]]) -> None:
+    check_our_class(random_model, *few, FAST)
+
+
+def test_our_class_agrees_on_a_trained_model(trained_model: OpenModel, few: tuple[Path, list[Exported]]) -> None:
+    check_our_class(trained_model, *few, FAST)
+
+
+def test_their_class_agrees_on_our_export(export_folder: Path, few: tuple[Path, list[Exported]]) -> None:
+    opened = open_model(export_folder, "cpu")
+    compare(ours(opened, FAST), by_their_class(export_folder, *few, opened.context), few[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["random_model", "trained_model", "export_folder"])
+def test_all_agree_on_many_items(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    subject, exported = request.getfixturevalue(which), tasks(tmp_path, SLOW)
+    opened = open_model(subject, "cpu") if isinstance(subject, Path) else subject
+    check_our_class(opened, tmp_path, exported, SLOW)
+    if isinstance(subject, Path):
+        compare(ours(opened, SLOW), by_their_class(subject, tmp_path, exported, opened.context), exported)
+
+
+def test_a_difference_is_seen(random_model: OpenModel, few: tuple[Path, list[Exported]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: without the context, choices differ."""
+    monkeypatch.setattr(HarnessLM, "_encode_pair", lambda self, context, rest: ([self.eos_id], self.encode(rest)))
+    with pytest.raises(AssertionError):
+        check_our_class(random_model, *few, FAST)
