@@ -139,7 +139,7 @@ def test_needles_lie_at_all_depths() -> None:
 
 
 def test_a_chain_is_tracked_after_a_solved_example() -> None:
-    prompt, lines = lines_of("vt")
+    prompt, _ = lines_of("vt")
     task = prompt.text.rpartition("Memorize and track")[2]
     chain = re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w+)$", task, re.MULTILINE)
     assert [name for name, _ in chain] == list(prompt.reference.answers) and len(chain) == 5
@@ -278,6 +278,16 @@ def test_each_length_is_a_score(byte_tokenizer: ByteTokenizer) -> None:
     assert found.unavailable == {"ruler-vt": why}
     measure(Ruler("vt"), Answerer(model, byte_tokenizer, chat=False), 1, None, "base", found)  # as long as the model can read
     assert "ruler-vt/generate/0-shot/4000" in found.scores
+
+
+def test_all_tasks_are_one_set(byte_tokenizer: ByteTokenizer) -> None:
+    model, found = Scripted({"brown": ""}, context=6000), Found()
+    measure(Ruler(lengths=[5000]), Answerer(model, byte_tokenizer, chat=False), 1, None, "base", found)
+    score = found.scores["ruler/generate/0-shot/5000"]
+    assert score["n"] == 13 and set(score["by_subject"]) == set(TASKS) == {one["subject"] for one in found.outcomes}
+    assert len({one["id"] for one in found.outcomes}) == 13
+    alone, = Ruler("vt", [5000]).prompts(1, 0, Answerer(model, byte_tokenizer, chat=False))
+    assert alone.text in {one.text for one in Ruler(lengths=[5000]).prompts(1, 0, Answerer(model, byte_tokenizer, chat=False))}
 
 
 def test_the_largest_size_is_found_with_few_measurements() -> None:
