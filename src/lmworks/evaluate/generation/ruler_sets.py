@@ -1,8 +1,8 @@
 """RULER's thirteen tasks (Hsieh et al. 2024, arXiv:2404.06654), made by our own code for any length and any tokenizer.
 
 An item of length N has at most N tokens together with its reply, and as many as the task's smallest unit of haystack allows: a word of
-running text, a short sentence of noise, a needle, an entry of a list, a sentence of a document. The same seed gives the same needles and
-answers for every tokenizer; only the amount of haystack differs.
+running text, a short sentence of noise, a needle, an entry of a list, a few coded words, a sentence of a document. The same seed gives the
+same needles and answers for every tokenizer; only the amount of haystack differs.
 """
 
 from __future__ import annotations
