@@ -59,9 +59,10 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             _require_recipe(target)
             run_stages(target, within(time, overrides), size, allow, "evaluate")
             return
+        by = "--tasks" if harness is None else "--harness"
         given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if given:
-            raise UserError(f"{given[0]} changes a recipe, and with --tasks or --harness {target} is a model; leave one of them out")
+            raise UserError(f"{given[0]} changes a recipe, and with {by} {target} is a model; leave one of them out")
         folder = Path(out) if out else None
         if harness is not None:
             if tasks is not None or form != "auto":
