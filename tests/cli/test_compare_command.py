@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from command import Lmworks
-
 from evaluate.saved_run import save_run
+
 from lmworks import jsonl
 from lmworks.evaluate.compare import sources
 from tiny_run import Tiny

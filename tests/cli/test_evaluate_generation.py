@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from command import Lmworks
+from evaluate.saved_run import save_run
 
 from evaluate.generation_models import GSM8K, HUMANEVAL, write_rows
-from evaluate.saved_run import save_run
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate.generation.ruler import texts
 from lmworks.untrusted.sandbox import run_python

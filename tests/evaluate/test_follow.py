@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved_run import save_run
 
 from lmworks import jsonl
 from lmworks.checkpoint import Checkpoints, listing
@@ -24,6 +23,7 @@ from lmworks.model.init import initialize
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.train.data.frozen_tokenizer import META
 from lmworks.watch.ledger import Ledger
+from saved_run import save_run
 from tiny_run import Tiny
 
 METRIC = "eval/arc-easy/cloze-0-shot"

@@ -22,7 +22,6 @@ from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import measure
 from lmworks.evaluate.found import Found
-from lmworks.evaluate.generation.measuring import FORM
 from lmworks.evaluate.generation.measuring import measure as measure_generation
 from lmworks.evaluate.generation.reasoning import SEED, Reasoning, generate_tasks
 from lmworks.evaluate.heldout import held_out, training_texts

@@ -21,7 +21,7 @@ from lmworks.evaluate.harness.task_index import check_names, manager
 from lmworks.evaluate.items import score_name
 from lmworks.evaluate.opening import OpenModel
 from lmworks.evaluate.statistics import Score
-from lmworks.progress import console
+from lmworks.progress import bar, console
 
 FORM = "lm-eval"
 _SEED = 1234  # of examples and of resampling: the default of lm-evaluation-harness
@@ -107,7 +107,8 @@ def run(opened: OpenModel, options: HarnessOptions) -> HarnessResults:
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
     with source.installed():
-        loaded = _load(tasks, options)
+        with bar("loading tasks") as source.progress:
+            loaded = _load(tasks, options)
         for note in source.notes:
             console.print(note, style="yellow")
         for task in loaded["tasks"].values():

