@@ -11,7 +11,7 @@ import pytest
 
 from lmworks import jsonl
 from lmworks.checkpoint import Checkpoints, listing
-from lmworks.doctor.run_records import read_run
+from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
 from lmworks.evaluate import follow as module
 from lmworks.evaluate.follow import FILE, follow

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmworks.corpus.contamination import Question
-from lmworks.corpus.generated import create
+from lmworks.corpus.generated_questions import create
 from lmworks.evaluate.extraction import extract
 from lmworks.evaluate.generation.interface import Failure, GenerationSet, Judged, Lengths, Prompt, Reply, ask, commonest
 from lmworks.recipe.schema.evaluate import Generator
