@@ -71,6 +71,9 @@ def test_the_form_that_suits_the_training_is_chosen_and_said(lmworks: Lmworks, t
     done = lmworks("evaluate", f"{tmp_path}/run@base", "--tasks", colors)
     assert "colors/cloze/0-shot" in done.out and "letters" not in done.out.split("FLOPs")[0]
     assert "FLOPs, and models answer with letters from about 1e+21 on" in " ".join((done.out + done.err).split())
+    few = own_task(tmp_path, "few", rows[:3], "choices: choices")
+    done = lmworks("evaluate", f"{tmp_path}/run@base", "--tasks", few, "--form", "letters")
+    assert done.code == 0 and "few/letters/1-shot" in done.out, done.err
     done = lmworks("evaluate", f"{tmp_path}/run@tuned", "--tasks", colors)
     assert "of its replies to probe items name a choice" in " ".join((done.out + done.err).split())
 

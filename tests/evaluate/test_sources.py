@@ -135,7 +135,8 @@ def test_ten_lines_of_yaml_are_a_task(tmp_path: Path) -> None:
     assert first.contexts == ("Q T1: b1?\nA",) * 2 and first.text == "T1: b1? no"
     assert [one.name for one in loading.questions(benchmark)] == [f"mine/{n}" for n in range(9)]
     loaded = loading.load(benchmark, None, 3)
-    assert len(loaded.items) == 4 and len(loaded.examples) == 5
+    assert len(loaded.items) == 6 and len(loaded.examples) == 3
+    assert loading.most_shots(benchmark) == 4  # half of the items
 
 
 @pytest.mark.parametrize("answer", [2, "2", "C", "c", "blue"])

@@ -123,9 +123,14 @@ def _tasks(
     for one, form, shots in open_:
         forms, reason = ((form,), "asked for") if form is not None else (choice.forms, choice.reason) if choice else ((), "")
         for chosen in forms:
-            count = prompts.SHOTS[chosen] if shots is None else shots
+            count = _default_shots(one, chosen) if shots is None else shots
             tasks.append(Task(one.name, chosen, count, loading.load(one, one.items or most, count), reason, form is None))
     return tasks
+
+
+def _default_shots(benchmark: Benchmark, form: Form) -> int:
+    """Those of the form, or fewer for a set that has fewer worked examples."""
+    return min(prompts.SHOTS[form], loading.most_shots(benchmark)) if prompts.SHOTS[form] else 0
 
 
 def _formulated(task: Task) -> list[ChoiceItem]:
@@ -188,7 +193,10 @@ def _entry(task: Task, scored: Score, outcomes: Sequence[dict[str, Any]]) -> dic
 
 def _probed(benchmarks: Sequence[Benchmark], form: Form) -> list[Task]:
     each = -(-PROBE_ITEMS // len(benchmarks))
-    return [Task(one.name, form, prompts.SHOTS[form], loading.load(one, each, prompts.SHOTS[form]), "probe", True) for one in benchmarks]
+    shots = [_default_shots(one, form) for one in benchmarks]
+    return [
+        Task(one.name, form, count, loading.load(one, each, count), "probe", True) for one, count in zip(benchmarks, shots, strict=True)
+    ]
 
 
 def _probe_letters(subject: Measured, benchmarks: Sequence[Benchmark]) -> Score:

@@ -18,7 +18,7 @@ from lmworks.evaluate.sources.data import Data, rows, where
 from lmworks.recipe.loading.own_task import load_task
 from lmworks.recipe.schema.evaluate import Benchmark
 
-MOST_EXAMPLES = 5  # worked examples that a set keeps out of its items where it has no others
+MOST_EXAMPLES = 5  # worked examples that a set takes out of its items where it has no others
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,33 @@ def load(benchmark: Benchmark, most: int | None, shots: int) -> Loaded:
         return Loaded(items[:most], [], False, "")
     examples, per_subject, origin = _examples(benchmark)
     if not examples:
-        examples, origin = items[: -MOST_EXAMPLES - 1 : -1], "items that are not asked"
-        if shots > MOST_EXAMPLES:
-            raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: this set has {MOST_EXAMPLES} worked examples at most")
-        items = items[:-MOST_EXAMPLES]
+        enough = _most_of_items(len(items))
+        if shots > enough:
+            raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {enough}")
+        examples, origin, items = items[: -shots - 1 : -1], "items that are not asked", items[:-shots]
     shown = {protected_question(one).text for one in examples}
     items = [one for one in items if protected_question(one).text not in shown]
-    if not items:
-        raise UserError(f"evaluate.benchmarks.{benchmark.name}: no items are left beside its worked examples; set shots to 0")
-    fewest = min((sum(one.subject == name for one in examples) for name in {one.subject for one in items}), default=0)
-    available = fewest if per_subject else len(examples)
+    available = _fewest(examples, items) if per_subject else len(examples)
     if shots > available:
         raise UserError(f"evaluate.benchmarks.{benchmark.name}.shots: {shots} worked examples are asked for, and the set has {available}")
     return Loaded(items[:most], examples, per_subject, origin)
+
+
+def most_shots(benchmark: Benchmark) -> int:
+    """The largest number of worked examples that can be shown before each item."""
+    items = load_all(benchmark)
+    examples, per_subject, _ = _examples(benchmark)
+    return _fewest(examples, items) if per_subject else len(examples) or _most_of_items(len(items))
+
+
+def _most_of_items(count: int) -> int:
+    """Worked examples that a set of so many items can do without."""
+    return min(MOST_EXAMPLES, count // 2)
+
+
+def _fewest(examples: Sequence[Item], items: Sequence[Item]) -> int:
+    """The examples of the subject that has the fewest."""
+    return min((sum(one.subject == name for one in examples) for name in {one.subject for one in items}), default=0)
 
 
 def _examples(benchmark: Benchmark) -> tuple[list[Item], bool, str]:
