@@ -38,9 +38,10 @@ def _root(
 
 @cache
 def _register() -> None:
-    from lmworks.cli import data_commands, launch_commands, preflight_commands, recipe_commands, run_commands, serve_commands
+    from lmworks.cli import ablate_commands, data_commands, launch_commands, preflight_commands, recipe_commands, run_commands
+    from lmworks.cli import serve_commands as serve
 
-    for commands in (run_commands, launch_commands, recipe_commands, preflight_commands, data_commands, serve_commands):
+    for commands in (run_commands, launch_commands, recipe_commands, preflight_commands, data_commands, serve, ablate_commands):
         commands.register(app)
 
 
