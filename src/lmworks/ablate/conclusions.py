@@ -38,7 +38,7 @@ class Findings:
         rates, means, seeds, arms = self._by_label(measure)
         if len(rates) < 3:
             return None
-        found = parabola.fit(rates, means, self.results.noise(measure, arms, seeds, True), len(seeds))
+        found = parabola.fit(rates, means, self.results.floor(measure, arms, seeds, True)[0], len(seeds))
         return {
             "title": f"Optimum of the {what}", "what": what, "measure": measure.name, "points": _points(rates, means),
             "text": _optimum_text(what, found), **asdict(found),

@@ -12,8 +12,8 @@ from lmworks.ablate.conclusions import Findings
 from lmworks.ablate.cost import cost
 from lmworks.ablate.curves import aligned, spread
 from lmworks.ablate.measures import Measure, above_chance
-from lmworks.ablate.resolve import Arm
-from lmworks.ablate.results import FILE, Results
+from lmworks.ablate.resolve import RESULTS, Arm
+from lmworks.ablate.results import Results
 from lmworks.ablate.statistics.quality import quality
 from lmworks.ablate.statistics.verdict import Verdict, detectable_in_noise, judge
 from lmworks.doctor.formatting import compact, significant
@@ -26,7 +26,7 @@ _MORE_SEEDS = (3, 5, 10)
 def save(results: Results) -> dict[str, Any]:
     """Write `OUT/ablation.json`; returns it."""
     found = document(results)
-    write_json(results.experiment.out / FILE, found)
+    write_json(results.experiment.out / RESULTS, found)
     return found
 
 
@@ -63,14 +63,15 @@ def _measure(results: Results, measure: Measure) -> dict[str, Any]:
         arm.name: {str(seed): value for seed in results.experiment.seeds if (value := results.value(measure, arm, seed)) is not None}
         for arm in arms
     }
-    noise = {name: results.noise(measure, arms, seeds, name == "paired").to_json() for name in ("paired", "unpaired")}
+    noise = {name: results.floor(measure, arms, seeds, name == "paired")[0].to_json() for name in ("paired", "unpaired")}
     found: dict[str, Any] = {
         "unit": measure.unit, "better": measure.better, "values": values, "noise": noise,
         "curves": spread(results, measure, arms, seeds), "quality": None,
     }  # fmt: skip
     if arms and seeds and measure.better:
         good = above_chance(results.readings.values(), measure) if measure.has_items else None
-        found["quality"] = quality(aligned(results, measure, arms, seeds), measure.better == "lower", good).to_json()
+        is_paired = all(results.experiment.is_paired(arm) for arm in arms)
+        found["quality"] = quality(aligned(results, measure, arms, seeds), measure.better == "lower", is_paired, good).to_json()
     return _finite(found)
 
 
@@ -107,9 +108,7 @@ def _why(results: Results, record: Mapping[str, Any], measure: Measure) -> str:
     if record["seeds_needed"] is None:
         more = "more items" if record["from_items"] else "more than 1,000 seeds"
         return f"{text}; this one would take {more}"
-    return (
-        f"{text}; this one would take {record['seeds_needed']} seeds, {compact(record['tokens_needed'])} tokens for both arms"
-    )
+    return f"{text}; this one would take {record['seeds_needed']} seeds, {compact(record['tokens_needed'])} tokens for both arms"
 
 
 def _without_floor(results: Results, record: Mapping[str, Any]) -> str:

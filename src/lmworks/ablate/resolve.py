@@ -15,6 +15,7 @@ from lmworks.ablate.kinds.registry import kinds
 from lmworks.ablate.measures import Measure
 from lmworks.ablate.measures import resolve as resolve_measures
 from lmworks.errors import UserError
+from lmworks.files import read_json
 from lmworks.optim.schedules import Schedules
 from lmworks.recipe.loading.document import parse_file
 from lmworks.recipe.loading.load import Resolved, as_node, load_recipe, load_resolved, shipped_folder
@@ -25,6 +26,7 @@ from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical, changed_
 from lmworks.run.staleness import recipe_values
 from lmworks.shards.order.timeline import Timeline
 
+RESULTS = "ablation.json"
 DATA_STAGES = ("corpus", "tokenizer", "shards")
 _DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false")  # for all arms; `set` comes after
 _ALWAYS = ("time=null", "tune=null")  # budgets are tokens, and arms are base models
@@ -92,6 +94,7 @@ class Experiment:
     baseline: Arm
     measures: list[Measure]
     branch: Branch | None
+    earlier: Mapping[str, Any] = field(default_factory=dict)  # noise floors of the ablation that `noise` names, by measure
     text: str = field(repr=False, default="")
 
     @property
@@ -167,7 +170,18 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     measures = resolve_measures(
         ablation.measures or ablation.default_measures, {arm.name: arm.recipe for arm in arms.values()}, _tokenizers(arms, baseline)
     )
-    return Experiment(ablation, found, out, arms, arms[expansion.baseline], measures, expansion.branch, text)
+    return Experiment(ablation, found, out, arms, arms[expansion.baseline], measures, expansion.branch, _earlier_noise(ablation), text)
+
+
+def _earlier_noise(ablation: Ablation) -> dict[str, Any]:
+    if ablation.noise is None:
+        return {}
+    path = Path(ablation.noise).expanduser() / RESULTS
+    document = read_json(path)
+    try:
+        return {name: {kind: one["noise"][kind] for kind in ("paired", "unpaired")} for name, one in document["measures"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"noise: {path} is not the result of an ablation; name the directory of one") from None
 
 
 def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str, float]) -> Iterator[tuple[str, Arm]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,11 +12,7 @@ from lmworks.ablate.measures import Measure, Reading, read_run
 from lmworks.ablate.resolve import Arm, Experiment, Run
 from lmworks.ablate.runs import state_of
 from lmworks.ablate.statistics.contrast import Contrast, contrast
-from lmworks.ablate.statistics.noise import Noise, paired, pooled, unpaired
-from lmworks.errors import UserError
-from lmworks.files import read_json
-
-FILE = "ablation.json"
+from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
 
 
 @dataclass
@@ -59,25 +52,14 @@ class Results:
         """Values (arms, seeds)."""
         return np.array([[self.value(measure, arm, seed) for seed in seeds] for arm in arms], np.float64)
 
-    @cached_property
-    def _elsewhere(self) -> dict[str, Any]:
-        """The noise floors of the earlier ablation that `noise` names, by measure."""
-        place = self.experiment.ablation.noise
-        if place is None:
-            return {}
-        document = read_json(Path(place) / FILE)
-        try:
-            return {name: one["noise"] for name, one in document["measures"].items()}
-        except (KeyError, TypeError, AttributeError):
-            raise UserError(f"noise: {Path(place) / FILE} is not the result of an ablation; name the directory of one") from None
-
-    def noise(self, measure: Measure, arms: list[Arm], seeds: list[int], is_paired: bool) -> Noise:
-        """The noise floor of a measure: of these arms, and of the earlier ablation where one is named."""
+    def floor(self, measure: Measure, arms: list[Arm], seeds: list[int], is_paired: bool) -> tuple[Noise, int, list[Arm]]:
+        """The noise floor of a measure, of these arms and of the earlier ablation where one is named; the number of arms behind it, and
+        the arms that are judged by their own spread."""
         own = [arm for arm in arms if not is_paired or self.experiment.is_paired(arm)]
-        table = self.table(measure, own, seeds) if own and seeds else np.empty((0, 0))
-        here = (paired if is_paired else unpaired)(table) if table.size else Noise(math.nan, 0)
-        there = self._elsewhere.get(measure.name)
-        return pooled([here, Noise.from_json(there["paired" if is_paired else "unpaired"])] if there else [here])
+        found = floor(self.table(measure, own, seeds), is_paired) if own and seeds else Floor(UNKNOWN, 0)
+        there = self.experiment.earlier.get(measure.name)
+        noise = with_earlier(found.noise, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found.noise
+        return noise, found.arms, [own[index] for index in sorted(found.apart)]
 
     def contrasts(self) -> list[tuple[Arm, Measure, Contrast]]:
         """Every arm against the baseline on every measure that both have."""
@@ -89,10 +71,10 @@ class Results:
                 continue
             for arm in (one for one in arms if one is not base):
                 is_paired = self.experiment.is_paired(arm)
-                floor = self.noise(measure, arms, seeds, is_paired)
+                noise, behind, apart = self.floor(measure, arms, seeds, is_paired)
                 own, other = self.table(measure, [arm, base], seeds)
-                behind = sum(self.experiment.is_paired(one) for one in arms) if is_paired else len(arms)
-                found.append((arm, measure, contrast(own, other, floor, behind, is_paired, self._items(measure, arm, seeds))))
+                alone = arm in apart or base in apart
+                found.append((arm, measure, contrast(own, other, noise, behind, is_paired, alone, self._items(measure, arm, seeds))))
         return found
 
     def _items(self, measure: Measure, arm: Arm, seeds: list[int]) -> np.ndarray | None:

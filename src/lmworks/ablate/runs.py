@@ -5,18 +5,19 @@ The processes are forked from a server that has imported torch, which takes long
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,7 +42,6 @@ State = Literal["done", "begun", "open"]
 LOG = "ablate.log"
 _POLL = 0.2
 _TAIL = 1 << 14
-_PR_SET_PDEATHSIG = 1
 
 
 def last_stage(experiment: Experiment) -> str:
@@ -211,12 +211,10 @@ def _server(threads: int) -> ForkServerContext:
 
 
 def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
-    """In the new process: one command, whose output goes to a file. It saves and stops if the server dies with the process that began
-    it."""
+    """In the new process: one command, whose output goes to a file."""
     from lmworks.cli.main import main
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_stop_with_parent, name="parent", daemon=True).start()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "wb") as handle, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(handle.fileno(), 1)
@@ -224,6 +222,14 @@ def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.argv = words
     main()
+
+
+def _stop_with_parent() -> None:
+    """Wait for the process that began this one to die, then ask this one to save and stop."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _devices() -> list[str]:

@@ -17,8 +17,8 @@ LOSS = "validation/loss"
 
 class CriticalBatch(Ablation):
     """Critical batch size by branching (Merrill et al. 2025, arXiv:2505.23971): a checkpoint continued over equal tokens with larger
-    batches and a rescaled learning rate. The largest batch whose held-out loss is within `tolerance` of the first is reported, beside the gradient
-    noise scale (McCandlish et al. 2018, arXiv:1812.06162)."""
+    batches and a rescaled learning rate. The largest batch whose held-out loss is within `tolerance` of the first is reported, beside
+    the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162)."""
 
     kind: Literal["critical-batch"] = "critical-batch"
     checkpoint: str = Field(

@@ -9,7 +9,7 @@ With D the table (seeds, items) of differences per item and R its residuals afte
     V_items = max(0, var(item means of D) / N - sum R^2 / ((S - 1) (N - 1)) / (S N))
 
 The second term is what the item means owe to the seeds, which the first term of V counts already. The degrees of freedom of a sum are
-Satterthwaite's (1946). An arm whose own spread is larger than the floor (F test at 1%) is judged by its own spread.
+Satterthwaite's (1946). Where one of the two arms was set aside for its larger spread, `sd` is estimated from these two alone (Welch 1947).
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmworks.ablate.statistics.noise import UNKNOWN, Noise
-from lmworks.ablate.statistics.student import f_upper, t_two_sided
-
-_OWN_SPREAD = 0.01  # level of the F test
+from lmworks.ablate.statistics.student import t_two_sided
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,21 @@ def own_df(arms: int, seeds: int, is_paired: bool) -> int:
     return ((arms - 1) if is_paired else arms) * (seeds - 1)
 
 
-def contrast(arm: np.ndarray, baseline: np.ndarray, floor: Noise, arms: int, is_paired: bool, items: np.ndarray | None = None) -> Contrast:
-    """The contrast of values over the same seeds (S,). `floor` is the noise floor of `arms` arms, `items` the table (S, N) of differences
-    per item."""
+def contrast(
+    arm: np.ndarray, baseline: np.ndarray, floor: Noise, arms: int, is_paired: bool, own: bool = False, items: np.ndarray | None = None
+) -> Contrast:
+    """The contrast of values over the same seeds (S,). `floor` is the noise floor of `arms` arms; `own` replaces it by that of these two.
+    `items` is the table (S, N) of differences per item."""
     seeds = len(arm)
     difference = float(arm.mean() - baseline.mean())
-    own = _own_noise(arm, baseline, is_paired)
-    larger = _is_larger(own, floor)
-    noise, arms = (own, 2) if larger else (floor, arms)
+    noise, arms = (_own_noise(arm, baseline, is_paired), 2) if own else (floor, arms)
     from_items, items_df = _items(items) if items is not None else (0.0, 1.0)
     if not noise.df:
         return Contrast(difference, math.nan, 0, seeds, UNKNOWN, arms, is_paired, from_items)
     from_seeds = 2 * noise.sd**2 / seeds
     variance = from_seeds + from_items
     df = variance**2 / (from_seeds**2 / noise.df + from_items**2 / items_df) if variance else noise.df
-    return Contrast(difference, math.sqrt(variance), df, seeds, noise, arms, is_paired, from_items, larger)
-
-
-def _is_larger(own: Noise, floor: Noise) -> bool:
-    if not own.df or not floor.df or own.sd <= floor.sd:
-        return False
-    return not floor.sd or f_upper(own.sd**2 / floor.sd**2, own.df, floor.df) < _OWN_SPREAD
+    return Contrast(difference, math.sqrt(variance), df, seeds, noise, arms, is_paired, from_items, own)
 
 
 def _own_noise(arm: np.ndarray, baseline: np.ndarray, is_paired: bool) -> Noise:

@@ -15,6 +15,7 @@ from lmworks.ablate.statistics.noise import Noise
 from lmworks.ablate.statistics.student import t_critical
 
 _ALPHA = 0.05
+_REACH = 1.0  # octaves beyond the fitted rates in which a lowest point is believed
 _WIDTH = 2.0  # octaves around the lowest arm that the parabola is fitted to: farther away, losses are no parabola
 
 
@@ -52,8 +53,9 @@ def fit(rates: np.ndarray, values: np.ndarray, noise: Noise, seeds: int) -> Opti
     if misfit_df and misfit / misfit_df > variance:  # the parabola misses the points by more than their noise
         variance, df = misfit / misfit_df, misfit_df
     fitted = tuple(float(one) for one in 2**x)
-    best = 2 ** (center - b / (2 * a)) if a > 0 else None
-    value = c - b * b / (4 * a) if a > 0 else None
+    lowest_x = center - b / (2 * a) if a > 0 else math.inf
+    is_near = x[0] - _REACH <= lowest_x <= x[-1] + _REACH
+    best, value = (float(2**lowest_x), c - b * b / (4 * a)) if is_near else (None, None)
     if not df:
         return Optimum(best, None, None, at_edge, fitted, value)
     covariance = variance * np.linalg.inv(design.T @ design)

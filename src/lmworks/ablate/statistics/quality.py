@@ -3,8 +3,9 @@
 Curves are arrays (arms, seeds, points) at equal fractions of the budget; the last point is the final value.
 
     monotonicity         Spearman's rho of value and point (toward better), mean over arms and seeds        FineTasks: at least 0.5
-    signal to noise      (largest - smallest arm mean) / standard deviation of a run's value over seeds     at least 2
-      of checkpoints     the same over the standard deviation of a run's last points around their line      at least 2
+    signal to noise      (largest - smallest arm mean) / standard deviation of a run's value over seeds
+    arms told apart      F test of equal arms against the noise over seeds                                  p at most 5%
+    to checkpoints       the same signal over the deviation of a run's last points from their line          at least 2
     above chance         the best arm's interval lies above what guessing gets
     rank consistency     Kendall's tau-b of the order of the arms: half of training against the end,        at least 0.5 each
                          and mean over pairs of seeds
@@ -22,7 +23,10 @@ from typing import Any
 
 import numpy as np
 
-MONOTONE, SIGNAL, CONSISTENT = 0.5, 2.0, 0.5
+from lmworks.ablate.statistics.noise import paired, unpaired
+from lmworks.ablate.statistics.student import f_upper
+
+MONOTONE, SEPARATE, SIGNAL, CONSISTENT = 0.5, 0.05, 2.0, 0.5
 _LAST = 5  # points that say how much a run wavers
 
 
@@ -32,6 +36,7 @@ class Quality:
 
     monotonicity: float | None
     signal_to_noise: float | None
+    p_of_equal_arms: float | None
     signal_to_checkpoints: float | None
     above_chance: bool | None
     rank_halves: float | None
@@ -47,10 +52,10 @@ class Quality:
             yield f"it does not improve steadily with training (Spearman {self.monotonicity:.2f}, below {MONOTONE:g})"
         if self.above_chance is False:
             yield "no arm is above chance"
-        if self.signal_to_noise is None:
-            yield "noise over seeds was not measured (one seed)"
-        elif self.signal_to_noise < SIGNAL:
-            yield f"the arms differ by {self.signal_to_noise:.1f} standard deviations over seeds (below {SIGNAL:g})"
+        if self.p_of_equal_arms is None:
+            yield "noise over seeds was not measured"
+        elif self.p_of_equal_arms > SEPARATE:
+            yield f"the arms cannot be told apart from noise over seeds (F test, p = {self.p_of_equal_arms:.2f})"
         if self.signal_to_checkpoints is not None and self.signal_to_checkpoints < SIGNAL:
             yield f"the arms differ by {self.signal_to_checkpoints:.1f} times the wavering of the last checkpoints (below {SIGNAL:g})"
         if self.rank_halves is not None and self.rank_halves < CONSISTENT:
@@ -62,8 +67,8 @@ class Quality:
         return asdict(self) | {"trust": not self.reasons, "reasons": self.reasons}
 
 
-def quality(curves: np.ndarray, lower_is_better: bool, above_chance: bool | None = None) -> Quality:
-    """The quality of a measure from its curves (arms, seeds, points)."""
+def quality(curves: np.ndarray, lower_is_better: bool, is_paired: bool, above_chance: bool | None = None) -> Quality:
+    """The quality of a measure from its curves (arms, seeds, points). Paired: a seed gives all arms the same data order."""
     good = -curves if lower_is_better else curves
     arms, seeds, points = good.shape
     final = good[:, :, -1]
@@ -74,10 +79,23 @@ def quality(curves: np.ndarray, lower_is_better: bool, above_chance: bool | None
     rho = [spearman(np.arange(points), run) for arm in good for run in arm] if points > 2 else []
     pairs = [kendall(final[:, one], final[:, other]) for one, other in combinations(range(seeds), 2)] if arms > 1 else []
     return Quality(
-        float(np.mean(rho)) if rho else None, _ratio(spread, over_seeds), _ratio(spread, wavering), above_chance,
-        kendall(good[:, :, (points - 1) // 2].mean(axis=1), final.mean(axis=1)) if arms > 1 and points > 2 else None,
-        float(np.mean(pairs)) if pairs else None,
-    )  # fmt: skip
+        monotonicity=float(np.mean(rho)) if rho else None,
+        signal_to_noise=_ratio(spread, over_seeds),
+        p_of_equal_arms=_p_of_equal_arms(final, is_paired),
+        signal_to_checkpoints=_ratio(spread, wavering),
+        above_chance=above_chance,
+        rank_halves=kendall(good[:, :, (points - 1) // 2].mean(axis=1), final.mean(axis=1)) if arms > 1 and points > 2 else None,
+        rank_seeds=float(np.mean(pairs)) if pairs else None,
+    )
+
+
+def _p_of_equal_arms(final: np.ndarray, is_paired: bool) -> float | None:
+    """P value of equal arms, by the analysis of variance of the final values (arms, seeds)."""
+    arms, seeds = final.shape
+    noise = paired(final) if is_paired else unpaired(final)
+    if arms < 2 or not noise.df or not noise.sd:
+        return None
+    return f_upper(seeds * float(final.mean(axis=1).var(ddof=1)) / noise.sd**2, arms - 1, noise.df)
 
 
 def _ratio(signal: float, noise: float) -> float | None:

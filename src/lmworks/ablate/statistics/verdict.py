@@ -23,47 +23,44 @@ Outcome = Literal["higher", "lower", "no difference shown", "no verdict"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be said of one difference.
-
-    `level` is the level that it was tested at, `detectable` the difference that would be found with 80% power, `seeds_needed` the seeds
-    with which a difference as large as the observed one would be; None where more than 1,000, or where it is found already.
-    """
+    """What can be said of one difference. `level` is that of its test. Without a verdict, level and interval are not numbers."""
 
     outcome: Outcome
     contrast: Contrast
-    level: float
-    adjusted_p: float
-    low: float
-    high: float
-    detectable: float
-    seeds_needed: int | None
+    level: float = math.nan
+    adjusted_p: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def detectable(self) -> float:
+        """The difference that would be found with 80% power."""
+        if self.outcome == "no verdict":
+            return math.nan
+        return shift_for_power(POWER, self.contrast.df, self.level) * self.contrast.se
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """The seeds with which a difference as large as the observed one would be found with 80% power; None if it was found, or if they
+        are more than 1,000."""
+        return seeds_needed(self.contrast, self.level) if self.outcome == "no difference shown" else None
 
 
 def judge(contrasts: Sequence[Contrast]) -> list[Verdict]:
     """A verdict for each contrast of a family. Contrasts without a noise floor get no verdict and are no part of the family."""
-    testable = [index for index, one in enumerate(contrasts) if _testable(one)]
-    ranked = sorted(testable, key=lambda index: contrasts[index].p)
-    m, shown, adjusted, highest = len(ranked), 0, dict[int, float](), 0.0
-    for rank, index in enumerate(ranked):
-        highest = max(highest, min(1.0, (m - rank) * contrasts[index].p))
-        adjusted[index] = highest
-        shown += highest <= FAMILY_WISE
-    verdicts = []
-    for index, one in enumerate(contrasts):
-        if index not in adjusted:
-            verdicts.append(Verdict("no verdict", one, math.nan, math.nan, math.nan, math.nan, math.nan, None))
-            continue
-        rank = ranked.index(index)
-        is_shown = rank < shown
-        level = FAMILY_WISE / (m - (rank if is_shown else shown))
+    ranked = sorted((one for one in contrasts if _testable(one)), key=lambda one: one.p)
+    m, adjusted, highest = len(ranked), list[float](), 0.0
+    for rank, one in enumerate(ranked):
+        highest = max(highest, min(1.0, (m - rank) * one.p))
+        adjusted.append(highest)
+    shown = sum(p <= FAMILY_WISE for p in adjusted)
+    found: dict[int, Verdict] = {}
+    for rank, (one, p) in enumerate(zip(ranked, adjusted, strict=True)):
+        level = FAMILY_WISE / (m - min(rank, shown))
         half = t_critical(level, one.df) * one.se
-        outcome: Outcome = "no difference shown" if not is_shown else "higher" if one.difference > 0 else "lower"
-        needed = None if is_shown else seeds_needed(one, level)
-        verdicts.append(Verdict(
-            outcome, one, level, adjusted[index], one.difference - half, one.difference + half,
-            shift_for_power(POWER, one.df, level) * one.se, needed,
-        ))  # fmt: skip
-    return verdicts
+        outcome: Outcome = "no difference shown" if rank >= shown else "higher" if one.difference > 0 else "lower"
+        found[id(one)] = Verdict(outcome, one, level, p, one.difference - half, one.difference + half)
+    return [found.get(id(one), Verdict("no verdict", one)) for one in contrasts]
 
 
 def _testable(one: Contrast) -> bool:
