@@ -151,11 +151,11 @@ def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make:
     checkpoint = trained.run_dir / "checkpoints" / "step-00000008"
     experiment = make(
         kind="critical-batch", recipe=str(trained.run_dir), checkpoint=str(checkpoint), budget="1024 tokens", factors=[1, 4], seeds=1,
-        measures=["validation/loss"],
+        measures=["validation/loss", "evaluation/bits_per_byte"],
     )  # fmt: skip
     (experiment.out / "arms").mkdir(parents=True)
     known = {"seconds": 1.0, "tokens_per_second": 1.0, "threads": 1}
-    (experiment.out / SPEED).write_text(json.dumps({name: known for name in experiment.arms}))  # nothing is calibrated
+    (experiment.out / SPEED).write_text(json.dumps(dict.fromkeys(experiment.arms, known)))  # nothing is calibrated
     document, out = run_ablation(str(experiment.path), Options(jobs=2), lambda event: None, lambda line: None)
     runs = {arm: out / "arms" / arm / "seed-1" for arm in experiment.arms}
     for run in runs.values():
@@ -166,6 +166,9 @@ def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make:
     rates = {arm: read(run)[-1]["optim/learning_rate"] for arm, run in runs.items()}
     assert rates["batch-times-4"] == pytest.approx(2 * rates["batch-times-1"])
     assert document["verdicts"][0]["verdict"] == "no verdict"
+    results = json.loads((runs["batch-times-4"] / "evaluate" / "results.json").read_text())["models"]["base"]
+    values = document["measures"]["evaluation/bits_per_byte"]["values"]["batch-times-4"]
+    assert values == {"1": results["bits_per_byte"]["overall"]["bits_per_byte"]}
     conclusion = document["conclusion"]
     assert [size for size, _ in conclusion["points"]] == [256, 1024] and conclusion["points"][0][1] == 0
     assert conclusion["critical"] == (1024 if conclusion["points"][1][1] <= 0.01 else 256)

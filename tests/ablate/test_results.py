@@ -35,7 +35,7 @@ def results(tiny: Tiny, folder: Path, values: dict[str, list[float]], **keys: An
         for seed, value in zip(found.experiment.seeds, of_arm, strict=True):
             run = found.experiment.directory(arm) / f"seed-{seed}"
             finite = {BITS: value} if np.isfinite(value) else {}
-            found.readings[run] = Reading(finite, {BITS: Curve([100.0, 200.0, 300.0, 400.0], [8.0, 6.0, 5.0, value])})
+            found.readings[run] = Reading(finite, {BITS: Curve([100.0, 200.0, 300.0, 400.0], [value + 5, value + 3, value + 1, value])})
             found.seconds[run] = 10.0
     return found
 

@@ -118,7 +118,7 @@ def test_a_killed_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: T
         ({"baseline": "muonn"}, "baseline: there is no arm 'muonn'; did you mean 'muon'?"),
         ({"budget": 2560}, "budget: 2560 has no unit"),
         ({"budget": "100 tokens"}, "arm muon: the budget gives phase general less than one step of 256 tokens"),
-        ({"measures": ["validation/bits_per_bite"]}, "there is no metric 'validation/bits_per_bite'; did you mean 'validation/bits_per_byte'?"),
+        ({"measures": ["validation/bits_per_bite"]}, "no metric 'validation/bits_per_bite'; did you mean 'validation/bits_per_byte'?"),
         ({"measures": ["needle/accuracy"]}, "measures: no arm writes needle/accuracy, which needs a phase with needle"),
         ({"measures": ["train/mtp_loss"]}, "measures: no arm writes train/mtp_loss, which needs model.mtp"),
         ({"measures": ["validation/prose/loss"]}, "no source has the domain 'prose'; the domains are: code, docs"),

@@ -112,10 +112,14 @@ def _measure(name: str, recipes: Mapping[str, Recipe], domains: Sequence[str]) -
 
 def _writes(when: str, recipe: Recipe) -> bool:
     """Whether a run of the recipe has what a metric needs. What is no key of the recipe shows only when the run has ended."""
-    tree = as_tree(recipe)
     if when.startswith("a phase with "):
         return any(getattr(phase, when.removeprefix("a phase with ")) for phase in recipe.train.phases)
-    key, _, wanted = when.partition(": ")
+    return all(_has(key, as_tree(recipe)) for key in when.split(" and "))
+
+
+def _has(condition: str, tree: dict[str, Any]) -> bool:
+    """Whether `KEY` is set, or `KEY: VALUE` has that value; true of anything else."""
+    key, _, wanted = condition.partition(": ")
     keys = tuple(key.split("."))
     if keys[0] not in tree:
         return True
@@ -191,10 +195,19 @@ def _read_evaluation(folder: Path, measures: Sequence[Measure], reading: Reading
             domain = rest.removesuffix(_BITS).rstrip("/") or OVERALL
             if domain in bits:
                 reading.values[measure.name] = float(bits[domain])
-        elif rest in scores:
-            reading.values[measure.name] = float(scores[rest]["score"])
-            reading.baselines[measure.name] = float(scores[rest].get("baseline") or 0)
-            reading.items[measure.name] = outcomes.get(rest, {})
+        elif (score := _score_of(rest, scores)) is not None:
+            reading.values[measure.name] = float(scores[score]["score"])
+            reading.baselines[measure.name] = float(scores[score].get("baseline") or 0)
+            reading.items[measure.name] = outcomes.get(score, {})
+
+
+def _score_of(name: str, scores: Mapping[str, Any]) -> str | None:
+    """The score of this name; of a set that is scored in several forms, the one that was chosen for the model."""
+    return (
+        name
+        if name in scores
+        else next((one for one, record in scores.items() if record.get("set") == name and record.get("chosen")), None)
+    )
 
 
 def _outcomes(folder: Path) -> dict[str, dict[str, float]]:

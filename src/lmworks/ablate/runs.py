@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from runpy import run_module
 from typing import Literal
 
 from lmworks import machine, progress
@@ -40,6 +41,7 @@ from lmworks.watch.stop_signals import Stop, graceful_stop
 
 State = Literal["done", "begun", "open"]
 LOG = "ablate.log"
+_PROGRAM = "lmworks.cli.main"
 _POLL = 0.2
 _TAIL = 1 << 14
 
@@ -206,14 +208,12 @@ def _server(threads: int) -> ForkServerContext:
     """What forks the processes, with the slow imports done."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     context = get_context("forkserver")
-    context.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.run.init_weights", "lmworks.cli.main"])
+    context.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.run.init_weights"])
     return context
 
 
 def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
     """In the new process: one command, whose output goes to a file."""
-    from lmworks.cli.main import main
-
     threading.Thread(target=_stop_with_parent, name="parent", daemon=True).start()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "wb") as handle, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -221,7 +221,7 @@ def _child(words: list[str], log: str, environment: dict[str, str]) -> None:
         os.dup2(handle.fileno(), 2)
     os.environ.update(environment)
     sys.argv = words
-    main()
+    run_module(_PROGRAM, run_name="__main__", alter_sys=True)
 
 
 def _stop_with_parent() -> None:
