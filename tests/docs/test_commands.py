@@ -49,6 +49,7 @@ LISTED = {
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",
     "python -m sglang.launch_server": "needs an NVIDIA GPU",
+    "lmworks ablate qk-norm.yaml --jobs": "a quarter of an hour; tests/cli/test_ablate.py runs ablations on small data",
 }
 
 # Verbs that change nothing: a command of theirs that several pages show is run once.
@@ -241,6 +242,8 @@ def test_what_a_listed_command_names_is_there(command: Command, folder: Path) ->
         (extras,) = re.findall(r"\[([\w,]+)\]", command.text)
         project = (ROOT / "pyproject.toml").read_text()
         assert all(re.search(rf"^{extra} = ", project, flags=re.M) for extra in extras.split(","))
+    elif words[:2] == ["lmworks", "ablate"]:
+        assert "open" in run(f"{command.text} --list", folder)
     else:
         paths = [word for word in words if word.startswith("runs/")]
         assert paths

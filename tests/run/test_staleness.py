@@ -104,6 +104,7 @@ ASIDE = {
         "model.max_position_embeddings",
         "model.initializer_range",
         "train.phases.*.sequence_length",
+        "train.init_seed",
     ],  # and the micro-batch
 }
 

@@ -39,6 +39,7 @@ def _root(
 @cache
 def _register() -> None:
     from lmworks.cli import (
+        ablate_commands,
         advice_commands,
         comparison_commands,
         data_commands,
@@ -51,8 +52,8 @@ def _register() -> None:
     )
 
     for commands in (
-        run_commands, comparison_commands, launch_commands, recipe_commands, advice_commands, ladder_commands, preflight_commands,
-        data_commands, serve_commands,
+        run_commands, comparison_commands, ablate_commands, launch_commands, recipe_commands, advice_commands, ladder_commands,
+        preflight_commands, data_commands, serve_commands,
     ):  # fmt: skip
         commands.register(app)
 

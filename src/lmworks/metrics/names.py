@@ -8,16 +8,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `unit` is empty for pure numbers. `when` says what a run must have for it to be written; every run writes the others."""
+    """One metric. `unit` is empty for pure numbers. `when` says what a run must have for it to be written; every run writes the others.
+    `better` says which values are better, if one can say so."""
 
     name: str
     unit: str
     meaning: str
     when: str = ""
+    better: Literal["lower", "higher", ""] = ""
 
 
 _MOE = "model.moe"
@@ -25,14 +28,14 @@ _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
-_TABLE = (
-    ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches"),
-    ("train/perplexity", "", "exp of train/loss"),
+_TABLE: tuple[tuple[Any, ...], ...] = (
+    ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches", "", "lower"),
+    ("train/perplexity", "", "exp of train/loss", "", "lower"),
     ("train/z_loss", "nats^2/token", "squared log-partition of the head, before its weight"),
     ("train/auxiliary_loss", "", "router losses of the step, before their weight", _MOE),
     (
         "train/mtp_loss", "nats/token", "cross-entropy of multi-token prediction, mean over its layers, over the valid tokens of the step",
-        "model.mtp",
+        "model.mtp", "lower",
     ),
     ("train/tokens", "tokens", "tokens trained on since the start of the run, this step included"),
     ("train/batch_tokens", "tokens", "tokens of this step"),
@@ -66,32 +69,38 @@ _TABLE = (
     ("layers/{layer}/attention_logit_max", "", "largest attention score before the softmax, over the same rows", _DETAIL),
     ("layers/{layer}/grad_norm", "", "norm of the gradients of a layer, after clipping", _DETAIL),
     ("layers/{layer}/update_ratio", "", "norm of a layer's update relative to the norm of its weights", _DETAIL),
-    ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation"),
-    ("perf/step_seconds", "s", "wall time of the step"),
-    ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine"),
-    ("perf/memory", "bytes", "largest memory in use: of the GPU if there is one, else resident memory of the process"),
-    ("perf/data_wait", "s", "time that the step waited for its batch"),
-    ("perf/save_seconds", "s", "time that training stood still for a checkpoint"),
-    ("perf/validation_seconds", "s", "time that training stood still for validation"),
-    ("perf/evaluation_seconds", "s", "time that training stood still for an evaluation", _EVALUATION),
+    ("perf/tokens_per_second", "tokens/s", "since the previous metrics line, without saves and validation", "", "higher"),
+    ("perf/step_seconds", "s", "wall time of the step", "", "lower"),
+    ("perf/mfu", "", "model FLOPs relative to the measured matrix-multiply peak of the machine", "", "higher"),
+    ("perf/memory", "bytes", "largest memory in use: of the GPU if there is one, else resident memory of the process", "", "lower"),
+    ("perf/data_wait", "s", "time that the step waited for its batch", "", "lower"),
+    ("perf/save_seconds", "s", "time that training stood still for a checkpoint", "", "lower"),
+    ("perf/validation_seconds", "s", "time that training stood still for validation", "", "lower"),
+    ("perf/evaluation_seconds", "s", "time that training stood still for an evaluation", _EVALUATION, "lower"),
     ("perf/slowest_rank", "", "number of the rank that holds up the others most", "several ranks"),
     ("system/cpu", "%", "use of the CPU cores of the first rank's machine, by all programs, since the line before"),
     ("system/memory", "bytes", "memory in use on the first rank's machine, by all programs"),
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
-    ("validation/loss", "nats/token", "mean over all validation tokens"),
-    ("validation/bits_per_byte", "bits/byte", "over all validation text"),
-    ("validation/position/{start}", "nats/token", "mean loss of the tokens from this position of their document to four times it"),
-    ("needle/accuracy", "", "share of hidden facts whose value the model found likelier than those of the others in the row", _NEEDLE),
+    ("validation/loss", "nats/token", "mean over all validation tokens", "", "lower"),
+    ("validation/bits_per_byte", "bits/byte", "over all validation text", "", "lower"),
+    (
+        "validation/position/{start}", "nats/token", "mean loss of the tokens from this position of their document to four times it", "",
+        "lower",
+    ),
+    (
+        "needle/accuracy", "", "share of hidden facts whose value the model found likelier than those of the others in the row", _NEEDLE,
+        "higher",
+    ),
     ("needle/chance", "", "the same by guessing", _NEEDLE),
-    ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text", _NEEDLE),
-    ("eval/{set}/bits_per_byte", "bits/byte", "of the right answers of a sample of the set, in cloze form", _EVALUATION),
+    ("needle/{length}/{depth}", "", "the same in rows of a length, for facts behind so many per cent of the text", _NEEDLE, "higher"),
+    ("eval/{set}/bits_per_byte", "bits/byte", "of the right answers of a sample of the set, in cloze form", _EVALUATION, "lower"),
     (
         "eval/{set}/{form}", "", "share of a sample of the set that is right, the likeliest choice per byte counting as the answer",
-        _EVALUATION,
+        _EVALUATION, "higher",
     ),
-    ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens"),
-    ("validation/{domain}/bits_per_byte", "bits/byte", "over a domain's validation text"),
+    ("validation/{domain}/loss", "nats/token", "mean over a domain's validation tokens", "", "lower"),
+    ("validation/{domain}/bits_per_byte", "bits/byte", "over a domain's validation text", "", "lower"),
 )
 
 METRICS: dict[str, Metric] = {row[0]: Metric(*row) for row in _TABLE}

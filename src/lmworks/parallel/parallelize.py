@@ -52,7 +52,7 @@ def build(recipe: Recipe, ranks: Ranks, device: torch.device) -> list[Transforme
             compile_layers(part)
         if ranks.size("weights") > 1 and recipe.train.deepspeed is None:
             data.shard(part, ranks)
-        materialize(part, recipe.seed, device)
+        materialize(part, recipe.init_seed, device)
     return parts
 
 

@@ -103,7 +103,7 @@ def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -
         model.set_mtp_loss_weight(weight)
     set_temperature(model.moe_layers(), model.config.moe, step)
     model.train()
-    torch.manual_seed(dropout_seed(recipe.seed, step, 0))
+    torch.manual_seed(dropout_seed(recipe.training_seed, step, 0))
 
 
 def _run(model: ParallelModel, recipe: Recipe, batch: Batch) -> tuple[float, float, str | None, list[dict[str, Any]]]:

@@ -151,7 +151,7 @@ class TuningCurriculum:
         options = recipe.tune
         self._length, self._batch = int(options.sequence_length), int(options.global_batch_size)
         prefixes, weights = chat_shards(data)
-        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.seed, weights)
+        self.batches = TuningBatches(prefixes, self._length, self._batch, int(options.tokens), recipe.training_seed, weights)
         self.steps, self.tokens = self.batches.steps, self.batches.steps * self._batch
         self._recipe, self._shards = recipe, data.parents[1] / "shards"
         self._phase = PhaseSettings(0, "tune", 0, self._length, final_rope(recipe), 0.0, final_mtp_weight(recipe), options.ewc)

@@ -151,7 +151,7 @@ class Trainer:
         """Train one step: its result, the rollback that it calls for, and the statistics of its layers where they are due."""
         phase = self._boundary.phase
         assert phase is not None
-        torch.manual_seed(dropout_seed(self.recipe.seed, self.step, self.model.ranks.global_rank))
+        torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))
         set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
         limits = self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)

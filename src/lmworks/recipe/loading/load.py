@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from lmworks.recipe.loading import init_from
 from lmworks.recipe.loading.checks import problems
 from lmworks.recipe.loading.document import Document, parse, parse_file, parse_value
 from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.fingerprint import as_tree, fingerprint
@@ -41,6 +42,7 @@ class Origin:
         return f"{self.kind} {self.detail}".strip() if self.kind != "derived" else f"derived: {self.detail}"
 
 
+N = TypeVar("N", bound=Node)
 Numbers = Mapping[Keys, tuple[Any, str]]  # values that a run has settled, each with the reason
 
 
@@ -199,10 +201,15 @@ def load_cluster(name: str | Path, beside: Path | None = None) -> Cluster:
     path = _from_here(find(name, "clusters", beside))
     document = parse_file(path)
     document.tree.setdefault("name", path.stem)
+    return as_node(document, Cluster)
+
+
+def as_node(document: Document, node: type[N]) -> N:
+    """A parsed file as a node. Raises `UserError` with file and line for unknown keys and invalid values."""
     places = _Places(document, {}, None)
-    refuse_unknown(document.tree, Cluster, places.place)
+    refuse_unknown(document.tree, node, places.place)
     try:
-        return Cluster.model_validate(document.tree)
+        return node.model_validate(document.tree)
     except ValidationError as error:
         raise UserError(_explain(error, document.tree, places)) from None
 

@@ -60,3 +60,13 @@ class Recipe(Node):
     export: Export = Export()
     layout: Layout = Layout()
     launch: Launch = Launch()
+
+    @property
+    def training_seed(self) -> int:
+        """The seed of the data order and of dropout."""
+        return self.seed if self.train.seed is None else self.train.seed
+
+    @property
+    def init_seed(self) -> int:
+        """The seed of the initial weights."""
+        return self.training_seed if self.train.init_seed is None else self.train.init_seed

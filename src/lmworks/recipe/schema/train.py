@@ -168,6 +168,12 @@ class Train(Node):
         description="initial weights instead of random ones: a Hugging Face folder, a run, or one of its checkpoints, relative to the "
         "working directory; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
     )
+    seed: Annotated[int | None, read_by("pretrain", "tune")] = Field(
+        None,
+        description="random seed of the data order, the initial weights and dropout; `seed` when omitted. Corpus, tokenizer and shards do "
+        "not depend on it, so runs that differ in it share them",
+    )
+    init_seed: int | None = Field(None, description="random seed of the initial weights alone; train.seed when omitted")
     # the order of the phases
     phases: Annotated[list[Phase], read_by("pretrain", "evaluate", "export")] = Field(default_factory=list)
     micro_batch_size: Annotated[int | None, RESUME_ONLY] = Field(

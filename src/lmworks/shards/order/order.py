@@ -97,7 +97,7 @@ class Order:
         self._tokens = data.train_tokens() if isinstance(data, Manifest) else dict(data)
         self._count_sequences = count_sequences or (lambda source, borders, length: max(0, (borders[-1] - borders[0] - 1) // length))
         self._hashes = _content(data) if isinstance(data, Manifest) else {}
-        self.seed, self.packing = recipe.seed, recipe.shards.packing
+        self.seed, self.packing = recipe.training_seed, recipe.shards.packing
         self.timeline = Timeline(recipe.train.phases)
         self._declared = recipe.corpus.sources
         self.left_out: list[str] = []

@@ -59,7 +59,7 @@ class StepInspector:
     def _find_first_non_finite(self, step: int, batch: Batch, valid_tokens: int) -> str | None:
         """Run forward and backward of the step again, to find this rank's first operator with a result that is not finite."""
         self._heartbeat.beat(step, "rehearse")
-        torch.manual_seed(dropout_seed(self._recipe.seed, step, self._model.ranks.global_rank))
+        torch.manual_seed(dropout_seed(self._recipe.training_seed, step, self._model.ranks.global_rank))
         scaler = self._state.scaler
         scale = (1.0 if scaler is None else scaler.scale) / max(valid_tokens, 1)
         return first_non_finite(self._model, batch, self._curriculum.sequences(step), self._micro_batch_size(batch), scale)

@@ -1,0 +1,123 @@
+"""`lmworks ablate`: the whole of an ablation, from the file to the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks import machine
+from lmworks.ablate import cost as costs
+from lmworks.ablate.document import save
+from lmworks.ablate.report import cost_text
+from lmworks.ablate.resolve import Experiment, Run, resolve, save_arms
+from lmworks.ablate.results import Results
+from lmworks.ablate.runs import Runner, command, state_of
+from lmworks.ablate.sharing import prepare_data
+from lmworks.doctor.ablation_page import write_ablation_page
+from lmworks.errors import UserError
+from lmworks.files import write_text
+from lmworks.run.runner import StageEvent
+from lmworks.watch.lock import RunLock
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run: `jobs` processes side by side; with `index` (i, n) only the runs i, i + n, i + 2n, ..."""
+
+    out: Path | None = None
+    jobs: int = 1
+    index: tuple[int, int] | None = None
+
+
+def parse_index(text: str) -> tuple[int, int]:
+    """`I/N` as two numbers. Raises `UserError`."""
+    first, _, second = text.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and int(first) < int(second)):
+        raise UserError(f"--index: {text!r} is not of the form I/N with I from 0 to N - 1, such as 0/8")
+    return int(first), int(second)
+
+
+def open_experiment(path: str, options: Options) -> Experiment:
+    """Resolve the file; for `equal: time` with the speeds that were measured, if they were."""
+    experiment = resolve(path, options.out)
+    if experiment.ablation.equal == "time":
+        known = costs.speeds(experiment.out)
+        if set(known) >= set(experiment.arms):
+            return resolve(path, options.out, known)
+    return experiment
+
+
+def list_runs(experiment: Experiment) -> list[dict[str, Any]]:
+    """Every run with its state and the command that it is."""
+    return [
+        {"index": index, "arm": run.arm.name, "seed": run.seed, "state": state_of(experiment, run), "directory": str(run.directory),
+         "command": ["lmworks", *command(experiment, run)]}
+        for index, run in enumerate(experiment.runs)
+    ]  # fmt: skip
+
+
+def run_ablation(
+    path: str, options: Options, on_event: Callable[[StageEvent], None], on_note: Callable[[str], None]
+) -> tuple[dict[str, Any], Path]:
+    """Run what is open of an ablation and write its results, `ablation.json` and `ablation.html`; returns the results and their directory.
+
+    Raises `UserError`, and `Interrupted` when asked to stop; the same call goes on.
+    """
+    experiment = open_experiment(path, options)
+    with _lock(experiment, options):
+        if not (experiment.out / "arms").is_dir() and experiment.out.is_dir() and _strangers(experiment.out):
+            raise UserError(f"{experiment.out} holds files and is not an ablation; choose another directory with --out")
+        if experiment.ablation.equal == "tokens":
+            save_arms(experiment)
+        write_text(experiment.out / "ablation.yaml", experiment.text)
+        prepare_data(experiment, on_event, on_note)
+        threads = max(1, machine.threads() // options.jobs)
+        results = Results(experiment, options.jobs)
+        results.update()
+        if len(results.seconds) < len(experiment.runs):
+            by_time = experiment.ablation.equal == "time"
+            costs.calibrate(experiment, list(experiment.arms.values()) if by_time else [experiment.baseline], threads)
+            if by_time:
+                experiment = open_experiment(path, options)
+                save_arms(experiment)
+                results = Results(experiment, options.jobs)
+                results.update()
+            on_note(cost_text(costs.cost(experiment, results.seconds, options.jobs).to_json()))
+        runs = experiment.runs if options.index is None else experiment.runs[options.index[0] :: options.index[1]]
+
+        def on_done(run: Run) -> None:
+            on_note(f"{run.name}: done")
+            results.update()
+            write_results(results)
+
+        try:
+            Runner(experiment, runs, options.jobs, on_done, on_note).work()
+        finally:
+            results.update()
+            document = write_results(results)
+    return document, experiment.out
+
+
+def write_results(results: Results) -> dict[str, Any]:
+    """Write `ablation.json` and `ablation.html`."""
+    document = save(results)
+    write_ablation_page(results.experiment.out)
+    return document
+
+
+@contextmanager
+def _lock(experiment: Experiment, options: Options) -> Iterator[None]:
+    """One process per ablation, unless each has an index of its own."""
+    if options.index is not None:
+        experiment.out.mkdir(parents=True, exist_ok=True)
+        yield
+    else:
+        with RunLock(experiment.out):
+            yield
+
+
+def _strangers(out: Path) -> bool:
+    return any(path.name not in ("lock", "data") for path in out.iterdir())

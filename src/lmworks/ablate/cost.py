@@ -1,0 +1,149 @@
+"""What an ablation costs: runs, tokens, operations, hours and disk, before it starts and after it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmworks.ablate.resolve import Arm, Experiment, Run
+from lmworks.ablate.sharing import shared_bytes
+from lmworks.doctor.run_records import read_run
+from lmworks.files import read_json, write_json
+from lmworks.plan.costs import disk
+from lmworks.plan.counts import count_by_component
+from lmworks.plan.flops import flops_per_token
+from lmworks.recipe.derivation.parameters import parameters
+from lmworks.recipe.schema.evaluate import Evaluate
+
+if TYPE_CHECKING:
+    from lmworks.train.calibrate import Speed
+
+FILE = "speed.json"
+_PATIENCE = 2.0  # seconds of training steps for each sequence length
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Totals of an ablation. `hours` are predicted, over `jobs` processes side by side; None before anything was measured. `basis` says
+    what they were predicted from. `measured_hours` of training are of the `finished` runs, on one process each."""
+
+    runs: int
+    tokens: int
+    flops: float
+    disk: float
+    hours: float | None
+    basis: str
+    finished: int
+    measured_hours: float
+    predicted_hours_of_finished: float | None
+    measured_disk: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def flops_of(arm: Arm, started_at: int = 0) -> float:
+    """Training operations of one run of an arm, those of a checkpoint that it continues left out."""
+    total, before = 0.0, started_at
+    for phase in arm.recipe.train.phases:
+        tokens = int(phase.tokens)
+        here = max(0, tokens - before)
+        before = max(0, before - tokens)
+        total += flops_per_token(arm.recipe.model, int(phase.sequence_length)).total * here
+    return total
+
+
+def calibrate(experiment: Experiment, arms: Sequence[Arm], threads: int) -> None:
+    """Measure how long a run of these arms takes, on their own model and optimizer with random tokens, unless that is known already."""
+    from lmworks.run.time_estimate import fixed_work, predict_seconds
+    from lmworks.train.calibrate import measure, random_batch
+
+    known = _known(experiment.out)
+    for arm in arms:
+        if arm.name in known:
+            continue
+        recipe = arm.recipe.model_copy(update={"evaluate": Evaluate(references=False), "threads": threads})
+        lengths = dict.fromkeys(int(phase.sequence_length) for phase in recipe.train.phases)
+        rows = 4 * (recipe.train.micro_batch_size or 1)
+        batches = [random_batch(recipe, length, rows) for length in lengths]
+        model = recipe.model
+        speed = measure(recipe, batches, _PATIENCE, lambda length: flops_per_token(model, length).total)  # noqa: B023
+        seconds = predict_seconds(recipe, speed, fixed_work(recipe, experiment.data_dir(arm)))["pretrain"]
+        seconds *= flops_of(arm, experiment.started_at) / flops_of(arm)
+        known[arm.name] = {"seconds": seconds, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
+        write_json(experiment.out / FILE, known)
+
+
+def _tokens_per_second(arm: Arm, speed: Speed) -> float:
+    phases = arm.recipe.train.phases
+    seconds = sum(
+        int(phase.tokens) * flops_per_token(arm.recipe.model, int(phase.sequence_length)).total / speed.train[int(phase.sequence_length)]
+        for phase in phases
+    )
+    return sum(int(phase.tokens) for phase in phases) / seconds
+
+
+def speeds(out: Path) -> dict[str, float]:
+    """Measured tokens per second by arm; empty before the calibration."""
+    return {name: float(one["tokens_per_second"]) for name, one in _known(out).items()}
+
+
+def _known(out: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = read_json(out / FILE) if (out / FILE).exists() else {}
+    return found
+
+
+def training_seconds(run: Run) -> float:
+    """Seconds that a run has trained, pauses between its processes left out."""
+    return read_run(run.directory).pretrain.seconds
+
+
+def cost(experiment: Experiment, seconds: Mapping[Path, float], jobs: int) -> Cost:
+    """The cost, given the training seconds of the finished runs by directory.
+
+    A run is predicted from the finished runs of its arm, else from the calibration of its arm, else from that of the baseline in the ratio
+    of the operations.
+    """
+    started_at, known = experiment.started_at, _known(experiment.out)
+    flops = {arm.name: flops_of(arm, started_at) for arm in experiment.arms.values()}
+    base = experiment.baseline.name
+    calibrated = {
+        name: known[name]["seconds"] if name in known else known[base]["seconds"] * flops[name] / flops[base]
+        for name in experiment.arms if name in known or base in known
+    }  # fmt: skip
+    finished: dict[str, list[float]] = {}
+    for run in experiment.runs:
+        if run.directory in seconds:
+            finished.setdefault(run.arm.name, []).append(seconds[run.directory])
+    per_run = calibrated | {name: sum(one) / len(one) for name, one in finished.items()}
+    total = sum(per_run[run.arm.name] for run in experiment.runs) if len(per_run) == len(experiment.arms) else None
+    done = [run for run in experiment.runs if run.directory in seconds]
+    predicted = sum(calibrated[run.arm.name] for run in done) if done and all(run.arm.name in calibrated for run in done) else None
+    return Cost(
+        runs=len(experiment.runs),
+        tokens=sum(run.arm.tokens - started_at for run in experiment.runs),
+        flops=sum(flops[run.arm.name] for run in experiment.runs),
+        disk=sum(_checkpoint_bytes(run.arm) for run in experiment.runs) + _data_bytes(experiment),
+        hours=None if total is None else total / jobs / 3600,
+        basis="finished runs" if finished else "a calibration of a few seconds" if calibrated else "",
+        finished=len(done),
+        measured_hours=sum(seconds[run.directory] for run in done) / 3600,
+        predicted_hours_of_finished=None if predicted is None else predicted / 3600,
+        measured_disk=shared_bytes([experiment.out]),
+    )
+
+
+def _checkpoint_bytes(arm: Arm) -> float:
+    """One checkpoint stays of each run."""
+    model = arm.recipe.model
+    matrices = sum(parameter.size for parameter in parameters(model) if parameter.is_matrix)
+    return disk(arm.recipe, count_by_component(model), matrices).checkpoint
+
+
+def _data_bytes(experiment: Experiment) -> float:
+    """Token files of the different data, as far as the budget reads them."""
+    arms = {arm.data_key: arm for arm in experiment.arms.values()}
+    width = 2 if (experiment.baseline.recipe.model.vocab_size or 0) < 65_500 else 4
+    return float(sum(arm.tokens * width for arm in arms.values()))

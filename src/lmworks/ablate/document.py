@@ -1,0 +1,136 @@
+"""The document of an ablation, `OUT/ablation.json`: everything that the page and the tables show."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmworks import __version__
+from lmworks.ablate.conclusions import Findings
+from lmworks.ablate.cost import cost
+from lmworks.ablate.curves import aligned, spread
+from lmworks.ablate.measures import Measure, above_chance
+from lmworks.ablate.resolve import RESULTS, Arm
+from lmworks.ablate.results import Results
+from lmworks.ablate.statistics.quality import quality
+from lmworks.ablate.statistics.verdict import Verdict, detectable_in_noise, judge
+from lmworks.doctor.formatting import compact, significant
+from lmworks.files import write_json
+
+SEED_VARIES = "the data order, the initial weights and dropout; corpus, tokenizer, shards and held-out text are the same for all seeds"
+_MORE_SEEDS = (3, 5, 10)
+
+
+def save(results: Results) -> dict[str, Any]:
+    """Write `OUT/ablation.json`; returns it."""
+    found = document(results)
+    write_json(results.experiment.out / RESULTS, found)
+    return found
+
+
+def document(results: Results) -> dict[str, Any]:
+    """The results as plain values."""
+    experiment = results.experiment
+    ablation, contrasts = experiment.ablation, results.contrasts()
+    verdicts = judge([one for _, _, one in contrasts])
+    return {
+        "version": __version__, "written": time.time(), "name": ablation.name or experiment.path.stem, "kind": ablation.kind,
+        "baseline": experiment.baseline.name, "seeds": experiment.seeds, "seed_varies": SEED_VARIES, "equal": ablation.equal,
+        "started_at": experiment.started_at,
+        "arms": {arm.name: _arm(results, arm) for arm in experiment.arms.values()},
+        "measures": {measure.name: _measure(results, measure) for measure in experiment.measures},
+        "verdicts": [_verdict(results, arm, measure, one) for (arm, measure, _), one in zip(contrasts, verdicts, strict=True)],
+        "not_measured": list(_not_measured(results)),
+        "conclusion": ablation.conclude(Findings(results)),
+        "cost": cost(experiment, results.seconds, results.jobs).to_json(),
+        "unfinished": [run.name for run in experiment.runs if run.directory not in results.readings],
+    }  # fmt: skip
+
+
+def _arm(results: Results, arm: Arm) -> dict[str, Any]:
+    experiment = results.experiment
+    return {
+        "overrides": list(arm.overrides), "changes": [str(change) for change in arm.changes], "paired": experiment.is_paired(arm),
+        "label": arm.label, "tokens": arm.tokens - experiment.started_at, "finished": [run.seed for run in results.finished(arm)],
+    }  # fmt: skip
+
+
+def _measure(results: Results, measure: Measure) -> dict[str, Any]:
+    arms, seeds = results.complete(measure)
+    values = {
+        arm.name: {str(seed): value for seed in results.experiment.seeds if (value := results.value(measure, arm, seed)) is not None}
+        for arm in arms
+    }
+    noise = {name: results.floor(measure, arms, seeds, name == "paired")[0].to_json() for name in ("paired", "unpaired")}
+    found: dict[str, Any] = {
+        "unit": measure.unit, "better": measure.better, "values": values, "noise": noise,
+        "curves": spread(results, measure, arms, seeds), "quality": None,
+    }  # fmt: skip
+    if arms and seeds and measure.better:
+        good = above_chance(results.readings.values(), measure) if measure.has_items else None
+        is_paired = all(results.experiment.is_paired(arm) for arm in arms)
+        found["quality"] = quality(aligned(results, measure, arms, seeds), measure.better == "lower", is_paired, good).to_json()
+    return _finite(found)
+
+
+def _verdict(results: Results, arm: Arm, measure: Measure, verdict: Verdict) -> dict[str, Any]:
+    one = verdict.contrast
+    word: str = verdict.outcome
+    if measure.better and word in ("higher", "lower"):
+        word = "better" if word == measure.better else "worse"
+    per_seed = arm.tokens + results.experiment.baseline.tokens - 2 * results.experiment.started_at
+    needed = verdict.seeds_needed
+    record: dict[str, Any] = {
+        "arm": arm.name, "measure": measure.name, "verdict": word, "difference": one.difference, "low": verdict.low, "high": verdict.high,
+        "p": verdict.adjusted_p, "level": verdict.level, "paired": one.paired, "seeds": one.seeds, "noise": one.noise.sd, "df": one.df,
+        "own_spread": one.own, "from_items": math.sqrt(one.items), "detectable": verdict.detectable, "seeds_needed": needed,
+        "tokens_needed": None if needed is None else needed * per_seed,
+    }  # fmt: skip
+    return _finite(record | {"why": _why(results, record, measure)})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _why(results: Results, record: Mapping[str, Any], measure: Measure) -> str:
+    """The verdict in words."""
+    unit = f" {measure.unit}" if measure.unit else ""
+    if record["verdict"] == "no verdict":
+        return _without_floor(results, record)
+    if record["verdict"] != "no difference shown":
+        return "judged by its own spread, which is larger than that of the other arms" if record["own_spread"] else ""
+    text = f"80% power to find a difference of {significant(record['detectable'], 2)}{unit}"
+    if record["seeds_needed"] is None:
+        more = "more items" if record["from_items"] else "more than 1,000 seeds"
+        return f"{text}; this one would take {more}"
+    return f"{text}; this one would take {record['seeds_needed']} seeds, {compact(record['tokens_needed'])} tokens for both arms"
+
+
+def _without_floor(results: Results, record: Mapping[str, Any]) -> str:
+    if record["seeds"] > 1:
+        return "all seeds have the same value, so there is no noise floor"
+    arms, tests = len(results.experiment.arms), (len(results.experiment.arms) - 1) * len(results.experiment.measures)
+    sizes = [(seeds, detectable_in_noise(seeds, arms, tests, record["paired"])) for seeds in _MORE_SEEDS]
+    found = ", ".join(f"{size:.1f} with {seeds} seeds" for seeds, size in sizes if size is not None)
+    return (
+        "one seed gives no noise floor; name an earlier ablation in noise, or take more seeds: a difference found with 80% power is, in "
+        f"standard deviations over seeds, {found}"
+    )
+
+
+def _not_measured(results: Results) -> Iterator[str]:
+    """Finished runs without a value of a measure."""
+    for measure in results.experiment.measures:
+        for arm in results.experiment.arms.values():
+            runs = [run for run in results.finished(arm) if measure.name not in results.readings[run.directory].values]
+            if runs:
+                seeds = ", ".join(str(run.seed) for run in runs)
+                yield (
+                    f"{measure.name} of {arm.name}, seed {seeds}: no finite value at the end (the run diverged, or does not write it), so "
+                    "these seeds are left out for all arms"
+                )

@@ -1,0 +1,127 @@
+"""The base of ablation files: the keys of every kind, and what a kind adds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import Field, field_validator
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.units import Tokens
+from lmworks.recipe.tree.paths import nearest
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+DEFAULT_MEASURES = ("validation/bits_per_byte", "validation/{domain}/bits_per_byte")
+_MOST_RUNS = 1000
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The arms continue `checkpoint`, which has trained on `tokens` tokens in `steps` steps of the run in `run_dir`."""
+
+    run_dir: Path
+    checkpoint: Path
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The arms of a file: overrides by name, the baseline among them, and the branch that they continue."""
+
+    arms: Mapping[str, list[str]]
+    baseline: str
+    branch: Branch | None = None
+    fixed_tokens: bool = False  # the arms' phases hold the budget already
+    labels: Mapping[str, float] = field(default_factory=dict)  # the number that an arm stands for, such as its learning rate
+
+
+class Findings(Protocol):
+    """What a kind may ask of the results."""
+
+    def optimum(self, what: str) -> dict[str, Any] | None: ...
+
+    def critical_batch(self, name: str, tolerance: float) -> dict[str, Any] | None: ...
+
+
+class Ablation(Node):
+    """An ablation: runs of one recipe that differ in a few keys (arms), each repeated over seeds."""
+
+    kind: str
+    name: str | None = Field(
+        None, pattern=f"^{NAME}$", description="name of the ablation and of its directory; that of the file when omitted"
+    )
+    recipe: str = Field(description="recipe of all arms: a file, the name of a shipped recipe, or a run directory")
+    set: list[str] = Field(default_factory=list, description="overrides of the recipe for all arms, each A.B=C as for --set")
+    budget: Tokens | None = Field(
+        None, description="training tokens of each run, divided over the phases in the proportions of the recipe; its own when omitted"
+    )
+    equal: Literal["tokens", "time"] = Field(
+        "tokens",
+        description="what the arms have in common: tokens, or training time. time: the budget is the baseline's, and each other arm gets "
+        "the tokens that it trains on in the same time, at the speed measured before the first run",
+    )
+    seeds: int | list[int] = Field(3, description="number of seeds (1, 2, ...), or a list of them; each run sets train.seed to its seed")
+    measures: list[str] | None = Field(
+        None,
+        description="metrics, or evaluation/NAME for the results of the evaluation stage; {domain} stands for every domain. Held-out bits "
+        "per byte, overall and per domain, when omitted",
+    )
+    noise: str | None = Field(
+        None,
+        description="directory of an earlier ablation of this recipe and budget, whose noise floor counts too; with it, one seed is enough",
+    )
+    out: str | None = Field(None, description="directory of the ablation; runs/ablations/NAME when omitted")
+
+    default_measures: ClassVar[tuple[str, ...]] = DEFAULT_MEASURES
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds(cls, value: int | list[int]) -> int | list[int]:
+        if isinstance(value, int):
+            if not 1 <= value <= _MOST_RUNS:
+                raise ValueError(f"must be from 1 to {_MOST_RUNS}, or a list of seeds")
+            return value
+        if not value or any(one < 0 for one in value) or len(value) > _MOST_RUNS:
+            raise ValueError(f"must have from 1 to {_MOST_RUNS} seeds, none of them negative")
+        twice = [one for one in value if value.count(one) > 1]
+        if twice:
+            raise ValueError(
+                f"lists {twice[0]} twice, and a run repeated with its seed gives the same result; remove one or take another seed"
+            )
+        return value
+
+    @property
+    def seed_list(self) -> list[int]:
+        return list(range(1, self.seeds + 1)) if isinstance(self.seeds, int) else list(self.seeds)
+
+    @abstractmethod
+    def expand(self, recipe: Recipe) -> Expansion:
+        """The arms. `recipe` is the resolved recipe with the overrides of `set`. Raises `UserError` for parameters that do not fit it."""
+
+    def conclude(self, findings: Findings) -> dict[str, Any] | None:
+        """What this kind adds to the results, such as a fitted optimum: `title`, `text`, and figures."""
+        return None
+
+
+def phases_of(recipe: Recipe) -> None:
+    """Raise `UserError` if the recipe has no phase to train."""
+    if not recipe.train.phases:
+        raise UserError("the recipe of an ablation has no phases to train; add train.phases to it")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` was probably meant to be, or all of them."""
+    close = nearest(word, list(known))
+    return f"did you mean {close!r}?" if close else f"there are: {', '.join(known)}"
+
+
+def number(value: float) -> str:
+    """A number in the name of an arm."""
+    return f"{value:.6g}".replace("+", "")

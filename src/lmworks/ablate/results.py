@@ -1,0 +1,89 @@
+"""What the finished runs of an ablation have measured: values, noise floors and contrasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lmworks.ablate.cost import training_seconds
+from lmworks.ablate.measures import Measure, Reading, read_run
+from lmworks.ablate.resolve import Arm, Experiment, Run
+from lmworks.ablate.runs import state_of
+from lmworks.ablate.statistics.contrast import Contrast, contrast
+from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier
+
+
+@dataclass
+class Results:
+    """What the finished runs of an experiment say. `readings` are kept from call to call, since a finished run does not change."""
+
+    experiment: Experiment
+    jobs: int = 1
+    readings: dict[Path, Reading] = field(default_factory=dict)
+    seconds: dict[Path, float] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read the runs that have finished since the last call."""
+        for run in self.experiment.runs:
+            if run.directory not in self.readings and state_of(self.experiment, run) == "done":
+                self.readings[run.directory] = read_run(run.directory, self.experiment.measures)
+                self.seconds[run.directory] = training_seconds(run)
+
+    def finished(self, arm: Arm) -> list[Run]:
+        return [run for run in self.experiment.runs if run.arm is arm and run.directory in self.readings]
+
+    def reading(self, arm: Arm, seed: int) -> Reading | None:
+        """What a run has measured; None while it has not finished."""
+        return self.readings.get(self.experiment.directory(arm) / f"seed-{seed}")
+
+    def value(self, measure: Measure, arm: Arm, seed: int) -> float | None:
+        reading = self.reading(arm, seed)
+        return None if reading is None else reading.values.get(measure.name)
+
+    def complete(self, measure: Measure) -> tuple[list[Arm], list[int]]:
+        """The arms that have values of a measure, and the seeds that all of these arms have."""
+        seeds = self.experiment.seeds
+        arms = [arm for arm in self.experiment.arms.values() if any(self.value(measure, arm, seed) is not None for seed in seeds)]
+        return arms, [seed for seed in seeds if all(self.value(measure, arm, seed) is not None for arm in arms)]
+
+    def table(self, measure: Measure, arms: list[Arm], seeds: list[int]) -> np.ndarray:
+        """Values (arms, seeds)."""
+        return np.array([[self.value(measure, arm, seed) for seed in seeds] for arm in arms], np.float64)
+
+    def floor(self, measure: Measure, arms: list[Arm], seeds: list[int], is_paired: bool) -> tuple[Noise, int, list[Arm]]:
+        """The noise floor of a measure, of these arms and of the earlier ablation where one is named; the number of arms behind it, and
+        the arms that are judged by their own spread."""
+        own = [arm for arm in arms if not is_paired or self.experiment.is_paired(arm)]
+        found = floor(self.table(measure, own, seeds), is_paired) if own and seeds else Floor(UNKNOWN, 0)
+        there = self.experiment.earlier.get(measure.name)
+        noise = with_earlier(found.noise, Noise.from_json(there["paired" if is_paired else "unpaired"])) if there else found.noise
+        return noise, found.arms, [own[index] for index in sorted(found.apart)]
+
+    def contrasts(self) -> list[tuple[Arm, Measure, Contrast]]:
+        """Every arm against the baseline on every measure that both have."""
+        found = []
+        base = self.experiment.baseline
+        for measure in self.experiment.measures:
+            arms, seeds = self.complete(measure)
+            if base not in arms or not seeds:
+                continue
+            for arm in (one for one in arms if one is not base):
+                is_paired = self.experiment.is_paired(arm)
+                noise, behind, apart = self.floor(measure, arms, seeds, is_paired)
+                own, other = self.table(measure, [arm, base], seeds)
+                alone = arm in apart or base in apart
+                found.append((arm, measure, contrast(own, other, noise, behind, is_paired, alone, self._items(measure, arm, seeds))))
+        return found
+
+    def _items(self, measure: Measure, arm: Arm, seeds: list[int]) -> np.ndarray | None:
+        """Differences per item (seeds, items) of a score, over the items that all runs have."""
+        if not measure.has_items:
+            return None
+        pairs = []
+        for seed in seeds:
+            readings = self.reading(arm, seed), self.reading(self.experiment.baseline, seed)
+            pairs.append([{} if one is None else one.items.get(measure.name, {}) for one in readings])
+        names = sorted(set.intersection(*(set(one) for pair in pairs for one in pair)))
+        return np.array([[one[name] - other[name] for name in names] for one, other in pairs]) if names else None

@@ -1,0 +1,144 @@
+"""One corpus, one tokenizer and one set of shards for all arms that would make the same.
+
+The data of an ablation lie in `OUT/data/KEY/`, one directory for each combination of recipe values that the data stages read. A stage is
+taken from another directory, by hard links, where `lmworks.run.staleness` finds that it was made from equal inputs: from another KEY, from
+the recipe's own run, or from the run of a checkpoint that is continued. Otherwise it is run. Each run of an arm then gets hard links to all
+three. Files of a stage are always replaced by a rename and never written in place, so a link cannot change the original.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lmworks.ablate.resolve import DATA_STAGES, Arm, Experiment, Run
+from lmworks.checkpoint import listing
+from lmworks.corpus.readers.snapshot import listing as source_files
+from lmworks.files import explain_os_errors
+from lmworks.recipe.loading.load import load_recipe
+from lmworks.run.runner import StageEvent, run_stages
+from lmworks.run.stages import STAGES
+from lmworks.run.staleness import stage_inputs, stale_reason
+from lmworks.run.stamps import read_stamp
+
+_STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
+_POLL = 1.0
+
+
+def prepare_data(experiment: Experiment, on_event: Callable[[StageEvent], None], on_wait: Callable[[str], None]) -> None:
+    """Make the data of all arms, the baseline's first. Several processes may call it; each directory is made by one of them."""
+    made: list[Path] = []
+    for arm in (experiment.baseline, *experiment.arms.values()):
+        directory = experiment.data_dir(arm)
+        if directory not in made:
+            with _only_one(directory, on_wait):
+                _prepare(experiment, arm, directory, on_event)
+            made.append(directory)
+
+
+@contextmanager
+def _only_one(directory: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock beside a directory, after waiting for another process that holds it."""
+    with explain_os_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory.with_name(f"{directory.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    told = False
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    on_wait(f"another process prepares the data in {directory}; waiting for it")
+                told = True
+                time.sleep(_POLL)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _prepare(experiment: Experiment, arm: Arm, directory: Path, on_event: Callable[[StageEvent], None]) -> None:
+    source = arm.resolved.source
+    assert source is not None
+    resolved = load_recipe(source.path, [*source.overrides, f"run_dir={directory}"])
+    recipe = resolved.recipe
+    files = source_files(recipe, {})
+    for stage in _STAGES:
+        inputs = stage_inputs(stage, recipe, directory, files)
+        if not stale_reason(stage, recipe, directory, inputs):
+            continue
+        for provider in _providers(experiment, directory):
+            if not stale_reason(stage, recipe, provider, inputs):
+                link_tree(provider / stage.folder, directory / stage.folder)
+                break
+        else:
+            run_stages(resolved, last=stage.name, on_event=_only_new(on_event), resume_command=f"lmworks ablate {experiment.path}")
+
+
+def _only_new(on_event: Callable[[StageEvent], None]) -> Callable[[StageEvent], None]:
+    return lambda event: None if event.kind == "skip" else on_event(event)
+
+
+def _providers(experiment: Experiment, directory: Path) -> Iterator[Path]:
+    """Directories that may have a stage that was made from equal inputs."""
+    yield from sorted(path for path in directory.parent.iterdir() if path.is_dir() and path != directory)
+    own = load_recipe(experiment.ablation.recipe, experiment.ablation.set).recipe.run_dir
+    yield Path(own or "")
+    if experiment.branch:
+        yield experiment.branch.run_dir
+
+
+def link_data(experiment: Experiment, run: Run) -> None:
+    """Give a run the data of its arm, and the checkpoint that it continues."""
+    source = experiment.data_dir(run.arm)
+    for stage in _STAGES:
+        if read_stamp(run.directory / stage.folder) is None:
+            link_tree(source / stage.folder, run.directory / stage.folder)
+    branch, folder = experiment.branch, run.directory / "checkpoints"
+    if branch and not listing.begun(folder):
+        link_tree(branch.checkpoint, folder / branch.checkpoint.name)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make `target` a tree of hard links to the files of `source`, or of copies where links are not possible. It appears whole or not at
+    all."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}.links")
+    shutil.rmtree(aside, ignore_errors=True)
+    with explain_os_errors(target):
+        aside.mkdir(parents=True)
+        for folder, _, names in os.walk(source):
+            place = aside / Path(folder).relative_to(source)
+            place.mkdir(exist_ok=True)
+            for name in names:
+                _link(Path(folder) / name, place / name)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        shutil.copy2(source, target)
+
+
+def shared_bytes(paths: Sequence[Path]) -> int:
+    """Bytes on disk below these paths, each file once however many links it has."""
+    seen: dict[tuple[int, int], int] = {}
+    for top in paths:
+        for folder, _, names in os.walk(top):
+            for name in names:
+                found = os.lstat(os.path.join(folder, name))
+                seen[found.st_dev, found.st_ino] = found.st_size
+    return sum(seen.values())

@@ -1,0 +1,1 @@
+"""Statistics of an ablation: pure functions of numbers, without files or recipes."""

@@ -1,0 +1,91 @@
+"""Verdicts: which of all differences of an ablation are shown, at a family-wise error rate of 5% (Holm 1979).
+
+The p values of all arms and measures are sorted. The r-th smallest of m is compared with 0.05 / (m - r + 1), up to the first that is not
+below. A difference has an interval at the level that it was compared with, so the interval excludes 0 exactly where there is a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lmworks.ablate.statistics.contrast import Contrast, own_df
+from lmworks.ablate.statistics.student import power, shift_for_power, t_critical
+
+FAMILY_WISE = 0.05
+POWER = 0.8
+MOST_SEEDS = 1000
+
+Outcome = Literal["higher", "lower", "no difference shown", "no verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be said of one difference. `level` is that of its test. Without a verdict, level and interval are not numbers."""
+
+    outcome: Outcome
+    contrast: Contrast
+    level: float = math.nan
+    adjusted_p: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def detectable(self) -> float:
+        """The difference that would be found with 80% power."""
+        if self.outcome == "no verdict":
+            return math.nan
+        return shift_for_power(POWER, self.contrast.df, self.level) * self.contrast.se
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """The seeds with which a difference as large as the observed one would be found with 80% power; None if it was found, or if they
+        are more than 1,000."""
+        return seeds_needed(self.contrast, self.level) if self.outcome == "no difference shown" else None
+
+
+def judge(contrasts: Sequence[Contrast]) -> list[Verdict]:
+    """A verdict for each contrast of a family. Contrasts without a noise floor get no verdict and are no part of the family."""
+    ranked = sorted((one for one in contrasts if _testable(one)), key=lambda one: one.p)
+    m, adjusted, highest = len(ranked), list[float](), 0.0
+    for rank, one in enumerate(ranked):
+        highest = max(highest, min(1.0, (m - rank) * one.p))
+        adjusted.append(highest)
+    shown = sum(p <= FAMILY_WISE for p in adjusted)
+    found: dict[int, Verdict] = {}
+    for rank, (one, p) in enumerate(zip(ranked, adjusted, strict=True)):
+        level = FAMILY_WISE / (m - min(rank, shown))
+        half = t_critical(level, one.df) * one.se
+        outcome: Outcome = "no difference shown" if rank >= shown else "higher" if one.difference > 0 else "lower"
+        found[id(one)] = Verdict(outcome, one, level, p, one.difference - half, one.difference + half)
+    return [found.get(id(one), Verdict("no verdict", one)) for one in contrasts]
+
+
+def _testable(one: Contrast) -> bool:
+    return bool(one.df) and one.se > 0 and math.isfinite(one.difference)
+
+
+def seeds_needed(one: Contrast, level: float) -> int | None:
+    """The fewest seeds with which a difference of the observed size would be found with 80% power; None above 1,000."""
+    elsewhere = max(0.0, one.noise.df - own_df(one.arms, one.seeds, one.paired))  # from an earlier ablation
+
+    def enough(seeds: int) -> bool:
+        se = math.sqrt(2 * one.noise.sd**2 / seeds + one.items)
+        df = own_df(one.arms, seeds, one.paired) + elsewhere
+        return bool(df) and power(abs(one.difference) / se, df, level) >= POWER
+
+    if not one.noise.df or not one.noise.sd or not enough(MOST_SEEDS):
+        return None
+    low, high = 1, MOST_SEEDS  # power rises with the seeds
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return max(high, one.seeds + 1)
+
+
+def detectable_in_noise(seeds: int, arms: int, tests: int, is_paired: bool) -> float | None:
+    """The difference that `seeds` seeds find with 80% power, in standard deviations of the noise; for an ablation without a floor."""
+    df = own_df(arms, seeds, is_paired)
+    return shift_for_power(POWER, df, FAMILY_WISE / max(1, tests)) * math.sqrt(2 / seeds) if df else None

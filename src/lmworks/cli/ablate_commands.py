@@ -1,0 +1,75 @@
+"""`lmworks ablate`: compare variants of a recipe over several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lmworks.cli.options import JsonOption
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+if TYPE_CHECKING:
+    from lmworks.run.runner import StageEvent
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("ablate")(ablate)
+
+
+def ablate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An ablation file, or the name of a shipped one.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the ablation; by default runs/ablations/NAME.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, help="Runs side by side; they divide the CPU threads, or get a GPU each.")
+    ] = 1,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            "--index", metavar="I/N", help="Run only every N-th run from the I-th on, counted from 0, as one job of a Slurm array."
+        ),
+    ] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="List the runs with their states and commands, and run nothing.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run an ablation: every arm with every seed, then a verdict for every difference. The same command resumes it."""
+    from lmworks.ablate.ablate import Options, list_runs, open_experiment, parse_index, run_ablation
+    from lmworks.ablate.report import markdown, printable
+    from lmworks.doctor.ablation_page import FILE
+    from lmworks.progress import console as notes
+
+    if as_json and as_markdown:
+        raise UserError("--json and --markdown: choose one")
+    options = Options(out, jobs, parse_index(index) if index is not None else None)
+    terminal = console()
+    if only_list:
+        rows = list_runs(open_experiment(file, options))
+        if as_json:
+            print_json(rows)
+            return
+        for row in rows:
+            terminal.print(
+                f"{row['index']}  {row['state']:<5}  {row['arm']}, seed {row['seed']}:  {' '.join(row['command'])}", soft_wrap=True
+            )
+        return
+
+    def on_event(event: StageEvent) -> None:
+        if event.kind == "begin":
+            notes.print(f"{event.stage}: begins", style="dim")
+        elif event.kind == "end":
+            notes.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
+
+    document, place = run_ablation(file, options, on_event, lambda line: notes.print(line, soft_wrap=True))
+    if as_json:
+        print_json(document)
+    elif as_markdown:
+        print(markdown(document))
+    else:
+        terminal.print(printable(document))
+        terminal.print(f"\npage: {place / FILE}", soft_wrap=True)

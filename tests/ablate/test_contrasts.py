@@ -1,0 +1,106 @@
+"""Noise floors, contrasts, Holm's procedure and its intervals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from lmworks.ablate.statistics.contrast import Contrast, contrast
+from lmworks.ablate.statistics.noise import UNKNOWN, Noise, paired, pooled, unpaired
+from lmworks.ablate.statistics.verdict import detectable_in_noise, judge, seeds_needed
+
+
+def made(difference: float, se: float, df: float = 8, **more: float) -> Contrast:
+    return Contrast(difference, se, df, 3, Noise(se * math.sqrt(1.5), df), 5, True, **more)  # type: ignore[arg-type]
+
+
+def test_two_paired_arms_are_the_paired_t_test() -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=(2, 6)) + random.normal(size=(1, 6)) * 5
+    found = contrast(values[1], values[0], paired(values), 2, True)
+    expected = scipy.stats.ttest_rel(values[1], values[0])
+    assert (found.difference / found.se, found.p) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
+
+
+def test_two_unpaired_arms_are_the_t_test_of_equal_variances() -> None:
+    values = np.random.default_rng(1).normal(size=(2, 6))
+    found = contrast(values[1], values[0], unpaired(values), 2, False)
+    assert found.p == pytest.approx(scipy.stats.ttest_ind(values[1], values[0]).pvalue)
+
+
+def test_floors_are_unbiased_and_pairing_removes_what_seeds_share() -> None:
+    random = np.random.default_rng(2)
+    squares: dict[str, list[float]] = {"paired": [], "unpaired": []}
+    for _ in range(2000):
+        values = random.normal(size=(3, 3)) + 2 * random.normal(size=(1, 3))
+        squares["paired"].append(paired(values).sd ** 2)
+        squares["unpaired"].append(unpaired(values).sd ** 2)
+    assert np.mean(squares["paired"]) == pytest.approx(1, rel=0.05)
+    assert np.mean(squares["unpaired"]) == pytest.approx(1 + 4, rel=0.1)
+
+
+def test_one_seed_has_no_floor_and_an_earlier_one_stands_in() -> None:
+    one = np.array([[1.0], [2.0], [3.0]])
+    assert paired(one) == UNKNOWN == unpaired(one)
+    alone = contrast(one[1], one[0], UNKNOWN, 3, True)
+    assert judge([alone])[0].outcome == "no verdict"
+    floor = pooled([UNKNOWN, Noise(0.1, 20)])
+    assert judge([contrast(one[1], one[0], floor, 3, True)])[0].outcome == "higher"
+    assert pooled([Noise(1.0, 3), Noise(3.0, 1)]) == Noise(math.sqrt(3.0), 4)
+
+
+def test_holm_and_intervals_agree() -> None:
+    """Intervals exclude 0 exactly where there is a verdict, and the adjusted p values are Holm's."""
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        found = [made(float(random.normal() * 3), 1.0) for _ in range(7)]
+        verdicts = judge(found)
+        ordered = sorted(range(7), key=lambda index: found[index].p)
+        running = 0.0
+        for rank, index in enumerate(ordered):
+            running = max(running, min(1.0, (7 - rank) * found[index].p))
+            one = verdicts[index]
+            assert one.adjusted_p == pytest.approx(running)
+            assert (one.outcome != "no difference shown") == (running <= 0.05) == (one.low > 0 or one.high < 0)
+
+
+def test_more_tests_need_larger_differences() -> None:
+    lonely, crowded = judge([made(2.5, 1.0)])[0], judge([made(2.5, 1.0)] + [made(0.1, 1.0)] * 19)[0]
+    assert (lonely.outcome, crowded.outcome) == ("higher", "no difference shown")
+    assert crowded.detectable > lonely.detectable
+
+
+def test_equal_values_everywhere_are_no_difference_and_no_error() -> None:
+    values = np.ones((3, 4))
+    assert judge([contrast(values[1], values[0], paired(values), 3, True)])[0].outcome == "no verdict"
+
+
+def test_noise_of_items_is_counted_once() -> None:
+    """Simulated scores: the stated standard error is that of the difference over new seeds and new items."""
+    random = np.random.default_rng(4)
+    seeds, items = 4, 300
+    differences, stated = [], []
+    for _ in range(1500):
+        hard = random.normal(size=items)
+        shift = 0.6 * random.normal(size=items)  # what the arm's change means for each item
+        runs = random.normal(size=(2, seeds, 1)) * 0.3
+        right = (random.normal(size=(2, seeds, items)) * 0.5 + hard + np.stack([shift, np.zeros(items)])[:, None] + runs > 0).astype(float)
+        means = right.mean(axis=2)
+        found = contrast(means[0], means[1], unpaired(means), 2, False, items=right[0] - right[1])
+        differences.append(found.difference)
+        stated.append(found.se**2)
+    assert np.mean(stated) == pytest.approx(np.var(differences), rel=0.1)
+    without = contrast(means[0], means[1], unpaired(means), 2, False)
+    assert np.sqrt(np.mean(stated)) > 1.05 * np.sqrt(np.mean([without.se**2])) or found.items > 0
+
+
+def test_seeds_needed_grow_as_the_difference_shrinks() -> None:
+    needed = [seeds_needed(made(size, 1.0), 0.05) for size in (3.0, 1.0, 0.3)]
+    assert needed == sorted(needed) and needed[0] >= 4  # type: ignore[operator, type-var]
+    assert seeds_needed(made(1e-6, 1.0), 0.05) is None
+    assert seeds_needed(made(0.5, 1.0, items=1.0), 0.05) is None, "more seeds do not help where the items are the noise"
+    sizes = [detectable_in_noise(seeds, 3, 4, True) for seeds in (1, 3, 10)]
+    assert sizes[0] is None and sizes[1] > sizes[2]  # type: ignore[operator]

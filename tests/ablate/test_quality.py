@@ -1,0 +1,96 @@
+"""Early-signal quality, rank correlations, the parabola and the gradient noise scale."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from lmworks.ablate.noise_scale import from_norms
+from lmworks.ablate.statistics.noise import Noise
+from lmworks.ablate.statistics.parabola import fit
+from lmworks.ablate.statistics.quality import kendall, quality, spearman
+
+
+def curves(spread: float, over_seeds: float, wavering: float, slope: float = 5.0, arms: int = 4, points: int = 12) -> np.ndarray:
+    """Losses (arms, seeds, points) that fall by `slope` and end apart by `spread` between neighboring arms."""
+    random = np.random.default_rng(0)
+    course = -slope * np.linspace(0, 1, points)
+    found = course + spread * np.arange(arms)[:, None, None] * np.linspace(0.3, 1, points)
+    return found + over_seeds * random.normal(size=(arms, 3, 1)) + wavering * random.normal(size=(arms, 3, points))
+
+
+def test_rank_correlations_are_those_of_scipy() -> None:
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        one, other = random.integers(0, 6, size=(2, 9)).astype(float)
+        assert spearman(one, other) == pytest.approx(scipy.stats.spearmanr(one, other).statistic)
+        assert kendall(one, other) == pytest.approx(scipy.stats.kendalltau(one, other).statistic)
+    assert spearman(np.ones(5), np.arange(5)) == 0 == kendall(np.ones(5), np.arange(5))
+
+
+def test_a_measure_that_separates_the_arms_is_trusted() -> None:
+    found = quality(curves(spread=0.5, over_seeds=0.02, wavering=0.01), lower_is_better=True, is_paired=False)
+    assert found.reasons == [] and found.to_json()["trust"]
+    assert found.monotonicity > 0.9 and found.rank_halves == 1 and found.rank_seeds == 1  # type: ignore[operator]
+    assert found.signal_to_noise == pytest.approx(1.5 / 0.022, rel=0.8)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"spread": 0.001}, "cannot be told apart"),
+        ({"wavering": 3.0, "slope": 0.0}, "does not improve steadily"),
+        ({"over_seeds": 5.0}, "seeds disagree"),
+    ],
+)
+def test_why_a_measure_is_not_trusted(change: dict[str, float], reason: str) -> None:
+    found = quality(curves(**({"spread": 0.5, "over_seeds": 0.02, "wavering": 0.01} | change)), lower_is_better=True, is_paired=False)  # type: ignore[arg-type]
+    assert any(reason in one for one in found.reasons), found.reasons
+    assert not found.to_json()["trust"]
+
+
+def test_direction_and_chance() -> None:
+    rising = -curves(spread=0.5, over_seeds=0.02, wavering=0.01)
+    assert quality(rising, lower_is_better=False, is_paired=False).reasons == []
+    assert quality(rising, lower_is_better=True, is_paired=False).monotonicity < -0.9  # type: ignore[operator]
+    assert "no arm is above chance" in quality(rising, lower_is_better=False, is_paired=False, above_chance=False).reasons
+
+
+def test_a_final_value_without_a_curve_and_a_single_seed() -> None:
+    found = quality(np.array([[[1.0]], [[2.0]]]), lower_is_better=True, is_paired=False)
+    assert (found.monotonicity, found.rank_halves, found.signal_to_checkpoints, found.rank_seeds) == (None, None, None, None)
+    assert found.reasons == ["noise over seeds was not measured"]
+
+
+def test_the_interval_of_the_optimum_covers_it() -> None:
+    random, rates = np.random.default_rng(2), 0.004 * 2.0 ** np.arange(-2, 3)
+    best, inside = 0.005, 0
+    for _ in range(400):
+        values = 0.05 * np.log2(rates / best) ** 2 + random.normal(size=5) * 0.02 / np.sqrt(3)
+        found = fit(rates, values, Noise(0.02, 8), 3)
+        inside += found.low is None or found.low <= best <= found.high  # type: ignore[operator]
+    assert inside / 400 >= 0.93
+    exact = fit(rates, 0.05 * np.log2(rates / best) ** 2 + 1, Noise(0.02, 8), 3)
+    assert exact.best == pytest.approx(best) and exact.value == pytest.approx(1) and not exact.at_edge
+    assert exact.low < best < exact.high  # type: ignore[operator]
+
+
+def test_an_optimum_at_the_edge_and_one_in_the_noise() -> None:
+    rates = np.array([0.001, 0.002, 0.004])
+    assert fit(rates, np.array([3.0, 2.0, 1.0]), Noise(0.01, 8), 3).at_edge
+    flat = fit(rates, np.array([1.0, 0.999, 1.0005]), Noise(0.1, 8), 3)
+    assert (flat.low, flat.high) == (None, None)
+    assert fit(rates, np.array([1.0, 2.0, 1.0]), Noise(0.01, 8), 3).best is None
+
+
+def test_the_gradient_noise_scale_of_known_gradients() -> None:
+    """Gradients of tokens drawn with a known mean and covariance: tr(S) / |G|^2 = 500."""
+    random, dimensions, small, large = np.random.default_rng(3), 50, 64, 512
+    true = random.normal(size=dimensions)
+    true *= np.sqrt(dimensions / 500) / np.linalg.norm(true)  # each component of a token's gradient has variance 1
+    noise = random.normal(size=(400, large // small, dimensions)) / np.sqrt(small)
+    batches = true + noise
+    found = from_norms((batches**2).sum(axis=2).ravel(), (batches.mean(axis=1) ** 2).sum(axis=1), small, large)
+    assert found.tokens == pytest.approx(500, rel=0.15)
+    assert from_norms(np.array([4.0]), np.array([0.1]), 64, 512).tokens is None

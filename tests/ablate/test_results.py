@@ -1,0 +1,104 @@
+"""From the values of runs to verdicts, tables and the page, on values that are given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from lmworks.ablate.document import document, save
+from lmworks.ablate.measures import Curve, Reading
+from lmworks.ablate.report import markdown
+from lmworks.ablate.resolve import resolve
+from lmworks.ablate.results import Results
+from lmworks.doctor.ablation_page import FILE, write_ablation_page
+from tiny_run import Tiny
+
+BITS = "validation/bits_per_byte"
+
+
+def results(tiny: Tiny, folder: Path, values: dict[str, list[float]], **keys: Any) -> Results:
+    """An ablation whose runs have reached `values` by arm and seed, with straight curves."""
+    tree: dict[str, Any] = {"recipe": str(tiny.recipe), "measures": [BITS], "out": str(folder / "out")}
+    tree["seeds"] = len(next(iter(values.values())))
+    if "kind" not in keys:
+        rate = 0.001
+        tree["arms"] = {name: [] if not index else [f"optimizer.learning_rate={rate * (index + 1)}"] for index, name in enumerate(values)}
+    path = folder / "given.yaml"
+    path.write_text(yaml.safe_dump(tree | keys, sort_keys=False))
+    found = Results(resolve(path))
+    for arm, (_, of_arm) in zip(found.experiment.arms.values(), values.items(), strict=True):
+        for seed, value in zip(found.experiment.seeds, of_arm, strict=True):
+            run = found.experiment.directory(arm) / f"seed-{seed}"
+            finite = {BITS: value} if np.isfinite(value) else {}
+            found.readings[run] = Reading(finite, {BITS: Curve([100.0, 200.0, 300.0, 400.0], [value + 5, value + 3, value + 1, value])})
+            found.seconds[run] = 10.0
+    return found
+
+
+def verdict(found: Results, arm: str) -> dict[str, Any]:
+    return next(one for one in document(found)["verdicts"] if one["arm"] == arm)
+
+
+def test_lower_bits_per_byte_are_better(tiny: Tiny, tmp_path: Path) -> None:
+    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4], "bad": [2.5, 2.6, 2.41], "same": [2.0, 2.1, 1.91]})
+    words = {name: verdict(found, name)["verdict"] for name in ("good", "bad", "same")}
+    assert words == {"good": "better", "bad": "worse", "same": "no difference shown"}
+    same = verdict(found, "same")
+    written = document(found)
+    assert same["paired"] and "80% power to find a difference of" in same["why"]
+    assert same["tokens_needed"] == same["seeds_needed"] * 2 * written["arms"]["same"]["tokens"]
+    table = written["measures"][BITS]
+    assert table["quality"]["trust"] and table["noise"]["paired"]["sd"] < table["noise"]["unpaired"]["sd"]
+
+
+def test_one_seed_gives_no_verdict_unless_a_noise_floor_is_given(tiny: Tiny, tmp_path: Path) -> None:
+    values = {"base": [2.0], "good": [1.5]}
+    alone = verdict(results(tiny, tmp_path, values), "good")
+    assert alone["verdict"] == "no verdict" and "one seed gives no noise floor" in alone["why"] and "with 5 seeds" in alone["why"]
+    (tmp_path / "earlier").mkdir()
+    earlier = results(tiny, tmp_path / "earlier", {"a": [2.0, 2.1, 1.9, 2.05], "b": [2.02, 2.11, 1.88, 2.04]})
+    save(earlier)
+    judged = verdict(results(tiny, tmp_path, values, noise=str(earlier.experiment.out)), "good")
+    assert judged["verdict"] == "better" and judged["df"] == 3
+
+
+def test_a_run_that_diverged_is_named_and_left_out(tiny: Tiny, tmp_path: Path) -> None:
+    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "wild": [2.0, float("nan"), 1.9]})
+    written = document(found)
+    assert written["verdicts"][0]["seeds"] == 2
+    assert any("wild, seed 2: no finite value at the end" in line for line in written["not_measured"])
+
+
+def test_a_sweep_gives_the_optimum(tiny: Tiny, tmp_path: Path) -> None:
+    rates = [0.0025, 0.005, 0.01, 0.02, 0.04]
+    values = {str(rate): [2 + 0.1 * np.log2(rate / 0.012) ** 2 + 0.002 * seed for seed in range(3)] for rate in rates}
+    found = results(tiny, tmp_path, values, kind="learning-rate")
+    assert [arm.label for arm in found.experiment.arms.values()] == pytest.approx(rates)
+    assert found.experiment.baseline.name == "rate-0.01"
+    conclusion = document(found)["conclusion"]
+    assert conclusion["best"] == pytest.approx(0.012, rel=0.01) and not conclusion["at_edge"]
+    assert conclusion["low"] < 0.012 < conclusion["high"]
+    falling = {str(rate): [2 - 0.1 * index, 2.001 - 0.1 * index, 2.002 - 0.1 * index] for index, rate in enumerate(rates)}
+    assert "edge of the sweep" in document(results(tiny, tmp_path, falling, kind="learning-rate"))["conclusion"]["text"]
+
+
+def test_the_page_and_the_tables_show_all(tiny: Tiny, tmp_path: Path) -> None:
+    found = results(tiny, tmp_path, {"base": [2.0, 2.1, 1.9], "good": [1.5, 1.61, 1.4]})
+    page = write_ablation_page(save(found) and found.experiment.out).read_text()
+    assert page.count('class="line c') == 2 and page.count('class="band c') == 2
+    assert "better" in page and "optimizer.learning_rate (0.01 -&gt; 0.002)" in page and (found.experiment.out / FILE).exists()
+    text = markdown(document(found))
+    assert "| good | validation/bits_per_byte | −0.497 |" in text and "| better |" in text
+
+
+def test_names_from_a_file_cannot_write_into_the_page(tiny: Tiny, tmp_path: Path) -> None:
+    found = results(tiny, tmp_path, {"base": [2.0, 2.1], "good": [1.5, 1.61]})
+    written = save(found)
+    written["verdicts"][0]["why"] = "<script>alert(1)</script>"
+    (found.experiment.out / "ablation.json").write_text(json.dumps(written))
+    assert "<script" not in write_ablation_page(found.experiment.out).read_text()

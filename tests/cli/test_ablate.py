@@ -1,0 +1,161 @@
+"""`lmworks ablate` from the command line: a killed ablation goes on, data are made once, and what is wrong with a file is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import Lmworks
+
+from lmworks.ablate.resolve import resolve, save_arms
+from lmworks.checkpoint import listing
+from lmworks.metrics.log import read
+from lmworks.watch.ledger import read_ledger
+from patience import PATIENCE
+from tiny_run import Tiny
+
+ARMS = {"muon": [], "adamw": ["optimizer.kind=adamw", "optimizer.adam_learning_rate=0.002", "optimizer.learning_rate=0.002"]}
+
+
+def write(tiny: Tiny, folder: Path, **keys: Any) -> Path:
+    """An ablation of the tiny recipe, in which None takes a key out."""
+    tree = {
+        "recipe": str(tiny.recipe), "set": ["train.save_every=2 steps"], "budget": "5120 tokens", "seeds": 2, "arms": ARMS,
+        "out": str(folder / "out"), **keys,
+    }  # fmt: skip
+    path = folder / "pair.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}, sort_keys=False))
+    return path
+
+
+def kill_after_a_save(file: Path, run: Path) -> None:
+    """Start the first run of an ablation alone (`--index 0/4`), and kill the command once that run has saved."""
+    command = [sys.executable, "-m", "lmworks.cli.main", "ablate", str(file), "--index", "0/4"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + PATIENCE
+        while not listing.directories(run / "checkpoints"):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_killed_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    file, out = write(tiny, tmp_path), tmp_path / "out"
+    first = out / "arms" / "muon" / "seed-1"
+    kill_after_a_save(file, first)
+    assert [path.name for path in (out / "arms").glob("*/seed-*")] == ["seed-1"], "one run of four"
+    assert not (out / "ablation.json").exists()
+
+    done = lmworks("ablate", file, "--jobs", "2", "--markdown")
+    assert done.code == 0, done.err
+    assert "4 runs" in done.err and "FLOPs" in done.err and "about" in done.err, "the cost is stated before"
+    events = [event["event"] for event in read_ledger(first / "ledger.jsonl")]
+    assert "resume" in events and events.count("start") == 1, "the killed run has saved, and goes on from there"
+
+    runs = sorted((out / "arms").glob("*/seed-*"))
+    assert [f"{run.parent.name}/{run.name}" for run in runs] == ["adamw/seed-1", "adamw/seed-2", "muon/seed-1", "muon/seed-2"]
+    (data,) = (path for path in (out / "data").iterdir() if path.is_dir())
+    built = [(path, event) for path in out.rglob("ledger.jsonl") for event in read_ledger(path) if event["event"] == "stage_began"]
+    assert [(path, event["name"]) for path, event in built] == [(data / "ledger.jsonl", name) for name in ("corpus", "tokenizer", "shards")]
+    for name in ("shards/train/code-00000.bin", "tokenizer/tokenizer.json", "corpus/manifest.json"):
+        assert len({(run / name).stat().st_ino for run in (*runs, data)}) == 1, name
+
+    document = json.loads((out / "ablation.json").read_text())
+    assert document["unfinished"] == [] and document["cost"]["finished"] == 4
+    for arm, seed in (("muon", 1), ("adamw", 2)):
+        last = read(out / "arms" / arm / f"seed-{seed}")[-1]
+        assert document["measures"]["validation/bits_per_byte"]["values"][arm][str(seed)] == last["validation/bits_per_byte"]
+    assert {(one["arm"], one["measure"]) for one in document["verdicts"]} == {
+        ("adamw", f"validation/{name}bits_per_byte") for name in ("", "code/", "docs/")
+    }
+    assert all(one["paired"] and one["seeds"] == 2 and one["low"] < one["difference"] < one["high"] for one in document["verdicts"])
+    values = document["measures"]["validation/bits_per_byte"]["values"]
+    assert values["muon"]["1"] != values["muon"]["2"], "a seed changes the run"
+    cost = document["cost"]
+    assert cost["measured_hours"] > 0 and cost["predicted_hours_of_finished"] > 0 and cost["measured_disk"] > 0
+    assert all(len(listing.directories(run / "checkpoints")) == 1 for run in runs), "pruned"
+    page = (out / "ablation.html").read_text()
+    assert "adamw" in page and "<script" not in page and document["verdicts"][0]["verdict"] in page
+    assert "| adamw | validation/bits_per_byte |" in done.out and "**Cost**" in done.out
+
+    before = {path: path.stat().st_mtime_ns for run in runs for path in run.rglob("*") if path.is_file()}
+    again = lmworks("ablate", file, "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["verdicts"] == document["verdicts"]
+    assert {path: path.stat().st_mtime_ns for run in runs for path in run.rglob("*") if path.is_file()} == before, "nothing is repeated"
+    listed = lmworks("ablate", file, "--list")
+    assert listed.out.splitlines()[0].split()[:4] == ["0", "done", "muon,", "seed"]
+    assert "lmworks pretrain" in listed.out
+
+    changed = write(tiny, tmp_path, arms=ARMS | {"adamw": ["optimizer.kind=adamw"]})
+    assert "arm adamw has changed since this ablation began: optimizer.learning_rate (0.002 -> 0.01)" in lmworks("ablate", changed).error
+    more = write(tiny, tmp_path, seeds=3)
+    assert lmworks("ablate", more, "--list", "--json").code == 0, "seeds may be added"
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"arms": {"one": [], "two": ["threads=1"]}}, "arm two (threads=1) changes nothing that a run reads: its recipe equals"),
+        ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "optimizer has no key 'learning_rat'; did you mean 'learning_rate'?"),
+        ({"arms": {"one": [], "two": ["optimizer.learning_rat=1"]}}, "arm two: --set optimizer.learning_rat=1: "),
+        ({"arms": {"one": [], "two": ["seed 3"]}}, "arm two: --set 'seed 3' is not of the form a.b=c"),
+        ({"arms": {"one": [], "two": ["train.seed=3"]}}, "arm two: sets train.seed or run_dir"),
+        ({"arms": {"one": []}}, "needs two arms or more"),
+        ({"arms": {"one": [], "a/b": ["optimizer.kind=adamw"]}}, "'a/b' cannot be the name of an arm"),
+        ({"seeds": [1, 2, 1]}, "pair.yaml:5: seeds: lists 1 twice"),
+        ({"seeds": 0}, "seeds: must be from 1 to 1000"),
+        ({"sedes": 2}, "the top has no key 'sedes'; did you mean 'seeds'?"),
+        ({"kind": "learning-rat"}, "there is no kind 'learning-rat' of ablation; did you mean 'learning-rate'?"),
+        ({"baseline": "muonn"}, "baseline: there is no arm 'muonn'; did you mean 'muon'?"),
+        ({"budget": 2560}, "budget: 2560 has no unit"),
+        ({"budget": "100 tokens"}, "arm muon: the budget gives phase general less than one step of 256 tokens"),
+        ({"measures": ["validation/bits_per_bite"]}, "no metric 'validation/bits_per_bite'; did you mean 'validation/bits_per_byte'?"),
+        ({"measures": ["needle/accuracy"]}, "measures: no arm writes needle/accuracy, which needs a phase with needle"),
+        ({"measures": ["train/mtp_loss"]}, "measures: no arm writes train/mtp_loss, which needs model.mtp"),
+        ({"measures": ["validation/prose/loss"]}, "no source has the domain 'prose'; the domains are: code, docs"),
+        ({"measures": ["evaluation/arc-easy"]}, "because evaluate.benchmarks and evaluate.tasks do not name 'arc-easy'"),
+        (
+            {"arms": {"small": [], "large": ["tokenizer.vocab_size=600"]}, "measures": ["validation/loss"]},
+            "validation/loss is in nats/token, and the arms small and large have different tokenizers; compare bits per byte",
+        ),
+        ({"recipe": "tinny.yaml"}, "there is no recipe 'tinny.yaml'"),
+        ({"recipe": None}, "recipe: is missing and has no default"),
+        ({"noise": "nowhere"}, "nowhere/ablation.json does not exist"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_one_line(lmworks: Lmworks, tiny: Tiny, tmp_path: Path, keys: dict[str, Any], error: str) -> None:
+    if keys.get("kind"):
+        keys = keys | {"arms": None}
+    assert error in lmworks("ablate", write(tiny, tmp_path, **keys)).error
+    assert not (tmp_path / "out" / "data").exists(), "nothing was prepared"
+
+
+def test_directories_and_options(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    file = write(tiny, tmp_path)
+    assert "--index: '4/4' is not of the form I/N" in lmworks("ablate", file, "--index", "4/4").error
+    assert "--json and --markdown: choose one" in lmworks("ablate", file, "--json", "--markdown").error
+    error = lmworks("ablate", "muon-adamv").error
+    assert "there is no ablation file 'muon-adamv', as a file or by name; did you mean 'muon-adamw'?" in error
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").touch()
+    assert "taken holds files and is not an ablation" in lmworks("ablate", file, "--out", tmp_path / "taken").error
+
+
+def test_a_changed_recipe_is_refused_and_added_arms_are_not(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    save_arms(resolve(write(tiny, tmp_path)))
+    assert "arm muon has changed since this ablation began: " in lmworks("ablate", write(tiny, tmp_path, budget="7680 tokens")).error
+    save_arms(resolve(write(tiny, tmp_path, arms=ARMS | {"more": ["model.use_qk_norm=false"]})))
+
+
+def test_the_shipped_ablations_resolve(lmworks: Lmworks) -> None:
+    for path in (Path(__file__).parents[2] / "recipes" / "ablations").glob("*.yaml"):
+        assert resolve(path).runs, path
