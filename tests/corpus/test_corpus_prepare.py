@@ -290,7 +290,7 @@ def test_a_book_that_is_dropped_for_its_length_is_told_so(tmp_path: Path) -> Non
     draw = random.Random(0)
     lines = (" ".join(f"{draw.choice(('the', 'and', 'sea', 'king'))} {draw.randrange(9**6):x}" for _ in range(5)) for _ in range(10_100))
     (tmp_path / "book.txt").write_text("\n".join(lines))
-    advice = r"too_many_words 1\); a file is one document, .* such as a book: set rules: other for this source"
+    advice = r"too_many_words 1\); by default each file is one document, .* such as a book: set rules: other for this source"
     with pytest.raises(UserError, match=advice):
         prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules=None, domain="prose")), tmp_path / "out")
     report = prepare(recipe(mine(tmp_path / "book.txt", kind="text", rules="other")), tmp_path / "out")

@@ -225,7 +225,7 @@ def test_a_kept_batch_is_replayed(tiny_copy: Tiny, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("damage", "said"), [
     ("none", "has no saved bad batch of pretraining"), ("other step", "no batch of step 3 was saved; there are batches of the steps 6"),
-    ("cut", "step-00000006.npz is damaged, or no batch"), ("token", "is damaged, or of another run"),
+    ("cut", "step-00000006.npz is damaged, or not a batch that a run has saved"), ("token", "is damaged, or of another run"),
 ])  # fmt: skip
 def test_what_cannot_be_replayed_is_one_line(tiny_copy: Tiny, damage: str, said: str) -> None:
     path = tiny_copy.run_dir / "bad_batches" / "step-00000006.npz"

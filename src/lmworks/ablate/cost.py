@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmworks.ablate.resolve import Arm, Experiment, Run
 from lmworks.ablate.sharing import shared_bytes
-from lmworks.doctor.run_records import read_run
+from lmworks.doctor.read_run import read_run
 from lmworks.files import read_json, write_json
 from lmworks.plan.costs import disk
 from lmworks.plan.counts import count_by_component

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lmworks.ablate.resolve import DATA_STAGES, Arm, Experiment, Run
 from lmworks.checkpoint import listing
-from lmworks.corpus.readers.snapshot import listing as source_files
+from lmworks.corpus.readers.snapshot import list_files as source_files
 from lmworks.files import explain_os_errors
 from lmworks.recipe.loading.load import load_recipe
 from lmworks.run.runner import StageEvent, run_stages

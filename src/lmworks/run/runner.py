@@ -25,6 +25,7 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.tree.effects import readers
 from lmworks.recipe.tree.fingerprint import Change, as_tree, changed_keys, harmless, require_allowed
 from lmworks.run import time_budget
+from lmworks.run.prediction import record_error, record_prediction
 from lmworks.run.run_dir import require_own_folder, require_own_run_dir
 from lmworks.run.stages import STAGES, STAMP, Stage, StageContext, clear, stages_for
 from lmworks.run.staleness import StaleReason, phase_names, recipe_values, stage_inputs, stale_reason
@@ -210,6 +211,8 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
     on_event(StageEvent(stage.name, "begin", printable=_describe_redo(context.run_dir, stage, recipe, reason, state)))
     write_stamp(folder, stage, made_from)
     _record_stage(context.run_dir, stage, "stage_began")
+    if stage.name == "pretrain":
+        record_prediction(recipe, context.run_dir)
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
         context.ranks.broadcast(stage.name)
@@ -220,6 +223,8 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
         write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
+    if stage.name == "pretrain":
+        record_error(context.run_dir)
     write_stamp(folder, stage, made_from, seconds)
     _record_stage(context.run_dir, stage, "stage_ended", seconds=round(seconds, 1))
     write_page(context.run_dir)

@@ -132,12 +132,9 @@ def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
     from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.run.init_weights import load_init_weights
-    from lmworks.run.prediction import record_error, record_prediction
     from lmworks.train.pretrain import pretrain
 
-    first = context.ranks is None or context.ranks.is_first
-    if first:
-        record_prediction(context.recipe, context.run_dir)
+    if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
         record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
@@ -145,8 +142,6 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_init_weights, make_evaluation,
     )  # fmt: skip
-    if first:
-        record_error(context.run_dir)
     return None
 
 
