@@ -14,9 +14,9 @@ from lmworks.train.data.frozen_tokenizer import META
 from tiny_run import Tiny
 
 
-def save_run(tiny: Tiny, to: Path) -> dict[str, Transformer]:
+def save_run(tiny: Tiny, to: Path, *overrides: str) -> dict[str, Transformer]:
     """Write a run with base checkpoints of the steps 4 and 30 and a tuned one, of different random weights; returns them by name."""
-    recipe = tiny.resolve(f"run_dir={to}").recipe
+    recipe = tiny.resolve(f"run_dir={to}", *overrides).recipe
     shutil.copytree(tiny.run_dir / "tokenizer", to / "tokenizer")
     write_json(to / "resolved.json", as_tree(recipe))
     meta = {META: sha256_file(to / "tokenizer" / "tokenizer.json")}

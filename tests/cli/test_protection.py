@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from command import Lmworks
 
+from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.evaluate.generation import reasoning
@@ -80,6 +81,29 @@ def test_other_tasks_clean_the_corpus_again(lmworks: Lmworks, tiny: Tiny, tmp_pa
     assert asked in trained_on(tmp_path / "run")
     lmworks("corpus", "prepare", *arguments, "--set", "evaluate.tasks=[spell_backward, family_relationships]")
     assert asked not in trained_on(tmp_path / "run")
+
+
+def test_problems_and_programs_are_kept_out_and_options_are_checked(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    code = {"prompt": 'def add_2(x):\n    """ The sum of the petals of x roses and of the two that the gardener cut before it rained."""\n',
+            "canonical_solution": "    return sum(petals(rose) for rose in x) + 2 * cut_before_rain\n"}  # fmt: skip
+    problem, program = ITEM, code["prompt"] + code["canonical_solution"]
+    numbers = write_rows(tmp_path / "gsm8k.jsonl", [{"question": ITEM, "answer": "#### 4"}, *GSM8K])
+    programs = write_rows(tmp_path / "humaneval.jsonl", [{**HUMANEVAL[2], **code}])
+    arguments = with_leak(tiny, tmp_path, problem, program)
+    lmworks("corpus", "prepare", *arguments)
+    assert problem in trained_on(tmp_path / "run") and "def add_2" in trained_on(tmp_path / "run")
+    sets = f"evaluate.benchmarks=[{{name: gsm8k, path: {numbers}}}, {{name: humaneval, path: {programs}, samples: 3}}]"
+    done = lmworks("corpus", "prepare", *arguments, "--set", sets)
+    assert done.code == 0, done.err
+    assert problem not in trained_on(tmp_path / "run") and "def add_2" not in trained_on(tmp_path / "run")
+    for benchmark, message in (
+        ("{name: gsm8k, lengths: [512 tokens]}", "gsm8k.lengths: this set does not have this option, only items, shots, hub, path"),
+        ("{name: ruler-vt, path: data}", "ruler-vt.path: this set does not have this option, only items, shots, lengths; leave"),
+        ("{name: piqa, samples: 5}", "piqa.samples: only sets that are answered by generation have it; leave it out"),
+        ("{name: ruler-vt, lengths: [512]}", "512 tokens"),
+    ):
+        error = lmworks("evaluate", *arguments, "--set", f"evaluate.benchmarks=[{benchmark}]").error
+        assert message in " ".join(error.split()), error
 
 
 def toy_set(benchmark: Benchmark) -> tuple[ChoiceItem, ...]:

@@ -41,6 +41,7 @@ LISTED = {
     "pip install": "changes the environment",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "lmworks evaluate runs/quickstart --harness arc_easy": "downloads the sets; tests/evaluate and tests/cli run such tasks",
+    "lmworks evaluate runs/quickstart --tasks gsm8k": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "vllm serve": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-server": "run by tests/export/test_serving_docs.py where the engine is",
     "llama-quantize": "run by tests/export/test_serving_docs.py where the engine is",

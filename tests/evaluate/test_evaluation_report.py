@@ -101,7 +101,7 @@ def test_base_then_tuned(small_transformer, byte_tokenizer, corpus, recipe, tmp_
     lines = [json.loads(line) for line in (out / "items-base.jsonl").read_text().splitlines()]
     # of 30: the ten that failed by most, the ten that succeeded by most
     assert sum(line["score"] == "piqa/cloze/0-shot" for line in lines) == 20
-    assert sum(line.get("task") == "chain_sum" for line in lines) == 6
+    assert sum(line["set"] == "chain_sum" for line in lines) == 6
     assert all(len(line["logprobs"]) == 3 for line in lines if line["score"].split("/")[1] == "cloze")
     outcomes = [json.loads(line) for line in (out / "outcomes-base.jsonl").read_text().splitlines()]
     of_piqa = [one for one in outcomes if one["score"] == "piqa/cloze/0-shot"]

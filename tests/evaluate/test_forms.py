@@ -11,7 +11,7 @@ from lmworks.evaluate.forms import free, likelihood, prompts
 from lmworks.evaluate.forms.choosing import LETTERS_FLOPS, Probes, choose
 from lmworks.evaluate.items import ChoiceItem, OpenItem, constant_level
 from lmworks.evaluate.logprobs import BatchedLogProbs, PlainLogProbs
-from lmworks.evaluate.replies import Answerer, Reply
+from lmworks.evaluate.replies import Reply
 from lmworks.evaluate.statistics import Score
 
 
@@ -120,14 +120,6 @@ def test_the_baseline_of_free_answers() -> None:
     assert (score.correct, score.chance, score.baseline) == (3, pytest.approx(1 / 3), 0.75)
     open_ = [free.judge(OpenItem("own", str(n), "", "q", (text,), "exact", ""), Reply("x")) for n, text in enumerate("xxyz")]
     assert free.score(open_) == Score(2, 4, 0.0, 0.5)
-
-
-def test_a_reply_knows_whether_it_was_cut(small_transformer: Any, byte_tokenizer: Any) -> None:
-    answerer = Answerer(small_transformer, byte_tokenizer, chat=False, max_new_tokens=4)
-    short, long = answerer.replies(["Question: a?\nAnswer:", "x" * 96])
-    assert short.prompt_tokens == 20
-    assert (long.text, long.truncated) == ("", True)  # longer than the model's context
-    assert answerer.replies(["Question: a?\nAnswer:"]) == [short]
 
 
 def probes(letters: Score | None = None, readable: float | None = None) -> Probes:

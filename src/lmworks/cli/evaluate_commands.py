@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +48,11 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
             str | None,
             typer.Option("--data", metavar="DIR", help="MODEL: a folder with the rows of each set, as DIR/SET/ or DIR/SET.jsonl."),
         ] = None,
+        samples: Annotated[int | None, typer.Option("--samples", help="MODEL, humaneval: programs per problem.")] = None,
+        temperature: Annotated[float | None, typer.Option("--temperature", help="MODEL, humaneval: temperature of sampling.")] = None,
+        lengths: Annotated[
+            str | None, typer.Option("--lengths", metavar="N,...", help="MODEL, ruler: lengths of the items in tokens.")
+        ] = None,
         hub: Annotated[bool, typer.Option("--hub", help="MODEL: read the rows from the Hugging Face hub.")] = False,
         harness: HarnessOption = None, include_path: IncludeOption = None, trust_task_code: TrustOption = False,
         apply_chat_template: ChatOption = False,
@@ -63,16 +68,19 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         given = [name for name, value in (("--set", overrides), ("--allow", allow), ("--size", size), ("--time", time)) if value]
         if given:
             raise UserError(f"{given[0]} changes a recipe, and with {by} {target} is a model; leave one of them out")
+        sampling = {"samples": samples, "temperature": temperature, "lengths": _numbers(lengths)}
+        generated = {name: value for name, value in sampling.items() if value is not None}
         folder = Path(out) if out else None
         if harness is not None:
-            if tasks is not None or form != "auto":
-                raise UserError("--harness runs tasks of lm-evaluation-harness, in their own form; leave --tasks and --form out")
+            if tasks is not None or form != "auto" or generated:
+                odd = "--tasks" if tasks is not None else "--form" if form != "auto" else f"--{min(generated)}"
+                raise UserError(f"--harness runs tasks of lm-evaluation-harness, in their own form; leave {odd} out")
             options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
             harness_commands.evaluate(target, options, folder, as_json)
         elif tasks is not None:
             if include_path is not None or trust_task_code or apply_chat_template:
                 raise UserError("--include-path, --trust-task-code and --apply-chat-template belong to --harness; leave them out")
-            _evaluate_model(target, benchmarks(tasks, form, shots, data, hub), items or _DEFAULT_ITEMS, folder, as_json)
+            _evaluate_model(target, benchmarks(tasks, form, shots, data, hub, generated), items or _DEFAULT_ITEMS, folder, as_json)
 
     app.command("evaluate")(evaluate)
     app.command("export-harness")(harness_commands.export_harness)
@@ -87,26 +95,57 @@ def _require_recipe(target: str) -> None:
         raise UserError(f"{target} is a model: say on which sets to evaluate it with --tasks SET,...; known sets: {known}")
 
 
-def benchmarks(tasks: str, form: str, shots: int | None, data: str | None, hub: bool) -> list[Any]:
-    """The `Benchmark` of each set in each form. Raises `UserError`."""
+def _numbers(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    numbers = [one.strip() for one in text.split(",")]
+    if odd := next((one for one in numbers if not one.isascii() or not one.isdecimal() or not 0 < int(one) < 1 << 40), None):
+        raise UserError(f"--lengths {odd}: a length is a number of tokens, such as --lengths 4096,8192")
+    return [f"{one} tokens" for one in dict.fromkeys(numbers)]
+
+
+def benchmarks(
+    tasks: str, form: str, shots: int | None, data: str | None, hub: bool, generated: Mapping[str, Any] | None = None
+) -> list[Any]:  # fmt: skip
+    """The `Benchmark` of each set: of a multiple-choice set in each form, of a generation set with those options of `generated` that it
+    has. Raises `UserError`."""
+    from lmworks.evaluate.sets.registry import GENERATION
+
+    wanted: list[dict[str, Any]] = []
+    used: set[str] = set()
+    for task in filter(None, map(str.strip, tasks.split(","))):
+        if task in GENERATION:
+            takes = GENERATION[task].options
+            given = {name: value for name, value in (generated or {}).items() if name in takes}
+            place: dict[str, Any] = {"hub": hub and "hub" in takes}
+            if data and "path" in takes and (path := _local_texts(data) if task.startswith("ruler") else _local_rows(data, task)):
+                place["path"] = path
+            used |= given.keys()
+            wanted.append({"name": task, "shots": shots, **place, **given})
+            continue
+        own = task.endswith((".yaml", ".yml"))
+        place = {} if own else {"hub": hub} | ({"path": _local_rows(data, task)} if data else {})
+        forms = filter(None, map(str.strip, form.split(",")))
+        wanted += ({("file" if own else "name"): task, "form": one, "shots": shots, **place} for one in forms)
+    if unused := [name for name in generated or {} if name not in used]:
+        raise UserError(f"--{unused[0]}: none of the sets of --tasks has this option; leave it out")
+    if not wanted:
+        raise UserError("--tasks names no set; for example: --tasks arc-easy,sciq")
+    return [_benchmark(one) for one in wanted]
+
+
+def _benchmark(wanted: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     from lmworks.recipe.schema.evaluate import Benchmark
 
-    found = []
-    for task in filter(None, map(str.strip, tasks.split(","))):
-        own = task.endswith((".yaml", ".yml"))
-        place = {} if own else {"hub": hub} | ({"path": _local_rows(data, task)} if data else {})
-        for one in filter(None, map(str.strip, form.split(","))):
-            try:
-                found.append(Benchmark.model_validate({("file" if own else "name"): task, "form": one, "shots": shots, **place}))
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise UserError(f"--tasks {task}: {where}: {first['msg'].removeprefix('Value error, ')}".replace(": :", ":")) from None
-    if not found:
-        raise UserError("--tasks names no set; for example: --tasks arc-easy,sciq")
-    return found
+    try:
+        return Benchmark.model_validate(wanted)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        what = wanted.get("name", wanted.get("file"))
+        raise UserError(f"--tasks {what}: {where}: {first['msg'].removeprefix('Value error, ')}".replace(": :", ":")) from None
 
 
 def _local_rows(data: str, name: str) -> str:
@@ -117,6 +156,12 @@ def _local_rows(data: str, name: str) -> str:
     if not found:
         raise UserError(f"--data {data} has neither {name}/ nor {name}.jsonl, {name}.parquet or {name}.arrow")
     return str(found[0])
+
+
+def _local_texts(data: str) -> str | None:
+    """The folder with RULER's own texts, which its tasks share and can do without."""
+    folder = Path(data).expanduser() / "ruler"
+    return str(folder) if folder.is_dir() else None
 
 
 def _evaluate_model(target: str, wanted: list[Any], most: int, out: Path | None, as_json: bool) -> None:

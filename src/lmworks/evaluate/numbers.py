@@ -19,7 +19,7 @@ _STATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _EQUATION = re.compile(r"[-+*/×÷x()$%., 0-9]{0,100}= {0,4}")
-_MINUS = dict.fromkeys(map(ord, "−–‒﹣－"), "-")
+_SIGNS = {**dict.fromkeys(map(ord, "−–‒﹣－"), "-"), ord("⁄"): "/"}
 _MOST_READ = 100_000  # characters at the end of a reply
 _MOST_STATED = 100  # statements at the end of a reply
 _LONGEST_LINE = 400  # characters of a statement
@@ -74,7 +74,7 @@ def _number(match: re.Match[str], stated: bool) -> Stated | None:
 
 
 def _plain(text: str) -> str:
-    """Full-width digits and the signs for minus as ASCII, LaTeX's spaces and escapes removed."""
+    """Full-width digits and the signs for minus and fractions as ASCII, LaTeX's spaces and escapes removed."""
     text = unicodedata.normalize("NFKC", text) if not text.isascii() else text
-    text = text.translate(_MINUS).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "").replace("\\,", "")
+    text = text.translate(_SIGNS).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "").replace("\\,", "")
     return re.sub(r"\\text\s*\{|\\mathrm\s*\{|\\\(|\\\[", "", text)

@@ -42,7 +42,7 @@ def measure(chosen: GenerationSet, answerer: Answerer, count: int | None, shots:
         parts = [by_id[key] for key in values]
         entry = score_of(list(values.values()), chosen.baseline([prompt for prompt, _, _ in parts]))
         entry |= {"set": chosen.name, "form": FORM, "shots": shots, "norm": None, "chosen": False, "reason": "the only form of this set"}
-        entry |= _details(parts, chosen)
+        entry |= _details(parts, chosen) | _by_subject(parts, values)
         outcomes = [_outcome(prompt, of_item, written, values[prompt.id]) for prompt, of_item, written in parts]
         name = score_name(chosen.name, FORM, shots, *([ending] if ending else []))
         found.add(name, entry, outcomes, _notable([part for part in parts if part[0].id not in shown]))
@@ -83,6 +83,15 @@ def _details(parts: _Parts, chosen: GenerationSet) -> dict[str, Any]:
     if chosen.temperature:
         details |= {"samples": len(judged) // len(parts), "temperature": chosen.temperature, "top_p": chosen.top_p}
     return details
+
+
+def _by_subject(parts: _Parts, values: dict[str, float]) -> dict[str, Any]:
+    subjects: dict[str, list[float]] = {}
+    for prompt, _, _ in parts:
+        subjects.setdefault(prompt.subject, []).append(values[prompt.id])
+    if len(subjects) < 2:
+        return {}
+    return {"by_subject": {name: {"correct": sum(of), "n": len(of)} for name, of in sorted(subjects.items())}}
 
 
 def _outcome(prompt: Prompt, judged: Sequence[Judged], written: Sequence[Reply], value: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """RULER's thirteen tasks (Hsieh et al. 2024, arXiv:2404.06654), made by our own code for any length and any tokenizer.
 
 An item of length N has at most N tokens together with its reply, and as many as the task's smallest unit of haystack allows: a word of
-running text, a short sentence of noise, a needle, an entry of a list, a sentence of a document. The same seed gives the same needles and
-answers for every tokenizer; only the amount of haystack differs.
+running text, a short sentence of noise, a needle, an entry of a list, a few coded words, a sentence of a document. The same seed gives the
+same needles and answers for every tokenizer; only the amount of haystack differs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -56,7 +57,6 @@ TASKS: dict[str, Task] = {
     "qa-1": Task(Answering(squad), 32, "any"),
     "qa-2": Task(Answering(two_hops), 32, "any"),
 }
-_LIBRARIES = {"qa-1": squad, "qa-2": two_hops}
 
 
 @dataclass(frozen=True)
@@ -68,47 +68,53 @@ class Hidden:
 
 
 class Ruler(GenerationSet):
-    """One task at some lengths, each of which is a score. `folder` holds RULER's own texts; without it others take their place."""
+    """One task, or all thirteen as one set whose subjects they are. Each length is a score; over several tasks it is their mean, since each
+    has the same number of items.
 
-    def __init__(self, task: str, lengths: Sequence[int] = (), folder: str | None = None) -> None:
-        self.name, self.task, self.key, self.lengths, self.folder = f"ruler-{task}", TASKS[task], task, tuple(lengths), folder
+    `folder` holds RULER's own texts; without it others take their place.
+    """
+
+    def __init__(self, task: str | None = None, lengths: Sequence[int] = (), folder: str | None = None) -> None:
+        self.name, self.tasks = (f"ruler-{task}", (task,)) if task else ("ruler", tuple(TASKS))
+        self.lengths, self.folder = tuple(lengths), folder
 
     def prompts(self, count: int | None, shots: int, lengths: Lengths) -> list[Prompt]:
+        """`count` items of each task and length."""
         wanted = self.lengths or (min(DEFAULT_LENGTH, lengths.context or DEFAULT_LENGTH),)
         if lengths.context and max(wanted) > lengths.context:
             raise Unavailable(
                 f"{self.name}: {max(wanted):,} tokens are more than the model's context of {lengths.context:,}; "
                 f"set `lengths` to at most {lengths.context:,}"
             )
-        return [self.prompt(length, number, lengths) for length in wanted for number in range(count or ITEMS)]
+        numbers = range(count or ITEMS)
+        return [self.prompt(task, length, number, lengths) for length in wanted for task in self.tasks for number in numbers]
 
-    def prompt(self, length: int, number: int, lengths: Lengths) -> Prompt:
-        """Item `number` of a length, as long as possible. Raises `Unavailable` if the length does not hold the smallest one."""
-        drafts = self.task.make(Random(f"{_SEED}/{self.key}/{length}/{number}"), length, self.folder)
-        limit = length - self.task.max_new_tokens
+    def prompt(self, task: str, length: int, number: int, lengths: Lengths) -> Prompt:
+        """Item `number` of a task and length, as long as possible. Raises `Unavailable` if the length does not hold the smallest one."""
+        drafts = TASKS[task].make(Random(f"{_SEED}/{task}/{length}/{number}"), length, self.folder)
+        limit = length - TASKS[task].max_new_tokens
         for draft in drafts:
-            size = largest(self._measure(draft, length, number, lengths), limit, draft.least, draft.most)
+            make = partial(self._prompt, task, draft, length, number)
+            size = largest(lambda size, make=make: lengths.length(make(size)), limit, draft.least, draft.most)  # type: ignore[misc]
             if size is not None:
-                return self._prompt(draft, size, length, number)
-        least = lengths.length(self._prompt(drafts[-1], drafts[-1].least, length, number)) + self.task.max_new_tokens
+                return make(size)
+        least = lengths.length(self._prompt(task, drafts[-1], length, number, drafts[-1].least)) + TASKS[task].max_new_tokens
         raise Unavailable(
-            f"{self.name}: {length:,} tokens do not hold item {number}, which has {least:,} with its reply; set `lengths` to larger ones"
+            f"ruler-{task}: {length:,} tokens do not hold item {number}, which has {least:,} with its reply; set `lengths` to larger ones"
         )
 
-    def _measure(self, draft: Draft, length: int, number: int, lengths: Lengths) -> Callable[[int], int]:
-        return lambda size: lengths.length(self._prompt(draft, size, length, number))
-
-    def _prompt(self, draft: Draft, size: int, length: int, number: int) -> Prompt:
+    def _prompt(self, task: str, draft: Draft, length: int, number: int, size: int) -> Prompt:
         text = draft.render(size)
+        key = f"{length}/{number}" if len(self.tasks) == 1 else f"{length}/{task}/{number}"
         return Prompt(
-            self.name, f"{length}/{number}", text + draft.prefix, ask(text), Hidden(draft.answers, length), self.task.max_new_tokens,
-            prefix=draft.prefix.strip(), answer=", ".join(draft.answers),
+            self.name, key, text + draft.prefix, ask(text), Hidden(draft.answers, length), TASKS[task].max_new_tokens,
+            prefix=draft.prefix.strip(), subject=task, answer=", ".join(draft.answers),
         )  # fmt: skip
 
     def judge(self, prompt: Prompt, replies: Sequence[Reply]) -> list[Judged]:
         """As RULER does: answers are looked for in the reply without regard to case. Reaching the limit of tokens is no failure of its own:
         RULER's limits are small, and models go on after the answer."""
-        return [match(reply.text, prompt.reference.answers, self.task.match) for reply in replies]
+        return [match(reply.text, prompt.reference.answers, TASKS[prompt.subject].match) for reply in replies]
 
     def values(self, judged: Sequence[tuple[Prompt, list[Judged]]]) -> dict[str, dict[str, float]]:
         by_length: dict[str, dict[str, float]] = defaultdict(dict)
@@ -119,9 +125,10 @@ class Ruler(GenerationSet):
     def questions(self) -> Iterator[Question]:
         """The questions of qa-1 and qa-2 come from published sets. The other tasks have nothing to protect: their items are drawn at random
         when they are asked."""
-        if library := _LIBRARIES.get(self.key):
-            for one in library(self.folder).questions:
-                yield Question(f"{self.name}/{one.id}", one.question, one.answers[0])
+        for task, library in (("qa-1", squad), ("qa-2", two_hops)):
+            if task in self.tasks:
+                for one in library(self.folder).questions:
+                    yield Question(f"{self.name}/{task}/{one.id}", one.question, one.answers[0])
 
 
 def match(reply: str, answers: Sequence[str], how: Literal["all", "any"]) -> Judged:
@@ -134,14 +141,18 @@ def match(reply: str, answers: Sequence[str], how: Literal["all", "any"]) -> Jud
     return replace(Judged.right(", ".join(found)) if mark == 1 else Judged.failed("wrong", ", ".join(found) or None), mark=mark)
 
 
-def _declared(task: str, about: str, options: frozenset[str]) -> Declared:
-    return Declared(f"ruler-{task}", about, lambda one: Ruler(task, one.lengths, one.path), TASKS[task].max_new_tokens, options)
-
-
 _ABOUT = {"niah": "find values by their keys in a haystack", "vt": "follow a chain of assignments", "cwe": "find the ten most common words",
           "fwe": "find the three most frequent coded words", "qa": "answer a question from documents"}
 _READ = ("niah-single-2", "niah-single-3", "niah-multikey-1", "niah-multivalue", "niah-multiquery", "qa-1", "qa-2")  # texts of a folder
 
-SETS = tuple(
-    _declared(task, _ABOUT[task.split("-")[0]], frozenset({"lengths", "path"} if task in _READ else {"lengths"})) for task in TASKS
+
+def _declared(task: str | None, about: str, reply_tokens: int) -> Declared:
+    options = {"lengths", "path"} if task is None or task in _READ else {"lengths"}
+    name = f"ruler-{task}" if task else "ruler"
+    return Declared(name, about, lambda one: Ruler(task, one.lengths, one.path), reply_tokens, frozenset(options))
+
+
+SETS = (
+    _declared(None, "all thirteen tasks", sum(task.max_new_tokens for task in TASKS.values())),
+    *(_declared(name, _ABOUT[name.split("-")[0]], task.max_new_tokens) for name, task in TASKS.items()),
 )

