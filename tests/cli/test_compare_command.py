@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from command import Lmworks
-from evaluate.saved_run import save_run
 
 from lmworks import jsonl
 from lmworks.evaluate.compare import sources
+from saved_run import save_run
 from tiny_run import Tiny
 
 SCORE = "arc-easy/cloze/0-shot"

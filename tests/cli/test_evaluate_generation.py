@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from command import Lmworks
-from evaluate.saved_run import save_run
 
-from evaluate.generation_models import GSM8K, HUMANEVAL, write_rows
+from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.evaluate.generation.ruler import texts
 from lmworks.untrusted.sandbox import run_python
+from saved_run import save_run
 from tiny_run import Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

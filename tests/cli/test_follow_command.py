@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from command import Lmworks
-from evaluate.saved_run import save_run
 from test_compare_command import rows
 
 from lmworks import jsonl
 from lmworks.doctor.page import write_page
 from lmworks.watch.ledger import Ledger
+from saved_run import save_run
 from tiny_run import Tiny
 
 

@@ -90,7 +90,9 @@ def test_options_reach_the_tasks(lmworks: Lmworks, run: Path, tmp_path: Path) ->
 
 def test_wrong_arguments_are_one_line(lmworks: Lmworks, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "belong to --harness" in lmworks("evaluate", run, "--tasks", "piqa", "--include-path", tmp_path).error
-    assert "in their own form; leave --tasks and --form out" in lmworks("evaluate", run, "--harness", "piqa", "--tasks", "piqa").error
+    for extra in ("--tasks", "--form", "--samples"):
+        error = lmworks("evaluate", run, "--harness", "piqa", extra, "2" if extra == "--samples" else "piqa").error
+        assert f"in their own form; leave {extra} out" in error
     assert "--set changes a recipe" in lmworks("evaluate", run, "--harness", "piqa", "--set", "a=b").error
     assert "--form free: lm-evaluation-harness scores" in lmworks("export-harness", tmp_path, "--tasks", "piqa", "--form", "free").error
     assert "ruler" in (error := lmworks("export-harness", tmp_path, "--tasks", "ruler-niah-single-1").error) and "judges replies" in error

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from command import Lmworks
 
-from evaluate.generation_models import GSM8K, HUMANEVAL, write_rows
+from generation_models import GSM8K, HUMANEVAL, write_rows
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.documents import corpus_files
 from lmworks.evaluate.generation import reasoning

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from command import Lmworks
-from evaluate.saved_run import save_run
 
+from saved_run import save_run
 from tiny_run import Tiny
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from tests.evaluate.conftest import ByteTokenizer
-from tests.evaluate.generation_models import Scripted
 
+from generation_models import Scripted
 from lmworks.evaluate.generation.interface import Prompt, ask
 from lmworks.evaluate.replies import Answerer
 from lmworks.model import generate

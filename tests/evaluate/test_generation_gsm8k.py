@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tests.evaluate.conftest import ByteTokenizer
-from tests.evaluate.generation_models import GSM8K, Scripted, write_rows
 
+from generation_models import GSM8K, Scripted, write_rows
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.found import Found

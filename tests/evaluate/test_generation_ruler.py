@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 from tests.evaluate.conftest import ByteTokenizer
-from tests.evaluate.generation_models import Scripted
 
+from generation_models import Scripted
 from lmworks.corpus.readers.items import Unavailable
 from lmworks.errors import UserError
 from lmworks.evaluate.found import Found

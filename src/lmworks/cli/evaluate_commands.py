@@ -97,12 +97,13 @@ def register(app: typer.Typer, run_stages: RunStages) -> None:
         by = "--tasks" if harness is None else "--harness"
         if given:
             raise UserError(f"{given[0]} changes a recipe, and with {by} {target} is a model; leave one of them out")
-        folder = Path(out) if out else None
         sampling = {"samples": samples, "temperature": temperature, "lengths": _numbers(lengths)}
         generated = {name: value for name, value in sampling.items() if value is not None}
+        folder = Path(out) if out else None
         if harness is not None:
             if tasks is not None or form != "auto" or generated:
-                raise UserError("--harness runs tasks of lm-evaluation-harness, in their own form; leave --tasks and --form out")
+                odd = "--tasks" if tasks is not None else "--form" if form != "auto" else f"--{min(generated)}"
+                raise UserError(f"--harness runs tasks of lm-evaluation-harness, in their own form; leave {odd} out")
             options = harness_options(harness, include_path, trust_task_code, apply_chat_template, shots, items, data, hub)
             harness_commands.evaluate(target, options, folder, as_json)
         elif tasks is not None:
