@@ -112,7 +112,7 @@ class Phase(Node):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="name of the phase; the data order depends on it")
     # The tokenizer's sample depends on the budgets too, but a longer run is no reason to retrain the tokenizer before the first step.
-    tokens: Annotated[Tokens, read_by("pretrain", "export")] = Field(description="token budget")
+    tokens: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="token budget")
     mixture: Annotated[dict[str, float], read_by("tokenizer", "pretrain")] = Field(description="weight of each source; weights sum to one")
     mixture_changes: list[MixtureChange] = Field(default_factory=list, description="changes of the mixture within the phase")
     sequence_length: Annotated[Tokens, read_by("pretrain", "evaluate", "export")] = Field(description="tokens per sequence")
@@ -163,7 +163,7 @@ class Train(Node):
     }  # fmt: skip
     effect: ClassVar = read_by("pretrain")
 
-    init_from: Annotated[str | None, read_by("pretrain", "export", frozen=True)] = Field(
+    init_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
         None,
         description="initial weights instead of random ones: a Hugging Face folder, a run, or one of its checkpoints, relative to the "
         "working directory; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
