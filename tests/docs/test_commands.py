@@ -39,8 +39,6 @@ LISTED = {
     "make fuzz": "an hour of hostile input",
     ".venv/bin/python -m": "the test suite, or a generator of a page that its own test compares",
     "pip install": "changes the environment",
-    "lmworks ladder": "needs six finished runs; tests/cli/test_ladder_commands.py makes them",
-    "lmworks pretrain mine.yaml --set run_dir=runs/large": "belongs to the ladder",
     "lmworks evaluate --follow": "reads the sets of the recipe; tests/cli/test_follow_command.py runs it",
     "lmworks evaluate runs/quickstart --tasks arc-easy": "downloads the sets; tests/evaluate reads them, and tests/cli runs the command",
     "lmworks evaluate runs/quickstart --harness arc_easy": "downloads the sets; tests/evaluate and tests/cli run such tasks",

@@ -40,4 +40,4 @@ def test_layouts_do_not_matter(ranks: RankPool, layout: dict[str, Any], kind: st
 
 def test_a_pipeline_is_refused() -> None:
     model = Model.model_validate(MODELS["aux"])
-    assert [one for one in pipeline_stage_problems(model, Layout(pp=2), Train()) if "choose bias, or pp=1" in one]
+    assert [one for one in pipeline_stage_problems(model, Layout(pp=2), Train()) if "set bias, or pp=1" in one]

@@ -145,8 +145,8 @@ def _refusals() -> list[str]:
     moe = MODELS["moe"]["moe"]
     for run in (
         lambda: context.split(torch.zeros(1, 22), torch.zeros(1, 22), torch.tensor([0, 22]), mesh),
-        lambda: context.share(Transformer(Model.model_validate(MODELS["dense"] | {"attention_dropout": 0.1})), mesh),
-        lambda: context.share(
+        lambda: context.shard_context(Transformer(Model.model_validate(MODELS["dense"] | {"attention_dropout": 0.1})), mesh),
+        lambda: context.shard_context(
             Transformer(Model.model_validate(MODELS["moe"] | {"moe": moe | {"balance": {"method": "sinkhorn"}}})), mesh
         ),
     ):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lmworks import files
 from lmworks.corpus.contamination import Question
 from lmworks.evaluate import bits_per_byte, protection, references
-from lmworks.evaluate.compare.comparison import compare
+from lmworks.evaluate.compare.comparison import NothingInCommon, compare
 from lmworks.evaluate.compare.results import read_results
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.forms.measuring import measure
@@ -172,7 +172,10 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
 
 def _compare(out_dir: Path) -> dict[str, Any]:
     """Tuned minus base for every score, over the items that both answered."""
-    document = compare([read_results(out_dir, name, name) for name in ("base", "tuned")], examples=0)
+    try:
+        document = compare([read_results(out_dir, name, name) for name in ("base", "tuned")], examples=0)
+    except NothingInCommon:  # an evaluation without benchmarks, on few held-out documents
+        return {}
     return {row["score"]: {key: row[key] for key in _COMPARED} for row in document["comparisons"][0]["scores"]}
 
 

@@ -25,10 +25,14 @@ _MOST_SUBJECTS = 10
 _FEWEST_DOCUMENTS = 6  # of fewer, no sign-flip test can show anything at 5%
 
 
+class NothingInCommon(UserError):
+    """Two models have no score and no held-out text in common."""
+
+
 def compare(models: Sequence[Results], examples: int = 3) -> dict[str, Any]:
     """Compare each model with the first. All tests of the document are corrected together.
 
-    Raises `UserError` if a model has nothing in common with the first.
+    Raises `NothingInCommon` if a model has nothing in common with the first.
     """
     parts = [_Pairing(models[0], other) for other in models[1:]]
     fixed = iter(corrected([difference for part in parts for difference in part.differences.values()]))
@@ -67,7 +71,7 @@ class _Pairing:
             self.differences["pooled", ""] = pooled
         self._compare_documents()
         if not self.differences:
-            raise UserError(
+            raise NothingInCommon(
                 f"{a.name} and {b.name} have no score and no held-out text in common ({_first(self.not_comparable)}); "
                 "evaluate both alike, as with: lmworks evaluate MODEL --tasks arc-easy --form cloze"
             )
