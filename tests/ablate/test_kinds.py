@@ -154,14 +154,17 @@ def test_the_critical_batch_beside_the_gradient_noise_scale(trained: Tiny, make:
         measures=["validation/loss", "evaluation/bits_per_byte"],
     )  # fmt: skip
     (experiment.out / "arms").mkdir(parents=True)
-    known = {"seconds": 1.0, "tokens_per_second": 1.0, "threads": 1}
+    known = {"seconds": 1.0, "flops": 1e9, "tokens_per_second": 1.0, "threads": 1}
     (experiment.out / SPEED).write_text(json.dumps(dict.fromkeys(experiment.arms, known)))  # nothing is calibrated
     document, out = run_ablation(str(experiment.path), Options(jobs=2), lambda event: None, lambda line: None)
     runs = {arm: out / "arms" / arm / "seed-1" for arm in experiment.arms}
     for run in runs.values():
         events = read_ledger(run / "ledger.jsonl")
         assert [(e["event"], e["step"]) for e in events if e["event"] == "resume"] == [("resume", 8)], "with its optimizer state"
-        assert not any(e["event"] == "stage_began" and e["name"] in ("corpus", "shards") for e in events)
+        assert [e["name"] for e in events if e["event"] == "stage_began"] == ["evaluate"]
+    (data,) = (out / "data").glob("*/ledger.jsonl")
+    made = [e["name"] for e in read_ledger(data) if e["event"] == "stage_began"]
+    assert made == ["tokenizer"], "corpus and shards are those of the run that is continued"
     assert read(runs["batch-times-1"])[-1]["step"] == 12 and read(runs["batch-times-4"])[-1]["step"] == 9
     rates = {arm: read(run)[-1]["optim/learning_rate"] for arm, run in runs.items()}
     assert rates["batch-times-4"] == pytest.approx(2 * rates["batch-times-1"])

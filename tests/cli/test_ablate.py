@@ -36,29 +36,45 @@ def write(tiny: Tiny, folder: Path, **keys: Any) -> Path:
     return path
 
 
-def kill_after_a_save(file: Path, run: Path) -> None:
-    """Start the first run of an ablation alone (`--index 0/4`), and kill the command once that run has saved."""
+def end_after_a_save(file: Path, run: Path, number: signal.Signals) -> tuple[int, str]:
+    """Start the first run of an ablation alone (`--index 0/4`), and send a signal to the command once that run has saved something new.
+    Returns its exit code, and what it wrote to stderr."""
+    before = listing.directories(run / "checkpoints")
     command = [sys.executable, "-m", "lmworks.cli.main", "ablate", str(file), "--index", "0/4"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8") as process:
         until = time.monotonic() + PATIENCE
-        while not listing.directories(run / "checkpoints"):
+        while listing.directories(run / "checkpoints")[-1:] == before[-1:]:
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, number)
+        assert process.stderr
+        return process.wait(PATIENCE), process.stderr.read()
 
 
-def test_a_killed_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     file, out = write(tiny, tmp_path), tmp_path / "out"
     first = out / "arms" / "muon" / "seed-1"
-    kill_after_a_save(file, first)
+    end_after_a_save(file, first, signal.SIGKILL)
     assert [path.name for path in (out / "arms").glob("*/seed-*")] == ["seed-1"], "one run of four"
     assert not (out / "ablation.json").exists()
+    code, said = end_after_a_save(file, first, signal.SIGINT)
+    assert code == 130 and f"stopped, and every run has saved; go on with: lmworks ablate {file}" in said
+    saved = listing.directories(first / "checkpoints")[-1]
 
-    done = lmworks("ablate", file, "--jobs", "2", "--markdown")
+    broken = out / "arms" / "adamw" / "seed-2" / "checkpoints"
+    broken.parent.mkdir(parents=True)
+    broken.touch()
+    failed = lmworks("ablate", file, "--jobs", "2")
+    assert f"1 of 4 runs failed, first adamw, seed 2: {broken} is not a directory" in failed.error
+    assert "4 runs" in failed.err and "FLOPs" in failed.err and "about" in failed.err, "the cost is stated before"
+    assert (out / "ablation.json").exists(), "with what has finished"
+    broken.unlink()
+    done = lmworks("ablate", file, "--markdown")
     assert done.code == 0, done.err
-    assert "4 runs" in done.err and "FLOPs" in done.err and "about" in done.err, "the cost is stated before"
-    events = [event["event"] for event in read_ledger(first / "ledger.jsonl")]
-    assert "resume" in events and events.count("start") == 1, "the killed run has saved, and goes on from there"
+    events = read_ledger(first / "ledger.jsonl")
+    assert [event["event"] for event in events].count("start") == 1
+    steps = [event["step"] for event in events if event["event"] == "resume"]
+    assert len(steps) == 2 and 0 < steps[0] < steps[1] == listing.step_of(saved), "killed and stopped, it went on from what was saved"
 
     runs = sorted((out / "arms").glob("*/seed-*"))
     assert [f"{run.parent.name}/{run.name}" for run in runs] == ["adamw/seed-1", "adamw/seed-2", "muon/seed-1", "muon/seed-2"]
@@ -110,7 +126,7 @@ def test_a_killed_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: T
         ({"arms": {"one": [], "two": ["seed 3"]}}, "arm two: --set 'seed 3' is not of the form a.b=c"),
         ({"arms": {"one": [], "two": ["train.seed=3"]}}, "arm two: sets train.seed or run_dir"),
         ({"arms": {"one": []}}, "needs two arms or more"),
-        ({"arms": {"one": [], "a/b": ["optimizer.kind=adamw"]}}, "'a/b' cannot be the name of an arm"),
+        ({"arms": {"one": [], "a/b": ["optimizer.kind=adamw"]}}, "arm a/b: cannot be the name of an arm"),
         ({"seeds": [1, 2, 1]}, "pair.yaml:5: seeds: lists 1 twice"),
         ({"seeds": 0}, "seeds: must be from 1 to 1000"),
         ({"sedes": 2}, "the top has no key 'sedes'; did you mean 'seeds'?"),

@@ -72,7 +72,8 @@ def calibrate(experiment: Experiment, arms: Sequence[Arm], threads: int) -> None
         speed = measure(recipe, batches, _PATIENCE, lambda length: flops_per_token(model, length).total)  # noqa: B023
         seconds = predict_seconds(recipe, speed, fixed_work(recipe, experiment.data_dir(arm)))["pretrain"]
         seconds *= flops_of(arm, experiment.started_at) / flops_of(arm)
-        known[arm.name] = {"seconds": seconds, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
+        flops = flops_of(arm, experiment.started_at)
+        known[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
         write_json(experiment.out / FILE, known)
 
 
@@ -103,16 +104,13 @@ def training_seconds(run: Run) -> float:
 def cost(experiment: Experiment, seconds: Mapping[Path, float], jobs: int) -> Cost:
     """The cost, given the training seconds of the finished runs by directory.
 
-    A run is predicted from the finished runs of its arm, else from the calibration of its arm, else from that of the baseline in the ratio
+    A run is predicted from the finished runs of its arm, else from the calibration of its arm, else from that of the baseline, in the ratio
     of the operations.
     """
     started_at, known = experiment.started_at, _known(experiment.out)
     flops = {arm.name: flops_of(arm, started_at) for arm in experiment.arms.values()}
-    base = experiment.baseline.name
-    calibrated = {
-        name: known[name]["seconds"] if name in known else known[base]["seconds"] * flops[name] / flops[base]
-        for name in experiment.arms if name in known or base in known
-    }  # fmt: skip
+    measured = {name: known.get(name, known.get(experiment.baseline.name)) for name in experiment.arms}
+    calibrated = {name: one["seconds"] * flops[name] / one["flops"] for name, one in measured.items() if one is not None}
     finished: dict[str, list[float]] = {}
     for run in experiment.runs:
         if run.directory in seconds:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lmworks.ablate.kinds.base import Ablation, Branch, Expansion, meant
+from lmworks.ablate.kinds.base import NAME, Ablation, Branch, Expansion, meant
 from lmworks.ablate.kinds.registry import kinds
 from lmworks.ablate.measures import Measure
 from lmworks.ablate.measures import resolve as resolve_measures
@@ -155,6 +156,8 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     base = load_recipe(ablation.recipe, [*_DEFAULTS, *ablation.set]).recipe
     try:
         expansion = ablation.expand(base)
+        if expansion.fixed_tokens and ablation.equal == "time":
+            raise UserError(f"equal: time does not apply to kind {ablation.kind}, whose arms train on equal tokens; leave equal out")
     except UserError as error:
         raise UserError(f"{found}: {error}") from None
     arms = dict(_resolve_arms(ablation, expansion, speeds or {}))
@@ -188,6 +191,10 @@ def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str,
     for name, own in expansion.arms.items():
         overrides = [*_DEFAULTS, *ablation.set, *own, *_ALWAYS]
         try:
+            if not re.fullmatch(NAME, name):
+                raise UserError(
+                    "cannot be the name of an arm, which is that of its directory: use letters, digits, dots, dashes and underscores"
+                )
             if any(one.partition("=")[0].strip() in ("train.seed", "run_dir") for one in own):
                 raise UserError("sets train.seed or run_dir, which the ablation sets for each run; use seeds and out instead")
             resolved = load_recipe(ablation.recipe, overrides)

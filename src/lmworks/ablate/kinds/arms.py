@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from lmworks.ablate.kinds.base import NAME, Ablation, Expansion, meant
+from lmworks.ablate.kinds.base import Ablation, Expansion, meant
 from lmworks.errors import UserError
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -23,10 +22,7 @@ class Arms(Ablation):
 
     @field_validator("arms")
     @classmethod
-    def _named(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
-        for name in value:
-            if not re.fullmatch(NAME, name):
-                raise ValueError(f"{name!r} cannot be the name of an arm: use letters, digits, dots, dashes and underscores")
+    def _several(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
         if len(value) < 2:
             raise ValueError("needs two arms or more, one of them the baseline; an empty list of overrides is the recipe itself")
         return value
