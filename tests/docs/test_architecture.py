@@ -183,3 +183,8 @@ def test_no_program_is_read_in_the_encoding_of_the_locale(folder: str) -> None:
         and ast.unparse(node.func).startswith("subprocess.") and "encoding" not in given
     ]  # fmt: skip
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_registry_of_benchmark_sets_can_be_imported_first() -> None:
+    """It imports the modules of its folder by name, which the test of import circles does not see."""
+    subprocess.run([sys.executable, "-c", "import lmworks.evaluate.sets.registry"], check=True)

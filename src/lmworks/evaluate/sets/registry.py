@@ -15,9 +15,11 @@ from lmworks.evaluate.generation.declared import GENERATED_ONLY, Declared, given
 from lmworks.evaluate.sets.choice_set import ChoiceSet
 from lmworks.recipe.schema.evaluate import Benchmark
 
+_READERS = ("registry", "loading")  # modules of the package that hold no set and read this registry
+
 
 def _found(package: ModuleType) -> dict[str, Any]:
-    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__) if module.name != "registry"]
+    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__) if module.name not in _READERS]
     found = [one for module in map(import_module, names) for one in getattr(module, "SETS", ())]
     return {one.name: one for one in sorted(found, key=lambda one: str(one.name))}
 
