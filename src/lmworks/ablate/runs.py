@@ -72,7 +72,7 @@ def command(experiment: Experiment, run: Run, threads: int | None = None) -> lis
     options = [f"train.seed={run.seed}", f"run_dir={run.directory}", *([f"threads={threads}"] if threads else [])]
     words = [word for option in options for word in ("--set", option)]
     words += [word for key in ("threads", *(["shards"] if experiment.branch else [])) for word in ("--allow", key)]
-    place, stage = str(experiment.directory(run.arm)), last_stage(experiment)
+    place, stage = str(experiment.directory(run.arm) / "resolved.json"), last_stage(experiment)
     if world_size(run.arm.recipe.layout) > 1:
         return ["launch", "local", place, "--to", stage, *words]
     return [stage, place, *words]
