@@ -171,7 +171,7 @@ def test_repeats_and_texts_of_both_kinds_are_left_out(prose: list[str]) -> None:
     learned = sum(report["learnt_from"].values())
     assert learned / 595 == pytest.approx(0.6, abs=0.08)
     assert learned + report["calibrated_on"] + report["held_out"]["documents"] == 300 + 295
-    with pytest.raises(UserError, match="only 49 different bad texts; 50 of each kind are needed"):
+    with pytest.raises(UserError, match="there are only 49 different bad texts; give at least 50 of each kind"):
         train(good, bad[:49])
 
 

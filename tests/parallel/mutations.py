@@ -157,7 +157,7 @@ def _experts_are_on_the_next_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def _auxiliary_loss_of_the_first_stage_has_no_gradient(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipeline._Beside, "apply", lambda x, loss: x.clone())
+    patch.setattr(pipeline._WithAuxiliaryLoss, "apply", lambda x, loss: x.clone())
 
 
 def _copies_of_the_embedding_are_not_summed(patch: pytest.MonkeyPatch) -> None:

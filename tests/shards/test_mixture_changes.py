@@ -124,7 +124,8 @@ def test_planned_changes_divide_the_text_by_the_whole_plan() -> None:
 def test_a_change_outside_its_phase_or_out_of_order_is_refused() -> None:
     base = recipe_of([("one", 100, 16, {"a": 1.0})])
     for changes in ([("0 steps", {"b": 1.0})], [("100 steps", {"b": 1.0})], [("30 steps", {"b": 1.0}), ("20 steps", {"a": 1.0})]):
-        with pytest.raises(UserError, match=r"phase one: the mixture change at .* falls on step \d+ of the phase's 100; changes stand in"):
+        message = r"phase one: the mixture change at .* falls on step \d+ of the phase's 100; changes must be in order"
+        with pytest.raises(UserError, match=message):
             Order(planned(base, *changes), DATA)
     with pytest.raises(UserError, match=r"step 5: the mixture names source z, which has no tokens; available: a, b, c"):
         Order(base, DATA, [MixtureOverride(5, {"z": 1.0})])
