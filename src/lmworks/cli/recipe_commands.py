@@ -101,11 +101,12 @@ def plan(
     if note:  # there is a time, and no run has turned it into tokens yet
         tokens = float(Tokens.parse(served)) if served else 0.0
         assert resolved.recipe.time is not None
-        resolved, _, budget = fit_time(
-            resolved, where, float(resolved.recipe.time), mfu or where.mfu, choose_size=choose, served_tokens=tokens, law=law,
-            one_machine=calibrated,
+        resolved, made, budget = fit_time(
+            resolved, where, float(resolved.recipe.time), choose_size=choose, served_tokens=tokens, law=law,
+            measured_mfu=mfu, measured_source=source, one_machine=calibrated,
         )  # fmt: skip
-    made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source, one_machine=calibrated)
+    else:
+        made = make_plan(resolved.recipe, resolved.fingerprint, where, measured_mfu=mfu, measured_source=source, one_machine=calibrated)
     if as_json:
         print_json(plain(made) | ({"budget": as_plain(budget)} if budget else {}))
     else:

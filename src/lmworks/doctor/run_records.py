@@ -51,6 +51,12 @@ class Training:
     tokens_per_second: float = 0.0  # recent wall-clock speed, including saves and validation
     done: bool = False
 
+    def measured(self) -> dict[str, float]:
+        """What a prediction is compared with, as far as it is known: the time only of finished training."""
+        speed, memory = self.series.get("perf/tokens_per_second"), self.series.get("perf/memory")
+        found = {"perf/tokens_per_second": speed and speed.median(), "perf/memory": memory and memory.high[1]}
+        return {name: value for name, value in found.items() if value} | ({"seconds": self.seconds} if self.done else {})
+
     def last(self, name: str) -> float | None:
         return self.series[name].last[1] if name in self.series else None
 

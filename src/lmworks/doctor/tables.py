@@ -53,12 +53,8 @@ _PREDICTED: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def predictions(run: Run) -> Json:
     """What was predicted before the first step, beside what has been measured so far."""
-    part, figures = run.pretrain, as_dict(run.pretrain.prediction.get("figures"))
-    measured = {name: part.series[name].median() for name in ("perf/tokens_per_second",) if name in part.series}
-    if "perf/memory" in part.series:
-        measured["perf/memory"] = part.series["perf/memory"].high[1]
-    if part.done:
-        measured["seconds"] = part.seconds
+    part, measured = run.pretrain, run.pretrain.measured()
+    figures = as_dict(part.prediction.get("figures"))
     scored = next((as_dict(event.get("figures")) for event in reversed(run.events) if event.get("event") == "prediction_error"), {})
     if isinstance(checkpoint := as_dict(scored.get("checkpoint_bytes")).get("measured"), int | float):
         measured["checkpoint_bytes"] = float(checkpoint)

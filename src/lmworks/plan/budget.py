@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lmworks.errors import UserError
@@ -85,7 +86,6 @@ class TimeBudget:
     candidates: tuple[Candidate, ...]
     chosen: str
     loss_unit: str = ""
-    loss_source: str = ""
 
 
 def seconds_for_money(dollars: float, cluster: Cluster) -> float:
@@ -96,15 +96,20 @@ def seconds_for_money(dollars: float, cluster: Cluster) -> float:
 
 
 def fit_time(
-    resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, *, choose_size: bool, served_tokens: float = 0.0,
-    law: LossLaw | None = None, one_machine: bool = False,
+    resolved: Resolved, cluster: Cluster, seconds: float, *, choose_size: bool, served_tokens: float = 0.0, law: LossLaw | None = None,
+    measured_mfu: float | None = None, measured_source: str = "measured here", one_machine: bool = False,
 ) -> tuple[Resolved, Plan, TimeBudget]:
-    """The recipe with the size and token budgets whose pretraining takes `seconds` on the cluster at this MFU, and its plan.
+    """The recipe with the size and token budgets whose pretraining takes `seconds` on the cluster, and its plan.
+
+    The last three arguments are those of `make_plan`.
 
     With `choose_size`, the size for which the time is optimal (`Tradeoff`); otherwise the recipe's own. Raises `UserError` if no size fits
     into the memory.
     """
-    fitter = _Fitter(resolved, cluster, seconds, mfu, one_machine)
+    planner = partial(
+        make_plan, cluster=cluster, measured_mfu=measured_mfu, measured_source=measured_source, one_machine=one_machine
+    )
+    fitter = _Fitter(resolved, cluster, seconds, cluster.mfu if measured_mfu is None else measured_mfu, planner)
     ratio = TOKENS_PER_PARAMETER if law is None else None
     tradeoff = Tradeoff(law or CHINCHILLA, ratio, served_tokens)
     if choose_size:
@@ -118,15 +123,15 @@ def fit_time(
     candidates = [_candidate(size_text(one), fitter.at(one), law) for one in sizes if one != size]
     own = _candidate(chosen, found.recipe, law)
     candidates = sorted([*candidates, own], key=lambda one: one.active)
-    source = "" if law is None else law.source
-    return found, plan, TimeBudget(seconds, why, tuple(candidates), chosen, "" if law is None else law.unit, source)
+    return found, plan, TimeBudget(seconds, why, tuple(candidates), chosen, "" if law is None else law.unit)
 
 
 class _Fitter:
     """Scales the budgets of one recipe, at any size, to one time."""
 
-    def __init__(self, resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, one_machine: bool) -> None:
-        self._resolved, self._cluster, self._seconds, self._mfu, self._one_machine = resolved, cluster, seconds, mfu, one_machine
+    def __init__(self, resolved: Resolved, cluster: Cluster, seconds: float, mfu: float, planner: Callable[..., Plan]) -> None:
+        self._resolved, self._cluster, self._seconds, self._mfu, self._plan = resolved, cluster, seconds, mfu, planner
+        self._fitted: dict[int, tuple[Resolved, Plan]] = {}
 
     def _training_seconds(self, recipe: Recipe) -> float:
         """Seconds of the operations of all phases; what comes besides depends on the layout, and the plan knows it."""
@@ -172,19 +177,24 @@ class _Fitter:
         return True
 
     def fit(self, size: int) -> tuple[Resolved, Plan]:
-        """The recipe at `size` whose whole plan takes the time, with that plan."""
+        """The recipe at `size` whose whole plan takes the time, with that plan. The layout search makes a plan slow, so it is kept."""
+        if size not in self._fitted:
+            self._fitted[size] = self._fit(size)
+        return self._fitted[size]
+
+    def _fit(self, size: int) -> tuple[Resolved, Plan]:
         resized, left = self._resized(size), self._seconds
         for _ in range(4):  # what comes besides training depends on the layout, and that on the budget: a few rounds settle it
             recipe = self._scaled(resized.recipe, left)
-            found = resized.settled(_numbers(resized, recipe, size, self._seconds))
-            plan = make_plan(found.recipe, found.fingerprint, self._cluster, measured_mfu=self._mfu, one_machine=self._one_machine)
+            found = resized.settled(_numbers(recipe, size, self._seconds))
+            plan = self._plan(found.recipe, found.fingerprint)
             if plan.seconds <= self._seconds:
                 return found, plan
             left *= self._seconds / plan.seconds * 0.999
         return found, plan
 
 
-def _numbers(resized: Resolved, scaled: Recipe, size: int, seconds: float) -> Numbers:
+def _numbers(scaled: Recipe, size: int, seconds: float) -> Numbers:
     why = f"fills {days(seconds)} on this cluster"
     numbers: Numbers = {("size",): (size_text(size), "the size that the time allows")} if size else {}
     for index, phase in enumerate(scaled.train.phases):
@@ -212,4 +222,4 @@ def _short(value: float) -> str:
 def as_plain(budget: TimeBudget) -> dict[str, Any]:
     """The budget as plain values, for --json."""
     candidates = [vars(one) | {"tokens_per_parameter": one.tokens_per_parameter} for one in budget.candidates]
-    return vars(replace(budget)) | {"candidates": candidates}
+    return vars(budget) | {"candidates": candidates}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lmworks.checkpoint.listing import newest_good
+from lmworks.checkpoint.listing import directories
 from lmworks.doctor.read_run import read_run
 from lmworks.errors import UserError
 from lmworks.plan.machine import machine_for
@@ -47,13 +47,9 @@ def record_error(run_dir: Path) -> None:
     predictions = _events(run_dir, PREDICTION)
     if not predictions or len(_events(run_dir, ERROR)) >= len(predictions):
         return
-    part = read_run(run_dir).pretrain
-    speed, memory = part.series.get("perf/tokens_per_second"), part.series.get("perf/memory")
-    newest, _ = newest_good(run_dir / "checkpoints")
-    measured = {
-        "perf/tokens_per_second": speed and speed.median(), "seconds": part.seconds, "perf/memory": memory and memory.high[1],
-        "checkpoint_bytes": newest and float(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())),
-    }  # fmt: skip
+    measured = read_run(run_dir).pretrain.measured()
+    for newest in directories(run_dir / "checkpoints")[-1:]:  # not verified: that would read every byte of it
+        measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()))
     figures = {
         name: {"predicted": predicted, "measured": found, "error": round(predicted / found - 1, 4)}
         for name, predicted in predictions[-1]["figures"].items()
