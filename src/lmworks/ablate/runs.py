@@ -208,7 +208,7 @@ def _server(threads: int) -> ForkServerContext:
     """What forks the processes, with the slow imports done."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is imported
     context = get_context("forkserver")
-    context.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.run.init_weights"])
+    context.set_forkserver_preload(["lmworks.run.runner", "lmworks.train.pretrain", "lmworks.run.start_weights"])
     return context
 
 

@@ -15,8 +15,8 @@ from lmworks.recipe.schema.units import Seconds, Tokens
 
 _NEXT = {
     "prompt": "write an evaluation of your own (docs/evaluation.md), and compare prompts by it",
-    "tune": "start a recipe from the base model: init_from, and tune.data with your examples (docs/existing-models.md)",
-    "continue": "start a recipe from the base model: init_from, and phases with your text and general text (docs/existing-models.md)",
+    "tune": "start a recipe from the base model: start_from, and tune.data with your examples (docs/existing-models.md)",
+    "continue": "start a recipe from the base model: start_from, and phases with your text and general text (docs/existing-models.md)",
     "train": "lmworks plan --time T --cluster C",
 }
 

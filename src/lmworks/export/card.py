@@ -74,7 +74,7 @@ def _what(recipe: Recipe, model: Transformer) -> str:
         ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size:,}"), ("context length", f"{int(config.max_position_embeddings or 0):,} tokens"),
     ]  # fmt: skip
-    begun = f"from the weights of `{recipe.train.init_from}`" if recipe.train.init_from else "from scratch"
+    begun = f"from the weights of `{recipe.start_from}`" if recipe.start_from else "from scratch"
     text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
     return text + "\n\n" + _markdown(("", ""), rows)
 

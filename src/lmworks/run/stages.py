@@ -131,7 +131,7 @@ def _flops_per_token(recipe: Recipe) -> Callable[[int], float]:
 def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.corpus.contamination import record
     from lmworks.evaluate.in_loop import make_evaluation
-    from lmworks.run.init_weights import load_init_weights
+    from lmworks.run.start_weights import load_start_weights
     from lmworks.train.pretrain import pretrain
 
     if context.ranks is None or context.ranks.is_first:
@@ -140,7 +140,7 @@ def _pretrain(context: StageContext) -> RenderableType | None:
         record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
-        context.ranks, context.heartbeat, load_init_weights, make_evaluation,
+        context.ranks, context.heartbeat, load_start_weights, make_evaluation,
     )  # fmt: skip
     return None
 

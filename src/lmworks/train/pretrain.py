@@ -43,7 +43,7 @@ from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger, NoLedger
 
-INIT_FROM = "init_from"  # under this key a checkpoint's meta says which weights its run began with
+START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds
 
 
@@ -109,7 +109,7 @@ def pretrain(
     Reads `tokenizer/` and `shards/`; writes `checkpoints/`, `metrics.jsonl`, `samples.jsonl` and lines into `ledger.jsonl`.
     Token files of a few gigabytes are compared with their hashes before the first step; larger ones and those behind a cache block by block
     as they are read.
-    Changes of the mixture that the ledger asks for are taken up. `load_start` fills the model with the weights that `train.init_from`
+    Changes of the mixture that the ledger asks for are taken up. `load_start` fills the model with the weights that `start_from`
     names, where nothing has been saved yet, and says what they were. `make_evaluation` prepares what is evaluated every `evaluate.every`,
     in batches of so many rows of so many tokens.
     Raises `Interrupted` when asked to stop, and `UserError`.
@@ -124,11 +124,11 @@ def pretrain(
     ranks = ranks or alone()
     first_rank = ranks.is_first
     built, began_with = build_model(recipe, ranks), {}
-    if recipe.train.init_from is not None:
+    if recipe.start_from is not None:
         assert load_start is not None
         communicator = new_communicator()
         if not communicator.broadcast(communicator.is_first and listing.begun(run_dir / "checkpoints")):
-            began_with = {INIT_FROM: load_start(recipe, built, communicator)}
+            began_with = {START_FROM: load_start(recipe, built, communicator)}
     model, optimizer = with_optimizer(recipe, built)
     lengths = [phase.sequence_length for phase in batches.order.timeline.phases]
     length, tokens = lengths[0], sum(phase.tokens for phase in batches.order.timeline.phases)
@@ -158,13 +158,13 @@ def pretrain(
             meta={"recipe": fingerprint(recipe), "order": batches.order.fingerprint(), "shards": data, META: tokenizer_sha256} | began_with,
         )  # fmt: skip
         first = trainer.resume()
-        if recipe.train.init_from is not None and not began_with:
-            if INIT_FROM not in trainer.resumed_meta:
+        if recipe.start_from is not None and not began_with:
+            if START_FROM not in trainer.resumed_meta:
                 raise UserError(
-                    f"the checkpoints in {run_dir / 'checkpoints'} did not begin with the weights of train.init_from; take that folder "
-                    "away to begin with them, or leave train.init_from out"
+                    f"the checkpoints in {run_dir / 'checkpoints'} did not begin with the weights of start_from; take that folder "
+                    "away to begin with them, or leave start_from out"
                 )
-            trainer.meta[INIT_FROM] = trainer.resumed_meta[INIT_FROM]
+            trainer.meta[START_FROM] = trainer.resumed_meta[START_FROM]
         require_same(run_dir, trainer.resumed_meta.get(META))
         before = trainer.resumed_meta.get("shards", data)
         if before != data:

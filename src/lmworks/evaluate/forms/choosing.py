@@ -66,7 +66,7 @@ def choose(chat: bool, flops: float | None, probes: Probes, paired: tuple[Form, 
 def training_flops(recipe: Recipe, config: Model) -> float | None:
     """FLOPs of pretraining a model with this configuration, 6 per active parameter and token (Kaplan et al. 2020, arXiv:2001.08361); None
     for a run that began with weights of unknown training."""
-    if recipe.train.init_from is not None:
+    if recipe.start_from is not None:
         return None
     active = sum(one.size * one.active for one in parameters(config) if not one.mtp)
     return 6 * active * sum(int(phase.tokens) for phase in recipe.train.phases)

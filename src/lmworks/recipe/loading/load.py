@@ -19,7 +19,7 @@ from lmworks.errors import UserError
 from lmworks.files import write_json, write_text
 from lmworks.masking import mask
 from lmworks.recipe.derivation import derive
-from lmworks.recipe.loading import init_from
+from lmworks.recipe.loading import start_from
 from lmworks.recipe.loading.checks import problems
 from lmworks.recipe.loading.document import Document, parse, parse_file, parse_value
 from lmworks.recipe.loading.huggingface import from_config
@@ -149,7 +149,7 @@ def _resolve(source: _Source, numbers: Numbers) -> Resolved:
         if get(tree, keys[:-1]) is not None:  # what the dial derives may not be there yet
             put(tree, keys, value)
     try:
-        reasons |= init_from.take_model_from_weights(tree)
+        reasons |= start_from.take_model_from_weights(tree)
         if tree.get("size") is not None:
             reasons |= derive.derive_from_size(tree, free=("size",) in replaced)
             for keys, text in replaced.items():

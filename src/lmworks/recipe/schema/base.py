@@ -13,6 +13,8 @@ class Node(BaseModel):
 
     renamed: ClassVar[dict[str, str]] = {}
     """Former names of keys, each with the name that it has now."""
+    moved: ClassVar[dict[str, str]] = {}
+    """Keys that stand at the top of the recipe now, each with its name there."""
     effect: ClassVar[Effect | None] = None
     """What the keys affect that declare nothing themselves; None: what the node around this one declares."""
 

@@ -46,6 +46,11 @@ class Recipe(Node):
         "proportions, scaled by the speed that is measured before the first step",
     )
     threads: Annotated[int | None, RESUME_ONLY] = Field(None, gt=0, description="CPU threads; all cores of the machine when omitted")
+    start_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
+        None,
+        description="base model to start from instead of random weights: a Hugging Face folder, a run, or one of its checkpoints, relative "
+        "to the working directory; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
+    )
     corpus: Corpus = Corpus()
     tokenizer: Tokenizer = Tokenizer()
     shards: Shards = Shards()

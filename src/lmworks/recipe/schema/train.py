@@ -161,13 +161,9 @@ class Train(Node):
     renamed: ClassVar = {
         "micro_batch": "micro_batch_size", "head_chunk": "logit_chunk_size", "seconds_between_saves": "save_every_seconds",
     }  # fmt: skip
+    moved: ClassVar = {"init_from": "start_from"}
     effect: ClassVar = read_by("pretrain")
 
-    init_from: Annotated[str | None, read_by("pretrain", "evaluate", "export", frozen=True)] = Field(
-        None,
-        description="initial weights instead of random ones: a Hugging Face folder, a run, or one of its checkpoints, relative to the "
-        "working directory; architecture and tokenizer are taken from it, optimizer and schedule start fresh",
-    )
     seed: Annotated[int | None, read_by("pretrain", "tune")] = Field(
         None,
         description="random seed of the data order, the initial weights and dropout; `seed` when omitted. Corpus, tokenizer and shards do "

@@ -1,6 +1,6 @@
-"""Weights to begin with (`train.init_from`): they give the recipe its shape and its tokenizer.
+"""Weights to begin with (`start_from`): they give the recipe its shape and its tokenizer.
 
-The weights are read when training begins (`lmworks.run.init_weights`).
+The weights are read when training begins (`lmworks.run.start_weights`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _FREE = (*not_architecture(Model), "mtp")  # keys that may differ from those of 
 
 
 def find(text: str) -> Weights:
-    """The weights that `train.init_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
+    """The weights that `start_from` names: a Hugging Face folder, a checkpoint, or a run, which stands for its newest checkpoint."""
     try:
         return find_weights(Path(text).expanduser())
     except UserError as error:
-        raise UserError(f"train.init_from: {error}") from None
+        raise UserError(f"start_from: {error}") from None
 
 
 def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
-    """Fill `model` and `tokenizer` of an unfinished tree from its `train.init_from`, in place; returns the reasons, by key.
+    """Fill `model` and `tokenizer` of an unfinished tree from its `start_from`, in place; returns the reasons, by key.
 
     Raises `UserError` if the recipe contradicts the weights.
     """
-    text = get(tree, ("train", "init_from"))
+    text = get(tree, ("start_from",))
     if not isinstance(text, str):
         return {}
     start, why = find(text), f"of the weights in {text}"
     if tree.get("size") is not None:
-        raise UserError("size cannot be combined with train.init_from, whose weights have a size; remove size")
+        raise UserError("size cannot be combined with start_from, whose weights have a size; remove size")
     model, tokenizer = tree.get("model") or {}, tree.get("tokenizer") or {}
     if not isinstance(model, dict) or not isinstance(tokenizer, dict):
         return {}  # the type check that follows reports it
@@ -49,7 +49,7 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
     _refuse_other_shape(start.model, tree["model"], text)
     path = tokenizer.get("path")
     if path is not None and Path(str(path)).expanduser().absolute() not in (start.tokenizer.absolute(), start.tokenizer.parent.absolute()):
-        raise UserError(f"tokenizer.path is {path}, but train.init_from uses the tokenizer of its weights; remove tokenizer.path")
+        raise UserError(f"tokenizer.path is {path}, but start_from uses the tokenizer of its weights; remove tokenizer.path")
     put(tree, ("tokenizer", "path"), str(start.tokenizer))
     reasons["tokenizer", "path"] = why
     if tokenizer.get("vocab_size") is None:
@@ -73,7 +73,7 @@ def _refuse_other_shape(own: Model, requested: dict[str, Any], text: str) -> Non
             continue
         raise UserError(
             f"model.{key} is {_said(here.get(key))} in the recipe and {_said(there.get(key))} in {text}, the weights of which are "
-            f"used (train.init_from); remove model.{key}"
+            f"used (start_from); remove model.{key}"
         )
 
 

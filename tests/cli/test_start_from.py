@@ -1,4 +1,4 @@
-"""`train.init_from` from the command line: pretraining goes on from a foreign model, and from another run of ours."""
+"""`start_from` from the command line: pretraining goes on from a foreign model, and from another run of ours."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     import transformers
 
     run_dir = tmp_path / "run"
-    options = ("--set", f"train.init_from={foreign}", "--set", f"run_dir={run_dir}", "--set", "export.huggingface=true")
+    options = ("--set", f"start_from={foreign}", "--set", f"run_dir={run_dir}", "--set", "export.huggingface=true")
     done = lmworks("run", recipe, *options)
     assert done.code == 0, done.err
     batch = _first_batch(run_dir)
@@ -92,9 +92,9 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     assert (resolved["model"]["num_hidden_layers"], resolved["model"]["vocab_size"], resolved["model"]["rms_norm_eps"]) == (2, 520, 1e-6)
     start = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start")
     newest = listing.directories(run_dir / "checkpoints")[-1]
-    assert start["init_from"]["path"] == str(foreign)
-    assert start["init_from"]["blake3"].keys() == {"config.json", "model.safetensors"}
-    assert listing.read_meta(newest)["meta"]["init_from"] == start["init_from"]
+    assert start["start_from"]["path"] == str(foreign)
+    assert start["start_from"]["blake3"].keys() == {"config.json", "model.safetensors"}
+    assert listing.read_meta(newest)["meta"]["start_from"] == start["start_from"]
     assert f"from the weights of `{foreign}`" in (run_dir / "export" / "huggingface" / "README.md").read_text()
     reread = transformers.AutoTokenizer.from_pretrained(run_dir / "export" / "huggingface")
     text = "def f(x): return 1"
@@ -109,11 +109,11 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     weights = (foreign / "model.safetensors").rename(tmp_path / "elsewhere")
     assert lmworks("run", recipe, *options).code == 0
     weights.rename(foreign / "model.safetensors")
-    assert listing.read_meta(newest)["meta"]["init_from"] == start["init_from"]
+    assert listing.read_meta(newest)["meta"]["start_from"] == start["start_from"]
 
     other = tmp_path / "other"
     done = lmworks(
-        "run", recipe, "--set", f"train.init_from={run_dir}", "--set", f"run_dir={other}", "--set", "train.phases.0.name=again"
+        "run", recipe, "--set", f"start_from={run_dir}", "--set", f"run_dir={other}", "--set", "train.phases.0.name=again"
     )
     assert done.code == 0, done.err
     base = load_model(run_dir, "base")
@@ -128,11 +128,12 @@ def test_a_run_begins_with_a_foreign_model_and_another_with_that_run(
     [
         ("model.hidden_size=64", "model.hidden_size is 64 in the recipe and 32 in FOREIGN, the weights of which are used"),
         ("model.use_qk_norm=true", "model.use_qk_norm is true in the recipe and false in FOREIGN"),
-        ("tokenizer.path=elsewhere/tokenizer.json", "train.init_from uses the tokenizer of its weights; remove tokenizer.path"),
-        ("size=1M", "size cannot be combined with train.init_from"),
-        ("train.init_from=nowhere", "nowhere is no Hugging Face folder"),
+        ("tokenizer.path=elsewhere/tokenizer.json", "start_from uses the tokenizer of its weights; remove tokenizer.path"),
+        ("size=1M", "size cannot be combined with start_from"),
+        ("train.init_from=base", "train has no key 'init_from' any more; set start_from at the top of the recipe instead"),
+        ("start_from=nowhere", "nowhere is no Hugging Face folder"),
     ],
 )
 def test_what_contradicts_the_weights_is_refused(lmworks: Lmworks, foreign: Path, recipe: Path, override: str, reason: str) -> None:
-    done = lmworks("show", recipe, "--set", f"train.init_from={foreign}", "--set", override)
+    done = lmworks("show", recipe, "--set", f"start_from={foreign}", "--set", override)
     assert reason.replace("FOREIGN", str(foreign)) in done.error

@@ -1,4 +1,4 @@
-"""Loads the weights that pretraining starts from (`train.init_from`)."""
+"""Loads the weights that a run starts from (`start_from`)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lmworks.checkpoint import loading, manifest
 from lmworks.checkpoint.communicator import Communicator
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.progress import console
-from lmworks.recipe.loading.init_from import find
+from lmworks.recipe.loading.start_from import find
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.recipe import Recipe
 
 
-def load_init_weights(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
+def load_start_weights(recipe: Recipe, model: ParallelModel, communicator: Communicator) -> dict[str, Any]:
     """Load the weights into the model; each rank reads its own parts. Returns their origin, for the ledger and all checkpoints.
 
     Raises `UserError` on all ranks if the weights are damaged or do not fit the model.
     """
-    assert recipe.train.init_from is not None
-    start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.train.init_from)))
+    assert recipe.start_from is not None
+    start = communicator.broadcast(communicator.run_on_all(partial(find, recipe.start_from)))
     if start.kind == "huggingface":
         from lmworks.export.huggingface import load_weights
 
