@@ -205,7 +205,7 @@ def test_average_is_a_run_of_its_own(lmworks: Lmworks, run: Tiny, tmp_path: Path
         (("rollback", 8, "--skip-steps", "0"), "8:8 is not a range of steps"),
         (("diff", 4), "diff needs two checkpoints, not 1"),
         (("diff", 4, 5), "has no checkpoint of step 5"),
-        (("diff", "--tuned"), "has no checkpoints"),
+        (("diff", "--model", "tuned"), "has no checkpoints"),
         (("reset-optimizer", "--step", 7), "has no checkpoint of step 7"),
         (("prune", "--keep-every", "often"), "--keep-every: "),
         (("average", 4, "--to", "x"), "an average takes two different steps or more"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +13,9 @@ from lmworks.cli.options import JsonOption, RunArgument
 from lmworks.cli.output import console, print_json
 from lmworks.doctor.formatting import size
 from lmworks.errors import UserError
+from lmworks.model_stages import BASE, MODEL_STAGES, MODELS
 
-TunedOption = Annotated[bool, typer.Option("--tuned", help="Use the checkpoints of the tuned model instead of those of pretraining.")]
+ModelOption = Annotated[str, typer.Option("--model", help=f"Whose checkpoints to use: {', '.join(MODELS)}.")]
 _SHOWN = 20
 
 
@@ -41,7 +42,7 @@ def show(
     step: Annotated[
         int | None, typer.Argument(metavar="[STEP]", help="Step of the checkpoint; by default the newest.", show_default=False)
     ] = None,
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Show the metadata of a checkpoint, and the resolved recipe that it was trained with."""
@@ -51,7 +52,7 @@ def show(
     from lmworks.recipe.tree.paths import flatten
     from lmworks.run.checkpoint_commands import find
 
-    path = find(Path(run), _which(tuned), step)
+    path = find(Path(run), model, step)
     row = describe(path)
     if row["problem"]:
         raise UserError(f"{path} cannot be read ({row['problem']}); lmworks ckpt verify {run} says what is wrong")
@@ -84,7 +85,7 @@ def diff(
     steps: Annotated[
         list[int] | None, typer.Argument(metavar="[STEP STEP]", help="Two checkpoints; by default the newest two.", show_default=False)
     ] = None,
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints: the change of each tensor relative to its norm, largest first."""
@@ -93,12 +94,11 @@ def diff(
     from lmworks.recipe.tree.paths import flatten
     from lmworks.run.checkpoint_commands import find
 
-    which = _which(tuned)
-    newest = find(Path(run), which)
+    newest = find(Path(run), model)
     if steps is None or not steps:
         paths = directories(newest.parent)[-2:]
     else:
-        paths = [find(Path(run), which, step) for step in steps]
+        paths = [find(Path(run), model, step) for step in steps]
     if len(paths) != 2:
         raise UserError(f"diff needs two checkpoints, not {len(paths)}: lmworks ckpt diff RUN STEP STEP")
     try:
@@ -134,7 +134,7 @@ def prune(
         bool, typer.Option("--set-aside", help="Also delete checkpoints that were set aside: damaged, rolled back or replaced.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")] = False,
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Delete the checkpoints that the recipe does not keep; the newest good one is always kept."""
@@ -149,7 +149,7 @@ def prune(
         except ValueError as error:
             raise UserError(f"--keep-every: {error}") from None
     options = require_run(Path(run)).checkpoints.model_copy(update=changes)
-    done = prune(Path(run), _which(tuned), options, set_aside, dry_run)
+    done = prune(Path(run), model, options, set_aside, dry_run)
     if as_json:
         print_json(done)
         return
@@ -160,13 +160,13 @@ def prune(
 def reset_optimizer(
     run: RunArgument,
     step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")] = None,
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Replace a checkpoint by one with zero optimizer state; the old one is kept under another name."""
     from lmworks.run.checkpoint_commands import reset_optimizer
 
-    done = reset_optimizer(Path(run), _which(tuned), step)
+    done = reset_optimizer(Path(run), model, step)
     if as_json:
         print_json(done)
         return
@@ -181,13 +181,13 @@ def rollback(
     skip: Annotated[
         str | None, typer.Option("--skip-steps", metavar="N|A:B", help="Skip the data of the next N steps, or of steps A to B - 1.")
     ] = None,
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Resume the next run from an earlier checkpoint; later ones are set aside, not deleted."""
     from lmworks.run.checkpoint_commands import rollback
 
-    done = rollback(Path(run), _which(tuned), to_step, _window(skip, to_step))
+    done = rollback(Path(run), model, to_step, _window(skip, to_step))
     if as_json:
         print_json(done)
         return
@@ -207,7 +207,7 @@ def average(
         list[float],
         typer.Option("--weight", help="Relative weight, one per step; by default all are equal.", default_factory=list, show_default=False),
     ],
-    tuned: TunedOption = False,
+    model: ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Average the weights of checkpoints into a new run, which can be evaluated, exported and served."""
@@ -218,12 +218,8 @@ def average(
         raise UserError("an average takes two different steps or more: lmworks ckpt average RUN STEP STEP --to NEWRUN")
     if len(weights) != len(steps) or any(not 0 < one < float("inf") for one in weights):
         raise UserError(f"--weight: one positive number for each of the {len(steps)} steps, or none at all")
-    made = average(Path(run), _which(tuned), steps, weights, to)
+    made = average(Path(run), model, steps, weights, to)
     print_json({"path": str(made), "steps": steps, "weights": weights}) if as_json else print(made)
-
-
-def _which(tuned: bool) -> Literal["base", "tuned"]:
-    return "tuned" if tuned else "base"
 
 
 def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
@@ -238,10 +234,8 @@ def _window(text: str | None, to_step: int) -> tuple[int, int] | None:
 
 def _folders(run: str) -> list[Path]:
     from lmworks.run.run_dir import require_run
-    from lmworks.train.load import folder
-
     require_run(Path(run))
-    return [folder(Path(run), "base"), folder(Path(run), "tuned")]
+    return [Path(run) / stage.checkpoints for stage in MODEL_STAGES]
 
 
 def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 from lmworks.cli import checkpoint_commands, corpus_commands, corpus_jobs, evaluate_commands, tokenizer_commands
 from lmworks.cli.options import AllowOption, JsonOption, RecipeArgument, RunArgument, SetOption, SizeOption, TimeOption, within
 from lmworks.cli.output import console, print_json
+from lmworks.model_stages import BASE, MODEL_STAGES
 
 UrlArgument = Annotated[str, typer.Argument(metavar="URL", help="Location of the copy: s3://bucket/folder, or a directory.")]
 
@@ -21,8 +22,7 @@ _HEADINGS = {
     "corpus": "Corpus: raw text to clean documents",
     "tokenizer": "Tokenizer: byte-pair merges and special tokens",
     "shards": "Shards: documents to token files",
-    "pretrain": "Pretraining",
-    "tune": "Tuning: conversations and tasks",
+    **{stage.stage: stage.title for stage in MODEL_STAGES},
     "evaluate": "Evaluation",
     "export": "Export",
 }
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         if stage == "tokenizer":
             tokenizer_commands.register(noun)
         app.add_typer(noun, name=stage)
-    for stage in ("pretrain", "tune", "export"):
+    for stage in (*(one.stage for one in MODEL_STAGES), "export"):
         app.command(stage, help=f"{_HEADINGS[stage]}; runs the stages before it first if they are not done.")(_stage_command(stage))
     evaluate_commands.register(app, _run_stages)
     checkpoint_commands.register(app)
@@ -107,13 +107,13 @@ def replay(
     at: Annotated[
         int | None, typer.Option("--checkpoint", metavar="STEP", help="Checkpoint to use; by default the newest at or before that step.")
     ] = None,
-    tuned: checkpoint_commands.TunedOption = False,
+    model: checkpoint_commands.ModelOption = BASE.model,
     as_json: JsonOption = False,
 ) -> None:
     """Run a saved bad batch through a checkpoint again: loss, gradients, and the first operator with a non-finite result."""
     from lmworks.run.replay import replay
 
-    found = replay(Path(run), "tuned" if tuned else "base", step, at)
+    found = replay(Path(run), model, step, at)
     if as_json:
         print_json(found)
         return

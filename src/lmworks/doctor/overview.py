@@ -11,6 +11,7 @@ from lmworks.doctor.formatting import compact, percent, significant, size, span
 from lmworks.doctor.run_records import Json, Run
 from lmworks.doctor.tables import as_dict, references
 from lmworks.doctor.timeline import STAGE_WORDS
+from lmworks.model_stages import MODEL_STAGES, last
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.tree.paths import flatten
@@ -26,7 +27,7 @@ def heading(run: Run) -> Json:
         {"title": STAGE_WORDS[s["name"]], "state": s["state"], "time": span(seconds[s["name"]]) if s["name"] in seconds else ""}
         for s in run.stages
     ]
-    active = "tune" if run.training["tune"].series or run.training["tune"].starts else "pretrain"
+    active = last(stage for stage in MODEL_STAGES if run.training[stage.stage].series or run.training[stage.stage].starts).stage
     part = run.training[active]
     seen, planned = part.last("train/tokens") or 0.0, float(part.planned_tokens)
     share = min(seen / planned, 1.0) if planned else 0.0

@@ -28,6 +28,7 @@ from lmworks.doctor.read_run import read_run
 from lmworks.doctor.run_records import Run, Training
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
+from lmworks.model_stages import BASE, MODEL_STAGES
 from lmworks.recipe.schema.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def write_page(run_dir: Path, cluster: Cluster | None = None, others: Sequence[P
 
 def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ()) -> str:
     """The page as text."""
-    main, tuning = (Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training)
+    curves = {stage: Curves(run.training[stage], stage, [(one.name, one.training[stage]) for one in others]) for stage in run.training}
+    main = curves[BASE.stage]
     sample = run.recipe.train.validate_bytes_per_domain if run.recipe else 0
     charts: dict[str, list[Any]] = {
         "loss": [*main.loss(), *main.benchmarks()],
@@ -60,8 +62,14 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         "optimizer": main.optimizer(),
         "experts": main.experts(),
         "machine": main.machine(),
-        "tuning": [*tuning.loss(), *tuning.benchmarks(), *tuning.validation_loss(), *tuning.optimizer()[:2]],
     }
+    later = []
+    for stage in MODEL_STAGES[1:]:
+        one = curves[stage.stage]
+        charts[stage.stage] = [*one.loss(), *one.benchmarks(), *one.validation_loss(), *one.optimizer()[:2]]
+        samples = tables.samples(run.training[stage.stage])
+        if charts[stage.stage] or samples:
+            later.append({"stage": stage.stage, "title": stage.title, "charts": _views(charts[stage.stage]), "samples": samples})
     grid = Grid()
     data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}
     data["axes"] = {stage: [_axes(one.training[stage], grid) for one in (run, *others)] for stage in run.training}
@@ -74,7 +82,7 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         tiles=overview.tiles(run, cluster),
         charts={name: _views(part) for name, part in charts.items()},
         samples=tables.samples(run.pretrain),
-        tuned_samples=tables.samples(run.training["tune"]),
+        later=later,
         bits=tables.bits(run),
         scores=tables.scores(run),
         corpus=tables.corpus(run),

@@ -13,6 +13,7 @@ from lmworks.doctor.run_state import read_stages, run_state
 from lmworks.doctor.schema import MOST, conform
 from lmworks.doctor.series import Series
 from lmworks.errors import UserError
+from lmworks.model_stages import MODEL_STAGES
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.recipe import Recipe
 
@@ -30,13 +31,14 @@ def read_run(run_dir: Path) -> Run:
         raise UserError(f"{run_dir} is not a run directory; make one with: lmworks run RECIPE")
     tree = read_document(run_dir / "resolved.json")
     recipe = _recipe(run_dir / "resolved.json") if tree else None
-    training = {"pretrain": Training(), "tune": Training()}
+    training = {stage.stage: Training() for stage in MODEL_STAGES}
     events, left_out, reason = _ledger(run_dir / "ledger.jsonl", training)
-    for name, folder in (("pretrain", run_dir), ("tune", run_dir / "tune")):
-        _metrics(folder / "metrics.jsonl", training[name])
-        _read_samples(folder / "samples.jsonl", training[name])
+    for stage in MODEL_STAGES:
+        _metrics(stage.place(run_dir) / "metrics.jsonl", training[stage.stage])
+        _read_samples(stage.place(run_dir) / "samples.jsonl", training[stage.stage])
     _followed(run_dir / "follow.jsonl", training)
-    stages = read_stages(run_dir, tunes=tree.get("tune") is not None or (run_dir / "tune").is_dir())
+    omitted = [one.stage for one in MODEL_STAGES[1:] if tree.get(one.stage) is None and not one.place(run_dir).is_dir()]
+    stages = read_stages(run_dir, omitted)
     return Run(
         run_dir,
         str(tree.get("name") or run_dir.resolve().name),

@@ -5,40 +5,42 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Container
 from pathlib import Path
 
 from lmworks.checkpoint import listing
 from lmworks.doctor import schema
 from lmworks.doctor.record_files import mapping, number, read_document
 from lmworks.doctor.run_records import Json, Training
+from lmworks.model_stages import INPUTS, MODEL_STAGES
 
 STAGES = (
     ("corpus", "corpus"),
     ("tokenizer", "tokenizer"),
     ("shards", "shards"),
-    ("pretrain", "checkpoints"),
-    ("tune", "tune"),
+    *((stage.stage, stage.folder or stage.checkpoints) for stage in MODEL_STAGES),
     ("evaluate", "evaluate"),
     ("export", "export"),
 )
-_WEIGHTS = ("checkpoints/", "tune/checkpoints/")  # the names of checkpoints among the inputs of stages
+_TRAINING = [stage.stage for stage in MODEL_STAGES]
 _FRESH = 600  # seconds without output after which a run on another machine counts as stopped
 
 
-def read_stages(run_dir: Path, tunes: bool) -> list[Json]:
+def read_stages(run_dir: Path, omitted: Container[str] = ()) -> list[Json]:
+    """The stages of a run, without the `omitted` ones, each with its state and the seconds that it took."""
     found: list[Json] = []
     weights: dict[str, str] = {}  # folder of checkpoints -> hash of its newest one, if a stage has it among its inputs
     retrained = False
     for name, folder in STAGES:
-        if name == "tune" and not tunes:
+        if name in omitted:
             continue
         stamp = read_document(run_dir / folder / "stage.json", schema.STAGE)
         state = "done" if stamp.get("done") is True else "begun" if "done" in stamp else "open"
-        read = {key: value for key, value in mapping(stamp.get("inputs")).items() if key in _WEIGHTS}
+        read = {key: value for key, value in mapping(stamp.get("inputs")).items() if key in INPUTS}
         weights |= {key: listing.content(run_dir / key) for key in read if key not in weights}
         if state == "done" and (retrained or any(weights[key] != value for key, value in read.items())):
             state = "stale"
-        retrained |= name in ("pretrain", "tune") and state in ("begun", "stale")
+        retrained |= name in _TRAINING and state in ("begun", "stale")
         found.append({"name": name, "state": state, "seconds": stamp.get("seconds")})
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lmworks.doctor.formatting import compact, significant, size, span
 from lmworks.doctor.run_records import Json, Run
+from lmworks.model_stages import MODEL_STAGES
 
 _KINDS = {
     "start": "start",
@@ -36,8 +37,7 @@ STAGE_WORDS = {
     "corpus": "Corpus",
     "tokenizer": "Tokenizer",
     "shards": "Shards",
-    "pretrain": "Pretraining",
-    "tune": "Tuning",
+    **{stage.stage: stage.title for stage in MODEL_STAGES},
     "evaluate": "Evaluation",
     "export": "Export",
 }

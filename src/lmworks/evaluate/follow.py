@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,19 +28,18 @@ from lmworks.evaluate.sets.registry import CHOICE, check_names
 from lmworks.files import explain_os_errors
 from lmworks.interrupt import Interrupted
 from lmworks.metrics.names import describe
+from lmworks.model_stages import MODEL_STAGES
 from lmworks.progress import clock, console
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.train.load import folder
+from lmworks.train.load import stages_of
 from lmworks.watch.ledger import read_ledger
 
 FILE = "follow.jsonl"
 POLL_SECONDS = 5.0
 WAIT_SECONDS = 1800.0
 
-Stage = Literal["pretrain", "tune"]
-_FOLDERS: dict[Stage, Literal["base", "tuned"]] = {"pretrain": "base", "tune": "tuned"}
 Measure = Callable[[OpenModel], Mapping[str, float]]
 
 
@@ -48,7 +47,7 @@ Measure = Callable[[OpenModel], Mapping[str, float]]
 class Checkpoint:
     """A complete checkpoint. `content` is a hash of its tensors: a step that is trained again after a rollback is another checkpoint."""
 
-    stage: Stage
+    stage: str
     step: int
     content: str
     path: Path
@@ -125,11 +124,11 @@ def follow(
 
 
 def checkpoints(run_dir: Path) -> Iterator[Checkpoint]:
-    """The checkpoints that are complete now, of pretraining and then of tuning, by rising step."""
-    for stage, which in _FOLDERS.items():
-        for path in listing.directories(folder(run_dir, which)):
+    """The checkpoints that are complete now, stage by stage, by rising step."""
+    for stage in MODEL_STAGES:
+        for path in listing.directories(run_dir / stage.checkpoints):
             if content := listing.content_of(path):
-                yield Checkpoint(stage, listing.step_of(path), content, path)
+                yield Checkpoint(stage.stage, listing.step_of(path), content, path)
 
 
 def _evaluate(one: Checkpoint, evaluate: Measure, device: torch.device | str | None) -> dict[str, Any] | None:
@@ -177,9 +176,10 @@ class _Pace:
 def _progress(run_dir: Path) -> dict[str, tuple[int, bool]]:
     """Training stage -> its planned steps, and whether it has finished."""
     found: dict[str, tuple[int, bool]] = {}
+    stages = [stage.stage for stage in MODEL_STAGES]
     for event in read_ledger(run_dir / "ledger.jsonl"):
         stage = event.get("stage")
-        if stage not in _FOLDERS:
+        if stage not in stages:
             continue
         planned = found.get(stage, (0, False))[0]
         if event["event"] in ("start", "resume"):
@@ -191,15 +191,14 @@ def _progress(run_dir: Path) -> dict[str, tuple[int, bool]]:
 
 
 def _finished(run_dir: Path, recipe: Recipe) -> bool:
-    last = "pretrain" if recipe.tune is None else "tune"
-    return _progress(run_dir).get(last, (0, False))[1]
+    return _progress(run_dir).get(stages_of(recipe)[-1].stage, (0, False))[1]
 
 
 def _signs(run_dir: Path) -> tuple[object, ...]:
     """What changes while a run is active."""
-    files = (run_dir / name for name in ("ledger.jsonl", "metrics.jsonl", "tune/metrics.jsonl"))
+    files = (run_dir / "ledger.jsonl", *(stage.place(run_dir) / "metrics.jsonl" for stage in MODEL_STAGES))
     sizes = tuple(file.stat().st_size if file.exists() else 0 for file in files)
-    return (*sizes, *(path.name for which in _FOLDERS.values() for path in listing.directories(folder(run_dir, which))))
+    return (*sizes, *(path.name for stage in MODEL_STAGES for path in listing.directories(run_dir / stage.checkpoints)))
 
 
 def _resolved(run_dir: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import yaml
@@ -14,13 +14,14 @@ from lmworks.errors import UserError
 from lmworks.export.card import CHAT_TAG
 from lmworks.files import read_json
 from lmworks.model import Transformer
+from lmworks.model_stages import BASE, MODELS, of_checkpoint, of_model
 from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.foreign import open_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import folder, load_checkpoint, load_model
+from lmworks.train.load import final_model, folder, load_checkpoint, load_model
 
 _CARD_BYTES = 1 << 20
 _UNSTATED = 2048  # tokens of context, for a model that states none
@@ -89,29 +90,28 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
             there = ", ".join(str(listing.step_of(one)) for one in listing.directories(folder(run_dir, "base"))) or "none"
             raise UserError(f"{run_dir} has no checkpoint of step {int(chosen)}; the steps there are: {there}")
         return _open_checkpoint(find_weights(path), device)
-    if chosen not in (None, "base", "tuned"):
-        raise UserError(f"{run_dir}@{chosen}: behind the @ stands base, tuned or the step of a checkpoint")
+    if chosen not in (None, *MODELS):
+        raise UserError(f"{run_dir}@{chosen}: behind the @ stands {', '.join(MODELS)} or the step of a checkpoint")
     recipe = load_resolved(run_dir / "resolved.json")
-    has_tuned = recipe.tune is not None and bool(listing.directories(folder(run_dir, "tuned")))
-    if chosen == "tuned" and not has_tuned:
-        raise UserError(f"{run_dir} has no tuned model; use {run_dir}@base, or tune it with: lmworks tune RECIPE")
-    which = cast(Literal["base", "tuned"], chosen or ("tuned" if has_tuned else "base"))
+    which = chosen or final_model(run_dir, recipe)
+    if which != BASE.model and not listing.directories(folder(run_dir, which)):
+        raise UserError(f"{run_dir} has no {which} model; use {run_dir}@base, or train it with: lmworks {of_model(which).stage} RECIPE")
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
     context = _context(recipe, None, model)
-    return OpenModel(model, open_tokenizer(run_dir / "tokenizer"), context, which == "tuned", f"{name}@{which}", precision)
+    return OpenModel(model, open_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
 
 
 def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     recipe, path = weights.recipe, weights.path.resolve()
     assert recipe is not None
-    tuned = path.parent.parent.name == "tune"
-    run_dir = path.parents[2 if tuned else 1]
+    stage, run_dir = of_checkpoint(path)
     precision = _precision(recipe.train.precision, device)
     model = load_checkpoint(weights, dtype_for(precision, device), device)
     step = listing.read_meta(path)["step"]
-    name = f"{run_dir.name}@{'tuned-' if tuned else ''}{step}"
-    return OpenModel(model, open_tokenizer(weights.tokenizer.parent), _context(recipe, weights.phase, model), tuned, name, precision)
+    name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
+    context = _context(recipe, weights.phase, model)
+    return OpenModel(model, open_tokenizer(weights.tokenizer.parent), context, stage is not BASE, name, precision)
 
 
 def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:

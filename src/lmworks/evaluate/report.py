@@ -1,6 +1,6 @@
 """The evaluation stage: everything that a finished model is measured with, in one document.
 
-    out_dir/results.json          all figures, of the base and the tuned model
+    out_dir/results.json          all figures, of the base model and of those of later stages
     out_dir/items-NAME.jsonl      the items that failed and succeeded most clearly, with their log-likelihoods and replies
     out_dir/outcomes-NAME.jsonl   one line per item and score, for paired comparisons; `lmworks.evaluate.records` has the others
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lmworks import files
 from lmworks.corpus.contamination import Question
@@ -33,14 +33,13 @@ from lmworks.evaluate.samples import samples
 from lmworks.evaluate.sets.loading import check_local
 from lmworks.evaluate.sets.registry import check_names
 from lmworks.evaluate.sources.package import PACKAGE
+from lmworks.model_stages import BASE
 from lmworks.precision import dtype_for
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.train.observe.prompts import prompts as prompts_of
 
 if TYPE_CHECKING:
     from lmworks.model import Transformer
-
-Name = Literal["base", "tuned"]
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,15 @@ def check(recipe: Recipe) -> None:
 
 
 def evaluate(
-    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: Name,
+    recipe: Recipe, model: Transformer, tokenizer: ChatTokenizer, corpus_dir: Path, out_dir: Path, name: str,
     searched: Sequence[Path] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Measure `model` and write it into `out_dir/results.json` under `name`; returns the whole document.
 
-    The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. `base` starts the
-    document afresh and `tuned` adds to it, with the paired comparison. Equal inputs give equal figures (the speeds aside).
-    The tuned model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
+    The activations are in the precision that the recipe trains in (fp32 for fp16); the results say which. The base model
+    starts the document afresh; those of later stages are added to it, each with its paired comparison with the base model, of which the
+    last one is kept. Equal inputs give equal figures (the speeds aside).
+    A later model is scored in the forms of the base model too, so that the two can be compared. `searched` are the folders with the
     records of what the text that the model was trained on was searched for: the verdict of a score on any other item says that it is not
     clean.
     Raises `UserError` for what `check` finds and for a corpus without held-out text.
@@ -78,7 +78,8 @@ def evaluate(
     check(recipe)
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / "results.json"
-    results = files.read_json(path) if name == "tuned" and path.exists() else {"models": {}}
+    later = name != BASE.model
+    results = files.read_json(path) if later and path.exists() else {"models": {}}
     texts = held_out(corpus_dir)
     if recipe.evaluate.references and "references" not in results:
         marks = references.references(texts, training_texts(corpus_dir))
@@ -89,8 +90,8 @@ def evaluate(
     model.compute_dtype = dtype_for(precision, model.embedding.weight.device)
     try:
         doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=corpus_dir)
-        subject = StageModel(model, tokenizer, context_length(recipe, model), name == "tuned", name)
-        base = results["models"].get("base", {}).get("scores", {}).values() if name == "tuned" else ()
+        subject = StageModel(model, tokenizer, context_length(recipe, model), later, name)
+        base = results["models"].get(BASE.model, {}).get("scores", {}).values() if later else ()
         measured, found = _measure(recipe, subject, corpus_dir, texts, _forms(base), doubt)
     finally:
         model.train(was_training)
@@ -98,9 +99,9 @@ def evaluate(
     results["models"][name] = measured
     results["not_clean"] = results.get("not_clean", {}) | measured.pop("not_clean")
     results["how"] = {"bits_per_byte": bits_per_byte.HOW, "scores": _HOW_SCORES, "tasks": _HOW_TASKS}
-    write_records(out_dir, name, found, add=name == "tuned")
-    if name == "tuned" and "base" in results["models"]:
-        results["compared"] = _compare(out_dir)
+    write_records(out_dir, name, found, add=later)
+    if later and BASE.model in results["models"]:
+        results["compared"] = _compare(out_dir, name)
         for one, compared in results["compared"].items():
             if measured["scores"][one]["set"] in results["not_clean"]:
                 compared["verdict"] += NOT_CLEAN
@@ -170,10 +171,10 @@ def context_length(recipe: Recipe, model: Transformer) -> int:
     return int(model.config.max_position_embeddings or 2048)
 
 
-def _compare(out_dir: Path) -> dict[str, Any]:
-    """Tuned minus base for every score, over the items that both answered."""
+def _compare(out_dir: Path, later: str) -> dict[str, Any]:
+    """The `later` model minus the base model for every score, over the items that both answered."""
     try:
-        document = compare([read_results(out_dir, name, name) for name in ("base", "tuned")], examples=0)
+        document = compare([read_results(out_dir, name, name) for name in (BASE.model, later)], examples=0)
     except NothingInCommon:  # an evaluation without benchmarks, on few held-out documents
         return {}
     return {row["score"]: {key: row[key] for key in _COMPARED} for row in document["comparisons"][0]["scores"]}

@@ -1,4 +1,4 @@
-"""The results as tables for a terminal, base and tuned side by side. Scores at chance are printed as such."""
+"""The results as tables for a terminal, the models side by side. Scores at chance are printed as such."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def scores_table(results: dict[str, Any]) -> Table:
     for name in models:
         table.add_column(name)
     if "compared" in results:
-        table.add_column("tuned - base")
+        table.add_column(f"{list(models)[-1]} - {next(iter(models))}")
     names = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
     for one in names:
         scores = [model["scores"].get(one) for model in models.values()]

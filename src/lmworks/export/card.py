@@ -9,6 +9,7 @@ from typing import Any
 from lmworks import __version__
 from lmworks.files import read_json, write_text
 from lmworks.model import Transformer
+from lmworks.model_stages import MODEL_STAGES
 from lmworks.recipe.derivation.parameters import count_parameters
 from lmworks.recipe.loading.huggingface import class_for
 from lmworks.recipe.schema.model import Model
@@ -82,7 +83,7 @@ def _what(recipe: Recipe, model: Transformer) -> str:
 def _ended_early(run_dir: Path) -> str:
     """Which stages were stopped early, and after how many tokens."""
     lines, events = [], read_ledger(run_dir / "ledger.jsonl")
-    for stage in ("pretrain", "tune"):
+    for stage in (one.stage for one in MODEL_STAGES):
         last = [event for event in events if event["event"] in ("early_stop", "finish") and event["stage"] == stage]
         ended = next((event for event in last if event["event"] == "early_stop" and event["step"] == last[-1]["step"]), None)
         if ended is not None:

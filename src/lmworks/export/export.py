@@ -29,7 +29,7 @@ from lmworks.shards.format.manifest import Manifest
 from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
-from lmworks.train.load import folder, load_model
+from lmworks.train.load import final_model, load_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -75,7 +75,7 @@ class Report:
 
 
 def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
-    """Write the tuned model, or the base model if there is none, in every format that `recipe.export` requests.
+    """Write the model of the last stage that has trained one in every format that `recipe.export` requests.
 
     Raises `UserError` if a format cannot express the model, if a package is missing (it names the extra), or if an export is not equal to
     the trained model.
@@ -83,11 +83,11 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
     run_dir, out_dir = Path(run_dir), Path(out_dir)
     options = recipe.export
     check(recipe)
-    tuned = recipe.tune is not None and any(folder(run_dir, "tuned").glob("step-*"))
-    model = load_model(run_dir, "tuned" if tuned else "base").to("cpu")
+    which = final_model(run_dir, recipe)
+    model = load_model(run_dir, which).to("cpu")
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     dtype = DTYPES[options.dtype]
-    values: dict[str, Any] = {"model": "tuned" if tuned else "base", "dtype": options.dtype}
+    values: dict[str, Any] = {"model": which, "dtype": options.dtype}
     sizes: dict[str, int] = {}
     if options.huggingface:
         directory = _fresh(out_dir / "huggingface")

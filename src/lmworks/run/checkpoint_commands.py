@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lmworks import credentials
 from lmworks.checkpoint import listing
@@ -18,6 +18,7 @@ from lmworks.checkpoint.loading import refuse_damaged
 from lmworks.corpus.contamination.record import RECORD
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, read_json, write_json
+from lmworks.model_stages import BASE, of_model, up_to
 from lmworks.recipe.schema.checkpoints import Checkpoints as Options
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.run.run_dir import require_run
@@ -29,37 +30,35 @@ from lmworks.watch.ledger import Ledger
 from lmworks.watch.lock import RunLock
 from lmworks.watch.skips import EVENT
 
-Which = Literal["base", "tuned"]
-_STAGE = {"base": "pretrain", "tuned": "tune"}
 _SHARED = ("corpus", "tokenizer", "shards")  # shared by the run of an averaged model with the original run
 _COPIED = ("recipe.yaml", "sources.json", credentials.NAME)
 
 
-def find(run_dir: Path, which: Which, step: int | None = None) -> Path:
+def find(run_dir: Path, model: str, step: int | None = None) -> Path:
     """The checkpoint of a step, or the newest. Raises `UserError` with the existing steps if there is none."""
     require_run(run_dir)
-    found = listing.directories(folder(run_dir, which))
+    found = listing.directories(folder(run_dir, model))
     if not found:
-        raise UserError(f"{folder(run_dir, which)} has no checkpoints")
+        raise UserError(f"{folder(run_dir, model)} has no checkpoints")
     if step is None:
         return found[-1]
     path = next((one for one in found if listing.step_of(one) == step), None)
     if path is None:
         steps = ", ".join(str(listing.step_of(one)) for one in found[-8:])
-        raise UserError(f"{folder(run_dir, which)} has no checkpoint of step {step}; the newest are {steps}")
+        raise UserError(f"{folder(run_dir, model)} has no checkpoint of step {step}; the newest are {steps}")
     return path
 
 
-def rollback(run_dir: Path, which: Which, to_step: int, skip: tuple[int, int] | None) -> dict[str, Any]:
+def rollback(run_dir: Path, model: str, to_step: int, skip: tuple[int, int] | None) -> dict[str, Any]:
     """Make the next run resume from `to_step`; returns what was done, as recorded in the ledger.
 
     Later checkpoints are renamed to `step-00000200.rolled-back-1`. The data of steps [skip[0], skip[1]) are skipped from then on. Stages
     built on the model count as not done. The metrics of the undone steps are cut when the run resumes.
     """
-    path = find(run_dir, which, to_step)
+    path = find(run_dir, model, to_step)
     with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger:
         refuse_damaged(path)
-        found = listing.directories(folder(run_dir, which))
+        found = listing.directories(folder(run_dir, model))
         later = [one for one in found if listing.step_of(one) > to_step]
         step = listing.step_of(found[-1])
         if not later and skip is None:
@@ -68,9 +67,9 @@ def rollback(run_dir: Path, which: Which, to_step: int, skip: tuple[int, int] | 
         if skip is not None and not to_step <= skip[0] < skip[1]:
             raise UserError(f"--skip-steps: {skip[0]}:{skip[1]} is not a range of steps from step {to_step} on")
         # The ledger first: a checkpoint that it has rolled back is not resumed from, even if this process is killed before the rename.
-        fields = {"stage": _STAGE[which], "step": step, "to_step": to_step, "skip": skip and list(skip)}
+        fields = {"stage": of_model(model).stage, "step": step, "to_step": to_step, "skip": skip and list(skip)}
         ledger.write(EVENT, **fields)
-        again = _mark_undone(run_dir, _STAGE[which])
+        again = _mark_undone(run_dir, of_model(model).stage)
         for one in reversed(later):
             names.set_aside(one, "rolled-back")
         for one in listing.announced(path.parent):
@@ -93,15 +92,15 @@ def _mark_undone(run_dir: Path, name: str) -> list[str]:
     return again
 
 
-def reset_optimizer(run_dir: Path, which: Which, step: int | None) -> dict[str, Any]:
+def reset_optimizer(run_dir: Path, model: str, step: int | None) -> dict[str, Any]:
     """Replace a checkpoint, by default the newest, by one with zero optimizer state; the old one is kept under another name."""
     from lmworks.checkpoint import rewrite
 
-    path = find(run_dir, which, step)
+    path = find(run_dir, model, step)
     with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger:
         refuse_damaged(path)
         kept = rewrite.reset_optimizer(path)
-        fields = {"stage": _STAGE[which], "step": listing.step_of(path), "kept": str(kept)}
+        fields = {"stage": of_model(model).stage, "step": listing.step_of(path), "kept": str(kept)}
         ledger.write("optimizer_reset", **fields)
         if path != listing.directories(path.parent)[-1]:
             command = f"lmworks ckpt rollback {run_dir} {listing.step_of(path)}"
@@ -109,12 +108,12 @@ def reset_optimizer(run_dir: Path, which: Which, step: int | None) -> dict[str, 
     return fields
 
 
-def prune(run_dir: Path, which: Which, options: Options, set_aside: bool, dry: bool) -> dict[str, Any]:
+def prune(run_dir: Path, model: str, options: Options, set_aside: bool, dry: bool) -> dict[str, Any]:
     """Delete the checkpoints that the options do not keep; with `set_aside` also damaged, rolled-back and replaced ones."""
     recipe = require_run(run_dir)
     timeline = Timeline(recipe.train.phases)
-    tokens = timeline.tokens_before(timeline.steps) if which == "base" or recipe.tune is None else int(recipe.tune.tokens)
-    place = folder(run_dir, which)
+    tokens = timeline.tokens_before(timeline.steps) if model == BASE.model or recipe.tune is None else int(recipe.tune.tokens)
+    place = folder(run_dir, model)
     with RunLock(run_dir), Ledger(run_dir / "ledger.jsonl") as ledger, explain_os_errors(place):
         newest, _ = listing.newest_good(place)
         if newest is None:
@@ -128,7 +127,7 @@ def prune(run_dir: Path, which: Which, options: Options, set_aside: bool, dry: b
     return {"steps": steps, "set_aside": [path.name for path in aside], "dry_run": dry}
 
 
-def average(run_dir: Path, which: Which, steps: Sequence[int], weights: Sequence[float], to: Path) -> Path:
+def average(run_dir: Path, model: str, steps: Sequence[int], weights: Sequence[float], to: Path) -> Path:
     """Make a run directory `to` whose model is the weighted mean of checkpoints of `run_dir`; returns the new checkpoint.
 
     Corpus, tokenizer and shards are links to those of `run_dir`. The new run can be tuned, evaluated, exported and served, but not trained
@@ -137,16 +136,16 @@ def average(run_dir: Path, which: Which, steps: Sequence[int], weights: Sequence
     from lmworks.checkpoint import rewrite
 
     recipe = require_run(run_dir)
-    paths = [find(run_dir, which, step) for step in steps]
+    paths = [find(run_dir, model, step) for step in steps]
     if os.path.lexists(to):
         raise UserError(f"{to} exists already; choose another directory for the average")
     for path in paths:
         refuse_damaged(path)
     with RunLock(to), Ledger(to / "ledger.jsonl") as ledger:
         try:
-            final = rewrite.average(paths, weights, folder(to, which))
+            final = rewrite.average(paths, weights, folder(to, model))
             with explain_os_errors(to):
-                _link_inputs(run_dir, to, which)
+                _link_inputs(run_dir, to, model)
             ledger.write("average", of=[str(path) for path in paths], weights=list(weights), path=str(final))
             # Last, because this makes it a run directory.
             write_json(to / "resolved.json", as_tree(recipe.model_copy(update={"run_dir": str(to)})))
@@ -156,7 +155,7 @@ def average(run_dir: Path, which: Which, steps: Sequence[int], weights: Sequence
     return final
 
 
-def _link_inputs(run_dir: Path, to: Path, which: Which) -> None:
+def _link_inputs(run_dir: Path, to: Path, model: str) -> None:
     """Provide what the stages after the averaged one read, and the stamp that marks that stage as done."""
     for name in _COPIED:
         if (run_dir / name).exists():
@@ -164,11 +163,12 @@ def _link_inputs(run_dir: Path, to: Path, which: Which) -> None:
     for name in _SHARED:
         if (run_dir / name).exists():
             (to / name).symlink_to((run_dir / name).resolve(), target_is_directory=True)
-    done = [stage for stage in STAGES if stage.name == _STAGE[which]]
-    if which == "tuned":  # the evaluation compares the tuned model with its base model
-        shutil.copytree(folder(run_dir, "base"), folder(to, "base"))
-        if (run_dir / "tune" / "data").exists():
-            (to / "tune" / "data").symlink_to((run_dir / "tune" / "data").resolve(), target_is_directory=True)
+    done = [stage for stage in STAGES if stage.name == of_model(model).stage]
+    for earlier in up_to(model)[:-1]:  # later models are compared with them
+        if (run_dir / earlier.checkpoints).is_dir():
+            shutil.copytree(run_dir / earlier.checkpoints, to / earlier.checkpoints)
+    if model != BASE.model and (data := of_model(model).place(run_dir) / "data").exists():
+        (of_model(model).place(to) / "data").symlink_to(data.resolve(), target_is_directory=True)
     for stage in done:
         record = read_stamp(run_dir / stage.folder)
         if record:

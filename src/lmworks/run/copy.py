@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
 
 from lmworks.checkpoint import listing, manifest
 from lmworks.checkpoint.copy_to import copy_checkpoint
@@ -22,19 +21,18 @@ from lmworks.checkpoint.manifest import Entry
 from lmworks.checkpoint.run_bundle import BUNDLE, run_files_of, unpack
 from lmworks.errors import UserError
 from lmworks.files import explain_os_errors, sync_directory
+from lmworks.model_stages import MODEL_STAGES, ModelStage
 from lmworks.progress import bar
 from lmworks.run.run_dir import require_run
 from lmworks.run.stages import STAGES, STAMP, Stage
 from lmworks.run.stamps import read_stamp
 from lmworks.storage import explain_storage_errors, filesystem, make_directory, require_writable
-from lmworks.train.load import folder
 from lmworks.watch import skips
 from lmworks.watch.ledger import read_ledger
 from lmworks.watch.lock import RunLock
 
 SEAL = "copied.json"
 _DATA = [stage for stage in STAGES if stage.name in ("corpus", "shards")]  # the tokenizer is in `run.gz`
-_MODELS: tuple[tuple[Literal["base", "tuned"], str], ...] = (("base", "pretrain"), ("tuned", "tune"))
 _NAME = re.compile(r"(?!.*(?:^|/)\.)[^\0\n]{1,1000}")
 _THREADS = 8
 
@@ -111,13 +109,13 @@ def copy_run(run_dir: Path, url: str, report: Report) -> None:
         for stage in _DATA:
             if (read_stamp(run_dir / stage.folder) or {}).get("done"):
                 report(f"{stage.name}: {_copy_stage(run_dir, remote, stage)}")
-        for which, name in _MODELS:
-            place = folder(run_dir, which)
+        for trained in MODEL_STAGES:
+            place = run_dir / trained.checkpoints
             newest, _ = listing.newest_good(place)
             if newest is not None:
                 to = f"{remote.url}/{place.relative_to(run_dir)}"
                 copied = copy_checkpoint(newest, to, run_files=partial(run_files_of, run_dir, place))
-                report(f"{name}: {newest.name} {'copied' if copied else 'already there'}")
+                report(f"{trained.stage}: {newest.name} {'copied' if copied else 'already there'}")
 
 
 def _copy_stage(run_dir: Path, remote: _Remote, stage: Stage) -> str:
@@ -156,7 +154,7 @@ def restore_run(url: str, run_dir: Path, report: Report) -> None:
     with explain_os_errors(run_dir), explain_storage_errors(url, "restore"):
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            found = [_restore_checkpoint(remote, aside, which, name, report) for which, name in _MODELS]
+            found = [_restore_checkpoint(remote, aside, trained, report) for trained in MODEL_STAGES]
             if not any(found):
                 raise UserError(f"{remote.url} has no complete checkpoint of a run, so nothing is restored")
             for stage in _DATA:
@@ -169,10 +167,9 @@ def restore_run(url: str, run_dir: Path, report: Report) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _restore_checkpoint(remote: _Remote, to: Path, which: Any, stage: str, report: Report) -> bool:
+def _restore_checkpoint(remote: _Remote, to: Path, trained: ModelStage, report: Report) -> bool:
     """Restore the newest checkpoint that is good and was not rolled back, and the files of the run; False if there is none."""
-    place = folder(to, which)
-    name = str(place.relative_to(to))
+    place, name, stage = to / trained.checkpoints, trained.checkpoints, trained.stage
     steps = remote.steps(name)
     if not steps:
         return False
@@ -184,7 +181,7 @@ def _restore_checkpoint(remote: _Remote, to: Path, which: Any, stage: str, repor
     files = to / "files"
     unpack(packed, files)
     packed.unlink()
-    # files saved with the tuned model's checkpoints are newer than those saved with the base model's
+    # files saved with the checkpoints of a later stage are newer
     shutil.copytree(files, to, dirs_exist_ok=True)
     shutil.rmtree(files)
     history = skips.rollbacks(read_ledger(to / "ledger.jsonl"), stage)

@@ -14,9 +14,11 @@ from lmworks.evaluate import protection
 from lmworks.evaluate.forms.choosing import training_flops
 from lmworks.evaluate.model_report import evaluate_model
 from lmworks.evaluate.opening import open_model
+from lmworks.model_stages import BASE
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.run.stages import search_records
+from lmworks.train.load import stages_of
 
 
 def evaluate(
@@ -28,7 +30,7 @@ def evaluate(
     if run_dir is None:
         return evaluate_model(opened, benchmarks, most, out_dir=out_dir)
     recipe = load_resolved(run_dir / "resolved.json")
-    searched = search_records(run_dir, recipe, "pretrain", *(("tune",) if opened.chat else ()))
+    searched = search_records(run_dir, recipe, *(stage.stage for stage in (stages_of(recipe) if opened.chat else (BASE,))))
     doubt = partial(protection.doubt, searched=searched, recipe=recipe, corpus_dir=run_dir / "corpus")
     return evaluate_model(opened, benchmarks, most, flops=training_flops(recipe, opened.model.config), out_dir=out_dir, doubt=doubt)
 

@@ -12,10 +12,11 @@ import torch
 from lmworks.checkpoint import checkpoints, listing
 from lmworks.errors import UserError
 from lmworks.model.balance import set_temperature
+from lmworks.model_stages import BASE, of_model
 from lmworks.parallel.parallel_model import ParallelModel
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.run.checkpoint_commands import Which, find
+from lmworks.run.checkpoint_commands import find
 from lmworks.run.run_dir import require_run
 from lmworks.shards.format.labels import IGNORE
 from lmworks.shards.order.timeline import Timeline
@@ -29,14 +30,14 @@ from lmworks.watch.bad_steps import load_bad_batch
 _SHOWN = 5
 
 
-def bad_batches(run_dir: Path, which: Which) -> dict[int, Path]:
+def bad_batches(run_dir: Path, model_name: str) -> dict[int, Path]:
     """The saved bad batches of a stage, by step."""
-    place = run_dir / "bad_batches" if which == "base" else run_dir / "tune" / "bad_batches"
+    place = of_model(model_name).place(run_dir) / "bad_batches"
     found = {path.stem.removeprefix("step-"): path for path in sorted(place.glob("step-*.npz"))}
     return {int(step): path for step, path in found.items() if step.isdecimal()}
 
 
-def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dict[str, Any]:
+def replay(run_dir: Path, model_name: str, step: int | None, at: int | None) -> dict[str, Any]:
     """Forward and backward of the batch saved at `step` (by default the newest) with the checkpoint of step `at` (by default the newest
     from before that step), in one process. No weight is changed.
 
@@ -44,19 +45,19 @@ def replay(run_dir: Path, which: Which, step: int | None, at: int | None) -> dic
     None), the sequences with the highest loss and the parameters with the largest gradients. Raises `UserError`.
     """
     recipe = require_run(run_dir)
-    kept = bad_batches(run_dir, which)
+    kept = bad_batches(run_dir, model_name)
     if not kept:
-        raise UserError(f"{run_dir} has no saved bad batch of {'pretraining' if which == 'base' else 'tuning'}")
+        raise UserError(f"{run_dir} has no saved bad batch of {of_model(model_name).title.lower()}")
     step = max(kept) if step is None else step
     if step not in kept:
         raise UserError(f"no batch of step {step} was saved; there are batches of the steps {', '.join(map(str, kept))}")
-    path = find(run_dir, which, _before(run_dir, which, step) if at is None else at)
+    path = find(run_dir, model_name, _before(run_dir, model_name, step) if at is None else at)
     train = recipe.train.model_copy(update={"deepspeed": None, "compile": False})
     alone = recipe.model_copy(update={"layout": Layout(), "train": train})
     batch = _load(kept[step], step, int(recipe.model.vocab_size or 0))
     model = build_model(alone)
     checkpoints.load(path, {"model": model.state_dict()}, identity(recipe))
-    _as_in_step(model, recipe, which, step)
+    _as_in_step(model, recipe, model_name, step)
     loss, norm, first, gradients = _run(model, alone, batch)
     model.eval()
     single = [batch.sequences(number, number + 1) for number in range(len(batch.tokens))]
@@ -86,16 +87,16 @@ def _fits(tokens: np.ndarray, labels: np.ndarray, starts: np.ndarray, vocab_size
     return bool(known and ordered and np.isin(rows, starts).all())
 
 
-def _before(run_dir: Path, which: Which, step: int) -> int:
+def _before(run_dir: Path, model_name: str, step: int) -> int:
     """The newest checkpoint at or before `step`, or the oldest."""
-    steps = [listing.step_of(path) for path in listing.directories(find(run_dir, which).parent)]
+    steps = [listing.step_of(path) for path in listing.directories(find(run_dir, model_name).parent)]
     return max((one for one in steps if one <= step), default=min(steps))
 
 
-def _as_in_step(model: ParallelModel, recipe: Recipe, which: Which, step: int) -> None:
+def _as_in_step(model: ParallelModel, recipe: Recipe, model_name: str, step: int) -> None:
     """Set RoPE, the MTP loss weight and the router temperature as they were at a step."""
     phases = recipe.train.phases
-    if which == "base":
+    if model_name == BASE.model:
         phases = phases[: Timeline(phases).phase_of(step) + 1]
     then = recipe.model_copy(update={"train": recipe.train.model_copy(update={"phases": phases})})
     model.set_rope(final_rope(then))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from lmworks.errors import UserError
+from lmworks.model_stages import BASE, INPUTS, MODEL_STAGES
 from lmworks.recipe.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -164,14 +165,16 @@ def _evaluate(context: StageContext) -> RenderableType | None:
     from lmworks.evaluate.report import evaluate
     from lmworks.evaluate.tables import printable
     from lmworks.tokenizer import load as load_tokenizer
-    from lmworks.train.load import load_model
+    from lmworks.train.load import load_model, stages_of
 
     tokenizer = load_tokenizer(context.run_dir / "tokenizer")
     results: dict[str, Any] = {}
-    for name in ("base", "tuned") if context.recipe.tune else ("base",):
-        model = load_model(context.run_dir, name)
-        searched = search_records(context.run_dir, context.recipe, "pretrain", *(("tune",) if name == "tuned" else ()))
-        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", context.run_dir / "evaluate", name, searched)
+    trained = stages_of(context.recipe)
+    for number, stage in enumerate(trained):
+        model = load_model(context.run_dir, stage.model)
+        searched = search_records(context.run_dir, context.recipe, *(one.stage for one in trained[: number + 1]))
+        folder = context.run_dir / "evaluate"
+        results = evaluate(context.recipe, model, tokenizer, context.run_dir / "corpus", folder, stage.model, searched)
     return printable(results)
 
 
@@ -195,8 +198,7 @@ def _check_export(recipe: Recipe) -> None:
 
 
 _CORPUS, _TOKENIZER = "corpus/manifest.json", ("tokenizer/tokenizer.json", "tokenizer/chat_template.jinja")
-_BASE, _TUNED = "checkpoints/", "tune/checkpoints/"
-_WEIGHTS = (*_TOKENIZER, _BASE, _TUNED)
+_WEIGHTS = (*_TOKENIZER, *INPUTS)
 
 STAGES = (
     Stage(
@@ -211,7 +213,7 @@ STAGES = (
         "shards", "shards", (_CORPUS, _TOKENIZER[0]), ("train/*", "validation/*", "token_bytes.npy", "manifest.json"), _shards, keeps=True,
     ),
     Stage("pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True),
-    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, _BASE), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
+    Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
     Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
     Stage(
         "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,
@@ -222,7 +224,8 @@ STAGES = (
 
 def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
     """The stages of this recipe, up to and including `last`. Raises `UserError` if it has no such stage."""
-    chosen = [stage for stage in STAGES if stage.name != "tune" or recipe.tune is not None]
+    optional = [one.stage for one in MODEL_STAGES[1:] if getattr(recipe, one.stage) is None]
+    chosen = [stage for stage in STAGES if stage.name not in optional]
     names = [stage.name for stage in chosen]
     if last is not None and last not in names:
         raise UserError(f"the recipe has no section {last}; add one to have this stage")

@@ -11,6 +11,7 @@ from rich.text import Text
 from lmworks.doctor.read_run import read_run
 from lmworks.evaluate.tables import bits_table, samples_table, scores
 from lmworks.files import read_json
+from lmworks.model_stages import MODEL_STAGES
 from lmworks.run.stamps import seconds_by_stage
 from lmworks.run.time_budget import planned_and_actual_seconds
 
@@ -19,8 +20,7 @@ _PLACES = (
     ("corpus/report.json", "documents kept and dropped, with reasons; see also rejected.jsonl and decisions/"),
     ("tokenizer", "tokenizer.json and the chat template"),
     ("shards", "token files, with their lineage"),
-    ("checkpoints", "the base model"),
-    ("tune/checkpoints", "the tuned model"),
+    *((stage.checkpoints, f"the {stage.model} model") for stage in MODEL_STAGES),
     ("evaluate/results.json", "evaluation results"),
     ("export/huggingface", "for transformers, vLLM and SGLang"),
     ("export/gguf/model.gguf", "for llama.cpp"),

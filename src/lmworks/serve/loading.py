@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmworks.errors import UserError
+from lmworks.model_stages import BASE
 from lmworks.serve.engine import Engine
 from lmworks.serve.models import LazyModel, Models
 
@@ -14,32 +15,29 @@ if TYPE_CHECKING:
 
 
 def load_engine(run_dir: Path, base: bool = False) -> Engine:
-    """Load the engine of a run from the newest good checkpoint: of its tuned model, or of its base model if `base` is set or it has no
-    tuned one.
+    """Load the engine of a run from the newest good checkpoint: of the model that it ends with, or of its base model if `base` is set.
 
     Raises `UserError` if there is no such run, if nothing has been trained, or if model and tokenizer do not match.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "resolved.json").is_file():
         raise UserError(f"{run_dir} is not a run directory (it has no resolved.json); make one with: lmworks run RECIPE")
-    from lmworks.checkpoint.listing import directories
     from lmworks.recipe.loading.load import load_resolved
-    from lmworks.train.load import folder, load_model
+    from lmworks.train.load import final_model, load_model
 
     recipe = load_resolved(run_dir / "resolved.json")
-    tuned = not base and bool(directories(folder(run_dir, "tuned")))
-    model = load_model(run_dir, "tuned" if tuned else "base")
-    return make_engine(model, run_dir / "tokenizer", f"{recipe.name}-base" if base else recipe.name, tuned)
+    which = BASE.model if base else final_model(run_dir, recipe)
+    name = f"{recipe.name}-base" if base else recipe.name
+    return make_engine(load_model(run_dir, which), run_dir / "tokenizer", name, tuned=which != BASE.model)
 
 
 def load_models(run_dir: Path, base: bool = False) -> Models:
-    """The models of a run to serve: that of `load_engine`, and the other one of base and tuned, if it exists, which is loaded at its first
-    request."""
-    from lmworks.checkpoint.listing import directories
-    from lmworks.train.load import folder
+    """The models of a run to serve: that of `load_engine`, and the other one of the base model and the one that the run ends with, if it
+    exists, which is loaded at its first request."""
+    from lmworks.train.load import final_model
 
     first = load_engine(run_dir, base)
-    if not all(directories(folder(run_dir, which)) for which in ("base", "tuned")):
+    if final_model(run_dir) == BASE.model:
         return Models(first)
     name = first.name.removesuffix("-base") if base else f"{first.name}-base"
     return Models(first, {name: LazyModel(first.context, base, lambda: load_engine(run_dir, not base))})

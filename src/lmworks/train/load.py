@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -11,6 +11,7 @@ from lmworks import progress
 from lmworks.checkpoint import checkpoints, listing, manifest
 from lmworks.errors import UserError
 from lmworks.model import Transformer
+from lmworks.model_stages import BASE, MODEL_STAGES, ModelStage, last, of_model
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights
 from lmworks.recipe.schema.model import Rope
@@ -19,9 +20,20 @@ from lmworks.train.data.frozen_tokenizer import META, require_same, require_same
 from lmworks.train.early_stopping import USED
 
 
-def folder(run_dir: Path, which: Literal["base", "tuned"]) -> Path:
-    """The folder with the checkpoints of the pretrained or the tuned model."""
-    return run_dir / "checkpoints" if which == "base" else run_dir / "tune" / "checkpoints"
+def folder(run_dir: Path, model: str) -> Path:
+    """The folder with the checkpoints of a model, by its name in `lmworks.model_stages`."""
+    return run_dir / of_model(model).checkpoints
+
+
+def stages_of(recipe: Recipe) -> list[ModelStage]:
+    """The stages of a recipe that train weights."""
+    return [stage for stage in MODEL_STAGES if stage is BASE or getattr(recipe, stage.stage) is not None]
+
+
+def final_model(run_dir: Path, recipe: Recipe | None = None) -> str:
+    """The name of the model that a run ends with: that of its last stage which has checkpoints."""
+    recipe = recipe or load_resolved(run_dir / "resolved.json")
+    return last(stage for stage in stages_of(recipe) if listing.directories(run_dir / stage.checkpoints)).model
 
 
 def final_rope(recipe: Recipe) -> Rope:
@@ -38,9 +50,9 @@ def final_mtp_weight(recipe: Recipe) -> float | None:
     return (changes or [recipe.model.mtp.loss_weight])[-1] if recipe.model.mtp else None
 
 
-def final_base(run_dir: Path) -> Path:
-    """The final checkpoint of pretraining. Raises `UserError` if there is none."""
-    return _final(folder(run_dir, "base"))
+def final_checkpoint(run_dir: Path, model: str) -> Path:
+    """The final checkpoint of a model. Raises `UserError` if there is none."""
+    return _final(folder(run_dir, model))
 
 
 def _final(place: Path) -> Path:
@@ -76,25 +88,23 @@ def _filled(model: Transformer, path: Path, averaged: bool) -> dict[str, Any] | 
 
 
 def load_model(
-    run_dir: Path, which: Literal["base", "tuned"] = "tuned", dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    run_dir: Path, model: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Transformer:
-    """Load the final model of a stage, in evaluation mode, with averaged weights if the run has them.
+    """Load the final weights of a model of the run, in evaluation mode, averaged if the run has averages.
 
-    `dtype` is that of the activations; `device` is the first GPU, else the CPU, if it is left out. `which` "tuned" falls back to the base
-    model if the run has no tuned one.
+    `model` is its name, by default that of the last stage (`final_model`). `dtype` is that of the activations; `device` is the first GPU,
+    else the CPU, if it is left out.
     Raises `UserError` if there is no good checkpoint, or if the run's tokenizer is not the one that the weights were trained with.
     """
     recipe = load_resolved(run_dir / "resolved.json")
-    place = folder(run_dir, which)
-    if which == "tuned" and (recipe.tune is None or not listing.directories(place)):
-        place = folder(run_dir, "base")
+    place = folder(run_dir, model or final_model(run_dir, recipe))
     path = _final(place)
-    model = Transformer(recipe.model)
-    model.set_rope(final_rope(recipe))
-    while (meta := _filled(model, path, bool(recipe.optimizer.ema_decay))) is None:
+    loaded = Transformer(recipe.model)
+    loaded.set_rope(final_rope(recipe))
+    while (meta := _filled(loaded, path, bool(recipe.optimizer.ema_decay))) is None:
         path = _final(place)
     require_same(run_dir, meta.get(META))
-    return _placed(model, dtype, device)
+    return _placed(loaded, dtype, device)
 
 
 def load_checkpoint(weights: Weights, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Transformer:

@@ -20,7 +20,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.train.curriculum import TuningCurriculum
 from lmworks.train.data.chat import build_chat_data, chat_shards
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
-from lmworks.train.load import final_base
+from lmworks.train.load import final_checkpoint
 from lmworks.train.observe.sampling import ChatSampler
 from lmworks.train.observe.validation import validate_conversations
 from lmworks.train.pretrain import build_model, identity, with_optimizer
@@ -80,7 +80,7 @@ def _load_base(recipe: Recipe, run_dir: Path, model: ParallelModel) -> Path:
     """The weights that tuning begins with, on all ranks, which are those that leave; the first looks for the newest good ones."""
     communicator = new_communicator()
     found: list[Path] = []
-    communicator.run_on_all(lambda: found.append(final_base(run_dir)) if communicator.is_first else None)
+    communicator.run_on_all(lambda: found.append(final_checkpoint(run_dir, "base")) if communicator.is_first else None)
     base = communicator.broadcast(found[0] if found else Path())
     meta = saved.load(base, {"model": model.state_dict()}, identity(recipe), verified=True, communicator=communicator)
     require_same(run_dir, meta.get(META))

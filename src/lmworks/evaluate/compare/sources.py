@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,11 +27,12 @@ from lmworks.evaluate.logprobs import BatchedLogProbs
 from lmworks.evaluate.model_report import evaluate_model
 from lmworks.evaluate.opening import open_model
 from lmworks.evaluate.sets.registry import CHOICE, GENERATION
+from lmworks.model_stages import BASE, of_checkpoint, up_to
 from lmworks.progress import console
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.schema.evaluate import Benchmark
 from lmworks.recipe.tree.fingerprint import canonical
-from lmworks.train.load import folder
+from lmworks.train.load import final_model, folder
 
 Texts = Mapping[str, Sequence[str]]
 
@@ -40,7 +41,7 @@ Texts = Mapping[str, Sequence[str]]
 class Source:
     """One side of a comparison as it was named, the run that it belongs to, if any, and the folder of its evaluation, if there is one.
 
-    `which` is "base" or "tuned" for the final model of a run."""
+    `which` is the name of a model of the run, for its final weights."""
 
     where: str
     label: str
@@ -105,9 +106,8 @@ def _weights(where: str, path: Path) -> Source:
     """A checkpoint or a Hugging Face folder; opening it raises the errors."""
     if not listing.is_name(path.name):
         return Source(where, path.name)
-    tuned = path.parent.parent.name == "tune"
-    run = path.parents[2 if tuned else 1]
-    label = f"{run.name}@{'tuned-' if tuned else ''}{listing.step_of(path)}"
+    stage, run = of_checkpoint(path)
+    label = f"{run.name}@{'' if stage is BASE else f'{stage.model}-'}{listing.step_of(path)}"
     return Source(where, label, run if (run / "resolved.json").is_file() else None)
 
 
@@ -115,9 +115,7 @@ def _run(where: str, run: Path, chosen: str) -> Source:
     name = run.resolve().name
     if chosen.isdecimal():
         return Source(where, f"{name}@{int(chosen)}", run)
-    which: Literal["base", "tuned"] = "tuned"
-    if chosen == "base" or (not chosen and not listing.directories(folder(run, "tuned"))):
-        which = "base"
+    which = chosen or final_model(run)
     evaluation = run / "evaluate"
     if not (evaluation / f"outcomes-{which}.jsonl").is_file():
         return Source(where, f"{name}@{which}", run, which=which)
@@ -132,7 +130,7 @@ def _is_stale(run: Path, which: str) -> bool:
     path = run / "evaluate" / "stage.json"
     stamp = files.read_json(path) if path.is_file() else {}
     inputs = stamp.get("inputs") if isinstance(stamp, dict) else None
-    names = ("checkpoints/",) if which == "base" else ("checkpoints/", "tune/checkpoints/")
+    names = [stage.input for stage in up_to(which)]
     return isinstance(inputs, dict) and any(name in inputs and inputs[name] != listing.content(run / name) for name in names)
 
 
@@ -233,4 +231,4 @@ def _identity(source: Source) -> Any:
     chosen = source.where.rpartition("@")[2]
     if chosen.isdecimal():
         return listing.content_of(folder(source.run, "base") / listing.name_of(int(chosen)))
-    return listing.content(folder(source.run, "tuned" if source.which == "tuned" else "base"))
+    return listing.content(folder(source.run, source.which or BASE.model))

@@ -1,0 +1,82 @@
+"""The stages that train weights, in their order: where each keeps its files, and what its model is called.
+
+A stage starts from the final weights of the one before it. Everything that lists models or their checkpoints derives from `MODEL_STAGES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmworks.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelStage:
+    """`stage` is the name of the stage, and of its recipe section except for pretraining; `title` is its name in tables and pages; `model`
+    is the name of the model that it trains. `folder` holds its checkpoints, metrics and samples, relative to the run directory.
+    """
+
+    stage: str
+    title: str
+    model: str
+    folder: str = ""
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of its checkpoints, relative to the run directory."""
+        return f"{self.folder}/checkpoints" if self.folder else "checkpoints"
+
+    @property
+    def input(self) -> str:
+        """Its checkpoints among the inputs of other stages: a name that ends in / means the newest checkpoint."""
+        return f"{self.checkpoints}/"
+
+    def place(self, run_dir: Path) -> Path:
+        """The folder of its files."""
+        return run_dir / self.folder if self.folder else run_dir
+
+
+BASE = ModelStage("pretrain", "Pretraining", "base")
+MODEL_STAGES = (
+    BASE,
+    ModelStage("tune", "Tuning", "tuned", "tune"),
+)
+MODELS = tuple(stage.model for stage in MODEL_STAGES)
+INPUTS = tuple(stage.input for stage in MODEL_STAGES)
+
+
+def of_model(model: str) -> ModelStage:
+    """The stage that trains `model`. Raises `UserError` with the known names."""
+    for stage in MODEL_STAGES:
+        if stage.model == model:
+            return stage
+    raise UserError(f"{model!r} is not the name of a model; the names are {', '.join(MODELS)}")
+
+
+def of_stage(name: str) -> ModelStage:
+    """The stage called `name`. Raises `UserError` with the known names."""
+    for stage in MODEL_STAGES:
+        if stage.stage == name:
+            return stage
+    raise UserError(f"{name!r} trains no weights; the stages that do are {', '.join(one.stage for one in MODEL_STAGES)}")
+
+
+def of_checkpoint(path: Path) -> tuple[ModelStage, Path]:
+    """The stage that a checkpoint belongs to, by its path, and the run directory."""
+    place = path.parent.parent
+    for stage in MODEL_STAGES:
+        if stage.folder and stage.folder == place.name:
+            return stage, place.parent
+    return BASE, place
+
+
+def up_to(model: str) -> tuple[ModelStage, ...]:
+    """The stages whose weights `model` descends from, its own included."""
+    return MODEL_STAGES[: MODELS.index(of_model(model).model) + 1]
+
+
+def last(stages: Iterable[ModelStage]) -> ModelStage:
+    """The latest of some stages; that of the base model if there are none."""
+    return max(stages, key=MODEL_STAGES.index, default=BASE)
