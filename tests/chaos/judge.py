@@ -171,7 +171,8 @@ def _ledger(run: Run) -> Iterator[str]:
     """What was resumed from had been saved, and what had been damaged was refused; nothing else was found wrong."""
     plan = run.plan
     events = run.ledger()
-    if not events or events[-1]["event"] != "finish":
+    training = [event for event in events if event["event"] != "prediction_error"]  # written after the end, by the stage that predicted
+    if not training or training[-1]["event"] != "finish":
         yield f"the ledger ends with {events[-1:]}"
     bad = {event["step"] for event in events if event["event"] == "bad_step"}
     if bad != ({plan.moment} if plan.kind in PLANTED else set()):
