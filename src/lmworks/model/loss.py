@@ -18,7 +18,8 @@ IGNORE = -100
 class HeadLoss(NamedTuple):
     """Sums over the valid tokens: cross-entropy in nats, and the squared log-partition (z-loss, arXiv:2204.02311).
 
-    `of_tokens_N` is the cross-entropy of each token, 0 for one without a label. None of them has a gradient.
+    `of_tokens_N` is the cross-entropy of each token, 0 for one without a label; a weight multiplies it in `cross_entropy` only. None of
+    them has a gradient.
     """
 
     cross_entropy: Tensor
@@ -26,27 +27,35 @@ class HeadLoss(NamedTuple):
     of_tokens_N: Tensor
 
 
-ChunkLoss = Callable[[Tensor, Tensor, float, float, bool], tuple[Tensor, Tensor, Tensor | None]]
+ChunkLoss = Callable[[Tensor, Tensor, float, float, bool, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
 
 
 def head_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, chunk: int, chunk_loss: ChunkLoss
-) -> tuple[Tensor, HeadLoss]:
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, chunk: int, chunk_loss: ChunkLoss,
+    weights_N: Tensor | None = None,
+) -> tuple[Tensor, HeadLoss]:  # fmt: skip
     """The summed loss, cross-entropy + z_weight * z (`model.z_loss_weight`), for the backward pass, and its two terms, for the metrics.
 
-    `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form.
+    `chunk` tokens at a time go through `chunk_loss`: the function below, or its compiled form. `weights_N` (fp32) multiply the
+    cross-entropy of each token and its gradient; they are constants, and with them there is no z-loss.
     """
+    z_weight = z_weight if weights_N is None else 0.0
     if not torch.is_grad_enabled():  # parameters require gradients even then
         hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
-    total, cross_entropy, z, of_tokens_N = _ChunkedHead.apply(hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss)
+    total, cross_entropy, z, of_tokens_N = _ChunkedHead.apply(
+        hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss, weights_N
+    )
     return total, HeadLoss(cross_entropy, z, of_tokens_N)
 
 
-def head_loss_plain(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float) -> tuple[Tensor, HeadLoss]:
+def head_loss_plain(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, softcap: float, z_weight: float, weights_N: Tensor | None = None
+) -> tuple[Tensor, HeadLoss]:
     """`head_loss` with all logits at once: the reference implementation for tests."""
     logits = soft_cap(F.linear(hidden_ND, weight_VD).float(), softcap)
     of_tokens_N = F.cross_entropy(logits, labels_N.long(), ignore_index=IGNORE, reduction="none")
-    cross_entropy = of_tokens_N.sum()
+    cross_entropy = of_tokens_N.sum() if weights_N is None else (of_tokens_N * weights_N).sum()
+    z_weight = z_weight if weights_N is None else 0.0
     z = (logits.logsumexp(-1).square() * (labels_N != IGNORE)).sum()
     return cross_entropy + z_weight * z, HeadLoss(cross_entropy.detach(), z.detach(), of_tokens_N.detach())
 
@@ -60,7 +69,7 @@ class _ChunkedHead(torch.autograd.Function):
     """Computes the gradient in the forward pass, chunk by chunk, so that logits are neither saved nor recomputed."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss):  # type: ignore[no-untyped-def, override]
+    def forward(ctx, hidden_ND, weight_VD, labels_N, softcap, z_weight, chunk, chunk_loss, weights_N):  # type: ignore[no-untyped-def, override]
         needs_grad = any(ctx.needs_input_grad[:2])
         weight = weight_VD.to(hidden_ND.dtype)
         grad_hidden = torch.empty_like(hidden_ND) if needs_grad else None
@@ -71,8 +80,9 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], chunk):
             hidden_MD, labels_M = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             logits_MV = F.linear(hidden_MD, weight)
-            ce, zz, grad_MV = chunk_loss(logits_MV, labels_M, softcap, z_weight, needs_grad)
-            cross_entropy += ce.sum()
+            weights_M = None if weights_N is None else weights_N[start : start + chunk]
+            ce, zz, grad_MV = chunk_loss(logits_MV, labels_M, softcap, z_weight, needs_grad, weights_M)
+            cross_entropy += (ce if weights_M is None else ce * weights_M).sum()
             z += zz
             of_tokens_N[start : start + chunk] = ce
             if grad_hidden is not None and grad_weight is not None:
@@ -89,14 +99,14 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, *_):  # type: ignore[no-untyped-def, override]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None
+        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, None, None, None
 
 
 def chunk_loss(
-    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool
+    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, weights_M: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The cross-entropy of each token of a chunk, 0 for one without a label, the summed squared log-partition, and
-    d(ce + z_weight * z)/d(logits) in the logits' type."""
+    d(ce + z_weight * z)/d(logits) in the logits' type, multiplied by the weights of the tokens."""
     capped = soft_cap(logits_MV.float(), softcap)
     valid = labels_M != IGNORE
     target = labels_M.long().clamp_min(0)[:, None]
@@ -111,19 +121,21 @@ def chunk_loss(
     if not needs_grad:
         return ce, z, None
     hit = torch.full_like(target, -1, dtype=capped.dtype)
-    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
+    factor_M = valid if weights_M is None else valid * weights_M
+    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, factor_M, softcap, z_weight).to(logits_MV.dtype)
 
 
 def logits_gradient(
-    capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, valid_M: Tensor, softcap: float,
+    capped_MV: Tensor, probability_MV: Tensor, lse_M: Tensor, target_M1: Tensor, hit_M1: Tensor, factor_M: Tensor, softcap: float,
     z_weight: float,
 ) -> Tensor:  # fmt: skip
-    """d(ce + z_weight * z)/d(logits), computed in place of the probabilities; `hit` is -1 if the target is among these logits, else 0."""
+    """factor * d(ce + z_weight * z)/d(logits), computed in place of the probabilities; `factor` is 0 for a token without a label, and
+    `hit` is -1 if the target is among these logits, else 0."""
     grad = probability_MV
     if z_weight:
         grad *= (1 + 2 * z_weight * lse_M)[:, None]
     grad.scatter_add_(1, target_M1, hit_M1)
     if softcap:
         grad *= 1 - (capped_MV / softcap).square()
-    grad *= valid_M[:, None]
+    grad *= factor_M[:, None]
     return grad

@@ -156,23 +156,24 @@ class Transformer(nn.Module):
 
     def loss(
         self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None,
-        ahead: list[Ahead] | None = None,
+        ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
     ) -> Loss:  # fmt: skip
         """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step.
 
-        `ahead`: inputs and targets of multi-token prediction, needed if the rows are only slices.
+        `ahead`: inputs and targets of multi-token prediction, needed if the rows are only slices. `weights_BT`: factors of the
+        cross-entropy of each label, without z-loss; all 1 when left out.
         """
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
-        return self.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
+        return self.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
 
     def last_loss(
         self, x_BTD: Tensor, experts: ExpertStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
-        cache: Cache | None = None, ahead: list[Ahead] | None = None,
+        cache: Cache | None = None, ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
     ) -> Loss:  # fmt: skip
         """`loss` from the output of the layers: the residual stream and expert statistics."""
         hidden_BTD = self.norm(x_BTD)
-        total, head = self.head_loss(hidden_BTD, labels_BT)
+        total, head = self.head_loss(hidden_BTD, labels_BT, weights_BT)
         mtp = None
         if self.mtp and self.training:
             ahead = ahead or look_ahead(tokens_BT, labels_BT, spans.positions_BT, len(self.mtp))
@@ -196,13 +197,16 @@ class Transformer(nn.Module):
             experts = experts.joined(ExpertStats(None if counts is None else counts[None], aux))
         return torch.stack(totals).mean(), torch.stack(entropies).mean(), experts
 
-    def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor) -> tuple[Tensor, HeadLoss]:
-        """The summed loss of normed hidden states, and its parts."""
+    def head_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> tuple[Tensor, HeadLoss]:
+        """The summed loss of normed hidden states, and its parts; `weights_BT` as in `loss`."""
         inputs = (hidden_BTD.flatten(0, 1), self.head.weight, labels_BT.flatten())
         softcap, z_weight = self.config.final_logit_softcapping, self.config.z_loss_weight
+        weights_N = None if weights_BT is None else weights_BT.flatten()
         if self._plain:
-            return head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight)
-        return head_loss(*inputs, softcap=softcap, z_weight=z_weight, chunk=self.logit_chunk_size, chunk_loss=self._chunk_loss)
+            return head_loss_plain(*inputs, softcap=softcap, z_weight=z_weight, weights_N=weights_N)
+        return head_loss(
+            *inputs, softcap=softcap, z_weight=z_weight, chunk=self.logit_chunk_size, chunk_loss=self._chunk_loss, weights_N=weights_N
+        )
 
     def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, ExpertStats]:
         """The normed output of the last layer (B, T, D), and what the experts did."""

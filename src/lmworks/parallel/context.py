@@ -69,10 +69,10 @@ def place(whole_BS: Tensor, own_N: Tensor, ranks: Ranks) -> None:
 
 
 def split(
-    tokens_BS: Tensor, labels_BS: Tensor, cu_seqlens: Tensor, ranks: Ranks, mtp_layers: int = 0
-) -> tuple[Tensor, Tensor, None, Slices, list[Ahead] | None]:
-    """This rank's part of full rows, as the arguments of `Transformer.loss`: tokens, labels, no `cu_seqlens`, the slices, and the tokens
-    ahead for multi-token prediction.
+    tokens_BS: Tensor, labels_BS: Tensor, cu_seqlens: Tensor, ranks: Ranks, mtp_layers: int = 0, weights_BS: Tensor | None = None
+) -> tuple[Tensor, Tensor, None, Slices, list[Ahead] | None, Tensor | None]:
+    """This rank's part of full rows, as the arguments of `Transformer.loss`: tokens, labels, no `cu_seqlens`, the slices, the tokens
+    ahead for multi-token prediction, and the weights of the labels.
 
     Raises `UserError` if the length cannot be split into equal slices.
     """
@@ -87,7 +87,8 @@ def split(
     if mtp_layers:
         whole = look_ahead(tokens_BS, labels_BS, places_BS - start_BS, mtp_layers)
         ahead = [Ahead(slices(tokens, size, rank), slices(labels, size, rank)) for tokens, labels in whole]
-    return slices(tokens_BS, size, rank), slices(labels_BS, size, rank), None, held, ahead
+    weights = None if weights_BS is None else slices(weights_BS, size, rank)
+    return slices(tokens_BS, size, rank), slices(labels_BS, size, rank), None, held, ahead, weights
 
 
 @dataclass(frozen=True)

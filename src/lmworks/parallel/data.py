@@ -111,6 +111,14 @@ def set_last_micro_batch(model: Transformer, zero: int, last: bool) -> None:
         model.set_reshard_after_backward(last)
 
 
+def gather_unused(model: Transformer) -> None:
+    """Gather the weights of multi-token prediction, which no forward pass uses in evaluation mode: FSDP2 (torch 2.13) fails in a backward
+    pass that accumulates gradients over weights that it has never gathered."""
+    for module in model.mtp.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
 def release(model: Transformer) -> None:
     """Free gathered weights, so that the next forward pass gathers the changed ones."""
     for module in model.modules():

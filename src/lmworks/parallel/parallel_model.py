@@ -135,13 +135,16 @@ class ParallelModel:
         `rows` is the number of rows of the whole step: a rank with one row fewer than others may run a blank micro-batch. The returned
         sums are those of this rank, before `sum_over_ranks`.
         """
+        if not self.training:
+            for part in self.parts:
+                data.gather_unused(part)
         if self.pipeline:
             return self._pipelined(self.pipeline, batch, rows, micro_batch_size, scale)
         (model,) = self.parts
         sums, counts = [], []
         largest = -(-rows // self.ranks.size("dp"))
         pieces = list(micro_batches(batch, -(-largest // micro_batch_size), micro_batch_size))
-        if self.config.moe is not None and self.config.moe.balance.method == "aux":
+        if self.config.moe is not None and self.config.moe.balance.method == "aux" and self.training:
             self._set_step_loads(model, pieces, self.config.moe.num_experts_per_tok)
         for index, (piece, real) in enumerate(pieces):
             loss = self._backward(model, self._inputs(piece), scale if real else 0.0, last=index == len(pieces) - 1)
@@ -214,17 +217,19 @@ class ParallelModel:
         scalars = torch.stack((sums.cross_entropy, sums.z, sums.auxiliary, sums.mtp))
         scalars = self.ranks.all_reduce(self.ranks.all_reduce(scalars, "loss"), "pp")
         counts_LE = None
-        if (moe := self.config.moe) is not None and (layers := self.num_moe_layers):
+        layers = self.num_moe_layers - (0 if self.training or self.config.mtp is None else self.config.mtp.num_nextn_predict_layers)
+        if (moe := self.config.moe) is not None and layers > 0:
             counts_LE = torch.zeros(layers, moe.n_routed_experts, device=self.device)
             if sums.counts_LE is not None:
-                counts_LE[self.moe_layer_indices] = sums.counts_LE.float()
+                counts_LE[[index for index in self.moe_layer_indices if index < layers]] = sums.counts_LE.float()
             counts_LE = self.ranks.all_reduce(self.ranks.all_reduce(counts_LE, "loss"), "pp")
         cross_entropy, z, auxiliary, mtp = scalars
         return StepSums(cross_entropy, z, auxiliary, mtp, counts_LE)
 
     def update_biases(self, counts_LE: Tensor, bias_update_rate: float, apply: Tensor | None = None) -> None:
-        """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`)."""
-        if self.config.moe is not None:
+        """Update the expert biases of this rank's MoE layers from the counts of all ranks (`model/balance.py`); none in evaluation mode,
+        in which the layers of multi-token prediction count nothing."""
+        if self.config.moe is not None and self.training:
             update_biases(self.moe_layers(), counts_LE[self.moe_layer_indices], bias_update_rate, self.config.moe.balance, apply)
 
     @torch.no_grad()
@@ -243,20 +248,23 @@ class ParallelModel:
         return float(self.ranks.all_reduce(found, "loss"))
 
     @torch.no_grad()
-    def token_cross_entropy(self, batch: Batch) -> Tensor:
-        """The cross-entropy of each label of a whole batch, in nats, 0 where there is none: (B, T) on the CPU, the same on all ranks."""
+    def token_cross_entropy(self, batch: Batch, micro_batch_size: int | None = None) -> Tensor:
+        """The cross-entropy of each label of a whole batch, in nats, 0 where there is none: (B, T) on the CPU, the same on all ranks.
+
+        `micro_batch_size`: rows of a forward pass; all of a rank's rows, or those of a pipeline stage, when left out.
+        """
         start, stop = self.rank_sequences(len(batch.tokens))
         own = batch.sequences(start, stop)
         whole_BT = torch.zeros(batch.tokens.shape, device=self.device)
+        largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
         if self.pipeline:
-            largest = max(1, -(-len(batch.tokens) // self.ranks.size("dp")))
-            at_once = -(-largest // self.pipeline.stages)
+            at_once = micro_batch_size or -(-largest // self.pipeline.stages)
             pieces = list(micro_batches(own, -(-largest // at_once), at_once))
             found = self.pipeline.token_cross_entropy([self._inputs(piece) for piece, _ in pieces], [real for _, real in pieces]) or []
         else:
-            (model,), at_once = self.parts, len(batch.tokens)
-            pieces = list(micro_batches(own, 1, at_once))
-            found = [model.loss(*self._inputs(pieces[0][0])).head.of_tokens_N]
+            (model,), at_once = self.parts, micro_batch_size or largest
+            pieces = list(micro_batches(own, -(-largest // at_once), at_once))
+            found = [model.loss(*self._inputs(piece)).head.of_tokens_N for piece, _ in pieces]
         for number, (tokens_N, (piece, real)) in enumerate(zip(found, pieces, strict=False)):
             if real:
                 rows_BT = whole_BT[start + number * at_once :][: len(piece.tokens)]
@@ -264,9 +272,13 @@ class ParallelModel:
         return self.ranks.all_reduce(self.ranks.all_reduce(whole_BT, "loss"), "pp").cpu()
 
     def _inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """A micro-batch as the arguments of `Transformer.loss`."""
         arrays = (batch.tokens, batch.labels, batch.cu_seqlens)
-        whole = tuple(torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
-        return context.split(whole[0], whole[1], whole[2], self.ranks, len(self.parts[-1].mtp)) if self.ranks.size("cp") > 1 else whole
+        tokens, labels, cu_seqlens = (torch.from_numpy(array).to(self.device, non_blocking=True) for array in arrays)
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(self.device, non_blocking=True)
+        if self.ranks.size("cp") > 1:
+            return context.split(tokens, labels, cu_seqlens, self.ranks, len(self.parts[-1].mtp), weights)
+        return tokens, labels, cu_seqlens, None, None, weights
 
     @torch.no_grad()
     def largest_biases(self) -> Tensor:
@@ -299,7 +311,8 @@ def micro_batches(batch: Batch, count: int, rows: int, blank: int = 1) -> Iterat
             length = batch.tokens.shape[1]
             nothing = np.zeros((blank, length), np.int32)
             starts = np.arange(blank + 1, dtype=np.int32) * length
-            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step), False
+            weights = None if batch.weights is None else np.zeros(nothing.shape, np.float32)
+            yield Batch(nothing, np.full_like(nothing, IGNORE), starts, batch.phase, batch.step, weights=weights), False
 
 
 def _moe_layer_indices(part: Transformer) -> list[int]:

@@ -27,7 +27,7 @@ from lmworks.parallel.module_overrides import override_members
 from lmworks.parallel.pipeline_stages import pipeline_stage_layers
 from lmworks.recipe.schema.layout import Layout
 
-Inputs = tuple[Any, ...]  # tokens, labels, cu_seqlens; with context parallelism also the slices and the tokens ahead
+Inputs = tuple[Any, ...]  # the arguments of `Transformer.loss`
 
 
 def stage_numbers(layout: Layout, rank: int) -> range:
@@ -153,15 +153,14 @@ class Pipeline:
         return forward
 
     def _run(self, part: Transformer, stage: int, index: int, *received: Tensor) -> Tensor:
-        tokens_BT, labels_BT, cu_seqlens, *rest = self._step.inputs[index]
-        cache, ahead = rest or (None, None)
+        tokens_BT, labels_BT, cu_seqlens, cache, ahead, weights_BT = self._step.inputs[index]
         scale = self._step.scale if self._step.real[index] else 0.0
         spans = part.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = part.blocks(received[0] if received else part.embed(tokens_BT), spans, cache)
         if stage < self.stages - 1:
             self._record(stage, index, experts, x_BTD.new_zeros(3, dtype=torch.float32))
             return x_BTD if experts.aux is None else _WithAuxiliaryLoss.apply(x_BTD, experts.aux * scale)
-        loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead)
+        loss = part.last_loss(x_BTD, experts, tokens_BT, labels_BT, spans, cache, ahead, weights_BT)
         if not torch.is_grad_enabled():
             self._step.of_tokens_N[index] = loss.head.of_tokens_N
         mtp = torch.zeros_like(loss.head.z) if loss.mtp is None else loss.mtp.detach()
@@ -223,7 +222,10 @@ class Pipeline:
         rank, group = self.ranks.rank("pp"), self.ranks.group("pp")
         if not shares_embedding(self.parts[0]) or rank not in (first, last):
             return
-        mine = local_grad(self.parts[0 if rank == first else -1].embedding.weight)
+        weight = self.parts[0 if rank == first else -1].embedding.weight
+        if weight.grad is None:  # a copy that only multi-token prediction uses, which has no loss in evaluation mode
+            weight.grad = torch.zeros_like(weight)
+        mine = local_grad(weight)
         assert mine is not None
         theirs = torch.empty_like(mine)
         if rank == first:

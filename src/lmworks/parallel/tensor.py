@@ -229,8 +229,8 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
     def logits(self: Transformer, hidden_BTD: Tensor) -> Tensor:
         return collectives.gather_alike(Transformer.logits(self, collectives.copy(hidden_BTD, stream.group)), -1, stream.group)
 
-    def head_loss(self: Transformer, hidden_BTD: Tensor, labels_BT: Tensor) -> Any:
-        return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT)
+    def head_loss(self: Transformer, hidden_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Any:
+        return Transformer.head_loss(self, stream.enter(hidden_BTD), labels_BT, weights_BT)
 
     def cache(self: Transformer, rows: int, capacity: int) -> Cache:
         return Cache(config, rows, capacity, self.embedding.weight.device, self.compute_dtype, heads)
@@ -245,8 +245,9 @@ def _shard_ends(model: Transformer, ranks: Ranks, stream: Stream) -> None:
 
 
 def chunk_loss(
-    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, *, first: int, group: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits_MV: Tensor, labels_M: Tensor, softcap: float, z_weight: float, needs_grad: bool, weights_M: Tensor | None = None, *,
+    first: int, group: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`lmworks.model.loss.chunk_loss` for logits whose vocabulary is sharded over `group`; this rank's part begins at id `first`.
 
     The sums are the same on all ranks; the gradient is that of this rank's logits.
@@ -266,4 +267,5 @@ def chunk_loss(
         return ce, z, None
     hit = -here[:, None].to(capped.dtype)
     probability_MV = (capped - lse_M[:, None]).exp_()
-    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, valid, softcap, z_weight).to(logits_MV.dtype)
+    factor_M = valid if weights_M is None else valid * weights_M
+    return ce, z, logits_gradient(capped, probability_MV, lse_M, target, hit, factor_M, softcap, z_weight).to(logits_MV.dtype)

@@ -19,6 +19,7 @@ class Batch:
     cu_seqlens: (n + 1,) int32, where documents begin in the B * T concatenated tokens, and B * T at the end. Every sequence begins a
         document. The attention mask and the positions both derive from it.
     sequence_bytes: (B,) int64 or None, the bytes of text of the valid labels of each sequence (validation only).
+    weights: (B, T) float32 or None, factors of the loss of each label (preference optimization and reinforcement learning only).
     """
 
     tokens: np.ndarray
@@ -27,6 +28,7 @@ class Batch:
     phase: int
     step: int
     sequence_bytes: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def sequences(self, start: int, stop: int) -> Batch:
         """Sequences [start, stop) as a batch: the share of a rank, or a micro-batch."""
@@ -39,6 +41,7 @@ class Batch:
             self.phase,
             self.step,
             None if self.sequence_bytes is None else self.sequence_bytes[start:stop],
+            None if self.weights is None else self.weights[start:stop],
         )
 
     @cached_property
