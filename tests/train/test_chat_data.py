@@ -21,7 +21,9 @@ from lmworks.shards.format.indexed import IndexedFile
 from lmworks.shards.read.tuning_batches import TuningBatches
 from lmworks.tokenizer import Tokenizer, load
 from lmworks.tokenizer.train import train
-from lmworks.train.data.chat import TASK_SEEDS, build_chat_data, chat_shards, fit
+from lmworks.train.data.chat import build_chat_data, chat_shards
+from lmworks.train.data.conversation_masks import fit
+from lmworks.train.data.conversation_sets import TASK_SEEDS
 
 TASKS = ("spell_backward", "basic_arithmetic", "letter_counting")
 
@@ -82,7 +84,7 @@ def test_conversations_come_back_from_the_files(tokenizer: Tokenizer, tmp_path: 
 
 
 def test_the_same_again_and_over_a_killed_try(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    data = jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"Q{n}", f"A{n}")} for n in range(60)])
+    data = jsonl(tmp_path / "a.jsonl", [{"messages": chat(f"Q{n}", f"A{n}")} for n in range(60)]) | {"count": 60}
     build_chat_data(recipe_of(data), tokenizer, tmp_path / "one")
     (tmp_path / "two" / "train").mkdir(parents=True)
     (tmp_path / "two" / "train" / "old.bin").write_bytes(b"left over")
@@ -104,8 +106,8 @@ def test_bad_rows_are_counted_and_never_fatal(tokenizer: Tokenizer, tmp_path: Pa
             {"messages": chat("More", "of it", "and an open end")}]
     manifest = build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", rows)), tokenizer, tmp_path / "out")
     mine = manifest["data"]["mine"]
-    assert mine["left_out"] == {"malformed": 4, "no list named messages": 2, "no answer, or none within sequence_length": 2,
-                                "broken JSON": 1, "bad UTF-8": 1, "repeated": 1}
+    assert mine["left_out"] == {"malformed": 3, "no known form": 1, "no object with columns": 1, "broken JSON": 1, "bad UTF-8": 1,
+                                "tools that are not JSON": 1, "no answer, or none within sequence_length": 2, "repeated": 1}
     assert mine["train"]["conversations"] + mine["validation"]["conversations"] == 2
     assert mine["cut_at_a_turn"] == 1
     assert {"a.jsonl:1", "a.jsonl:2"} < {Path(example["origin"]).name for example in mine["examples"]}
@@ -118,7 +120,7 @@ def test_nothing_good_or_nothing_there_is_an_error(tokenizer: Tokenizer, tmp_pat
         build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", [b"{"])), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match="it is empty"):
         build_chat_data(recipe_of(jsonl(tmp_path / "a.jsonl", [b""])), tokenizer, tmp_path / "out")
-    with pytest.raises(UserError, match="is no file and no directory"):
+    with pytest.raises(UserError, match="is no file and no folder"):
         build_chat_data(recipe_of({"name": "mine", "kind": "jsonl", "path": str(tmp_path / "no")}), tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match="needs path"):
         build_chat_data(recipe_of({"name": "mine", "kind": "jsonl"}), tokenizer, tmp_path / "out")

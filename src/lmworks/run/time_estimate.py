@@ -28,6 +28,7 @@ _WINDOWS = 1.2  # tokens scored per token of held-out text, because windows over
 # CPU seconds of everything but model computation, on a core that runs `_loop` in _LOOP seconds (measured on the quickstart).
 _LOOP = 0.037
 _CONVERSATION, _COMPRESSED_BYTE, _EVALUATION, _EXPORT = 0.0025, 2.5e-6, 3.0, 6.0
+_OWN_CONVERSATIONS = 2000  # assumed of a set without a count, which is not opened for an estimate
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
         length, batch = int(tune.sequence_length), int(tune.global_batch_size)
         found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)
         found["tune"] += course(tune.tokens // batch, tune.tokens, 4 * batch, length)
-        found["tune"] += work.slowness * _CONVERSATION * sum(data.count for data in tune.data)
+        found["tune"] += work.slowness * _CONVERSATION * sum(data.limit or _OWN_CONVERSATIONS for data in tune.data)
     context, models = phases[-1].sequence_length, 1 if tune is None else 2
     scored = _WINDOWS * work.held_out + sum(work.items[one.name] * (one.items or wanted.benchmark_items) for one in wanted.benchmarks)
     replies = -(-len(wanted.tasks) * wanted.task_items // ROWS) * _REPLY

@@ -18,16 +18,14 @@ from lmworks.recipe.schema.corpus import Source
 _BUFFER = 10_000
 
 
-def _rows(source: Source) -> Any:
+def open_dataset(path: str, split: str) -> Any:
     """A `Dataset` from disk or an `IterableDataset`; `path` = NAME[:CONFIG] (on the hub, or a local directory of data files or of
-    `save_to_disk`); `document_format` names the split, by default train."""
+    `save_to_disk`). Raises `UserError` without the package, and `Unavailable` if the dataset cannot be loaded."""
     try:
         import datasets
     except ImportError:
         raise UserError("kind huggingface needs the datasets package: pip install 'lmworks[data]'") from None
-    assert source.path is not None, "checked by the recipe"
-    name, _, config = (source.path, "", "") if Path(source.path).exists() else source.path.partition(":")
-    split = source.document_format or "train"
+    name, _, config = (path, "", "") if Path(path).exists() else path.partition(":")
     try:
         if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
             stored = datasets.load_from_disk(name)
@@ -35,8 +33,14 @@ def _rows(source: Source) -> Any:
         return datasets.load_dataset(name, config or None, split=split, streaming=True)
     except (FileNotFoundError, ConnectionError, OSError, ValueError, KeyError) as error:
         raise Unavailable(
-            f"cannot load dataset {source.path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}"
+            f"cannot load dataset {path}, split {split}: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
+
+
+def _rows(source: Source) -> Any:
+    """The dataset of a source: `document_format` names the split, by default train."""
+    assert source.path is not None, "checked by the recipe"
+    return open_dataset(source.path, source.document_format or "train")
 
 
 def parts(source: Source, part_bytes: int) -> list[Part]:

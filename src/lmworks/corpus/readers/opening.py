@@ -19,6 +19,7 @@ from lmworks.storage import fsspec
 _GZIP, _BZ2, _XZ, _ZSTD = (".gz", ".tgz"), (".bz2", ".tbz2"), (".xz", ".txz"), (".zst", ".zstd", ".tzst")
 COMPRESSED = (*_GZIP, *_BZ2, *_XZ, *_ZSTD)
 _CHUNK = 1 << 20
+_ZSTD_PIECE = 1 << 11  # a frame expands at most 32,768 times, so that a bomb is noticed at 64 MB
 # no text is compressed 200 times; up to 16 MB any ratio is allowed, since even empty lines then take only seconds
 ALWAYS_ALLOWED = 1 << 24
 MAX_EXPANSION = 200
@@ -86,10 +87,34 @@ def decompress(raw: Any, name: str, expansion: ExpansionLimit | None = None) -> 
             import zstandard
         except ImportError:
             raise UserError(f"{name} needs zstandard: pip install 'lmworks[data]'") from None
-        opened = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        opened = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
     else:
         return raw
     return io.BufferedReader(_CountedStream(opened, expansion or ExpansionLimit(raw.tell)), _CHUNK)
+
+
+class _ZstdFrames:
+    """The frames of a zstd file, one after another. The library's own reader takes the end of a truncated file for that of the text."""
+
+    def __init__(self, raw: Any, begin_frame: Callable[[], Any]) -> None:
+        self._raw, self._begin_frame = raw, begin_frame
+        self._frame, self._ready = begin_frame(), b""
+        self._begun = False
+
+    def read1(self, count: int) -> bytes:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            data = data or self._raw.read(_ZSTD_PIECE)
+            if not data:
+                if self._begun and not self._frame.eof:
+                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
+                return b""
+            if self._frame.eof:
+                self._frame = self._begin_frame()
+            self._begun = True
+            self._ready = self._frame.decompress(data)
+        found, self._ready = self._ready[:count], self._ready[count:]
+        return found
 
 
 class _CountedStream(io.RawIOBase):

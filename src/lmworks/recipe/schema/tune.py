@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.effect import read_by
@@ -13,27 +13,53 @@ from lmworks.recipe.schema.train import EarlyStopping, Ewc, LrSchedule
 from lmworks.recipe.schema.units import Duration, Tokens
 
 StoryForm = Literal["whole", "spoken", "exchanges"]
+ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "completion"]
+_GENERATED = 2000  # conversations of a set that is not the user's own
 
 
 class ChatData(Node):
     """One set of conversations for fine-tuning."""
 
+    renamed: ClassVar = {"form": "story_form"}
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of conversations and of its files")
-    kind: Literal["jsonl", "chitchat", "virtual-stories", "tasks"] = Field(
-        description="jsonl: one {messages: [...]} per line; the others come from the corpus wheels; tasks: reasoning-gym"
+    kind: Literal["files", "huggingface", "chitchat", "virtual-stories", "tasks"] = Field(
+        description="files: .jsonl, .json and .parquet, also compressed (formerly jsonl); huggingface: a dataset; chitchat and "
+        "virtual-stories come from the corpus wheels; tasks: reasoning-gym"
     )
-    path: str | None = Field(None, description="kind jsonl: the file, or a folder of *.jsonl, relative to the working directory")
+    path: str | None = Field(
+        None,
+        description="kind files: a file, a folder or a pattern, relative to the working directory; kind huggingface: NAME[:CONFIG] on the "
+        "hub, or a directory",
+    )
+    format: ConversationFormat = Field(
+        "auto",
+        description="kinds files and huggingface: messages (OpenAI), sharegpt, alpaca or completion; auto finds it by the columns of a row",
+    )
+    split: str = Field("train", description="kind huggingface: name of the split")
     tasks: list[Generator] = Field(
         default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
     )
     languages: tuple[str, ...] = Field((), description="kind virtual-stories: ISO 639-1 codes (en, ja, zh); all when empty")
-    form: StoryForm = Field(
+    story_form: StoryForm = Field(
         "whole",
         description="kind virtual-stories: whole, with system prompt, thoughts and tool calls; spoken, what the two say to each other; "
         "exchanges, each question alone with its reply, where that is short and has no digits",
     )
-    count: int = Field(2000, gt=0, description="maximum number of conversations")
-    weight: float = Field(1.0, gt=0, description="weight in the mixture, relative to the other sets")
+    count: int | None = Field(
+        None, gt=0, description=f"maximum number of conversations, drawn evenly; all of files and datasets, {_GENERATED} of other kinds"
+    )
+    weight: float = Field(1.0, gt=0, description="weight in the mixture, relative to the other sets; cannot be used with tune.epochs")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _former_kind(cls, value: Any) -> Any:
+        return "files" if value == "jsonl" else value
+
+    @property
+    def limit(self) -> int | None:
+        """The maximum number of conversations; None for all."""
+        return self.count if self.count is not None or self.kind in ("files", "huggingface") else _GENERATED
 
 
 class Tune(Node):
@@ -48,5 +74,8 @@ class Tune(Node):
     global_batch_size: Tokens = Field(Tokens.parse("8Ki tokens"), description="tokens per optimizer step")
     learning_rate_scale: float = Field(0.3, gt=0, description="peak learning rate relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule(kind="linear", warmup=Duration.parse("5%"), min_lr_ratio=0.0)
+    validation_fraction: float = Field(
+        0.02, ge=0, lt=1, description="fraction of each set of conversations that is held out for validation; at least one, at most 500"
+    )
     early_stopping: EarlyStopping | None = Field(None, description="end tuning early; requires held-out conversations")
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of pretraining")
