@@ -10,20 +10,37 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from lmworks.model.cache import JoinedCache
+
 
 class ScriptCache:
-    def __init__(self, rows: int) -> None:
+    """The tokens of each row, with the interface of `lmworks.model.cache.Cache`."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.capacity = capacity
         self.lengths = torch.zeros(rows, dtype=torch.long)
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
-    def finish(self, counts: Tensor) -> None:
-        for row, count in enumerate(counts.tolist()):
-            del self.tokens[row][int(self.lengths[row]) + count :]
+    def finish(self, counts: Tensor | int) -> None:
         self.lengths = self.lengths + counts
+        for row, length in enumerate(self.lengths.tolist()):
+            del self.tokens[row][length:]
 
     def keep(self, rows: Tensor) -> None:
         self.tokens = [self.tokens[row] for row in rows.tolist()]
         self.lengths = self.lengths[rows]
+
+    def add(self, source: ScriptCache, row: int) -> None:
+        self.tokens.append(list(source.tokens[row]))
+        self.lengths = torch.cat((self.lengths, source.lengths[row : row + 1]))
+
+    def remove(self, row: int) -> None:
+        self.tokens[row], self.lengths[row] = self.tokens[-1], self.lengths[-1].clone()
+        self.tokens.pop()
+        self.lengths = self.lengths[:-1]
+
+    def write(self, row: int, kept: list[object]) -> None:
+        assert not kept
 
 
 class Scripted(nn.Module):
@@ -38,25 +55,32 @@ class Scripted(nn.Module):
         self.config = SimpleNamespace(max_position_embeddings=context)
         self.replies = replies
         self.widest = 0  # most tokens in one forward pass
-        self.rows: list[int] = []  # rows of each batch
+        self.rows: list[int] = []  # rows of each cache
+        self.texts: list[list[int]] = []  # of the forward passes since the last logits
 
     def cache(self, rows: int, capacity: int) -> ScriptCache:
-        self.rows.append(rows)
-        return ScriptCache(rows)
+        if rows:
+            self.rows.append(rows)
+        return ScriptCache(rows, capacity)
 
-    def hidden(self, tokens: Tensor, cache: ScriptCache) -> tuple[Tensor, None]:
+    def hidden(self, tokens: Tensor, cache: ScriptCache | JoinedCache) -> tuple[Tensor, None]:
         """Row and length of the text up to each token: what `logits` needs to know."""
         self.widest = max(self.widest, tokens.numel())
         rows, places = torch.meshgrid(torch.arange(len(tokens)), torch.arange(tokens.shape[1]), indexing="ij")
-        for row, new in enumerate(tokens.tolist()):
-            cache.tokens[row] = [*cache.tokens[row][: int(cache.lengths[row])], *new]
-        self.texts = cache.tokens
-        return torch.stack((rows, places + cache.lengths[:, None] + 1), -1).float(), None
+        parts: list[ScriptCache] = list(cache.parts) if isinstance(cache, JoinedCache) else [cache]  # type: ignore[arg-type]
+        lengths = torch.cat([part.lengths for part in parts])
+        new = iter(tokens.tolist())
+        for part in parts:
+            part.tokens = [[*text[:length], *next(new)] for text, length in zip(part.tokens, part.lengths.tolist(), strict=True)]
+        first = len(self.texts)
+        self.texts += [text for part in parts for text in part.tokens]
+        return torch.stack((rows + first, places + lengths[:, None] + 1), -1).float(), None
 
     def logits(self, hidden: Tensor) -> Tensor:
         out = torch.zeros(len(hidden), 259)
         for place, (row, length) in enumerate(hidden.int().tolist()):
             out[place, self._next(self.texts[row][:length])] = 50.0
+        self.texts = []
         return out
 
     def _next(self, read: list[int]) -> int:

@@ -5,6 +5,8 @@ Shapes: B batch, T time, S keys (T, or the cache's length), D hidden, H query he
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,10 +46,8 @@ class Attention(nn.Module):
         query, key, value = (x.view(B, T, -1, self.head_dim).transpose(1, 2) for x in (query, key, value))
         if self.uses_rope:
             query, key = rotate(query, *rope), rotate(key, *rope)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        attend = attend_plain if self.plain else attend_fast
-        mixed_BHTC = attend(query, key, value, mask, self.dropout if self.training else 0.0)
+        attend = partial(attend_plain if self.plain else attend_fast, dropout=self.dropout if self.training else 0.0)
+        mixed_BHTC = attend(query, key, value, mask) if cache is None else cache.attend(attend, (query,), key, value, self.slides)
         return self.output(mixed_BHTC.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -59,7 +59,12 @@ def attend_fast(query_BHTC: Tensor, key_BKSC: Tensor, value_BKSC: Tensor, mask: 
     if mask is not None and mask.kept_B1TS is None and not dropout:
         return mask.attend(query_BHTC, key_BKSC, value_BKSC)
     seen = None if mask is None else mask.dense()
-    T, S = query_BHTC.shape[2], key_BKSC.shape[2]
+    B, H, T, C = query_BHTC.shape
+    S = key_BKSC.shape[2]
+    if T == 1 and seen is not None and key_BKSC.shape[1] != H and not dropout:
+        # the heads of a group as queries of one head, so that keys and values are read once
+        grouped = query_BHTC.view(B, key_BKSC.shape[1], -1, C)
+        return F.scaled_dot_product_attention(grouped, key_BKSC, value_BKSC, attn_mask=seen).reshape(B, H, 1, -1)
     blocked = T == S <= _LONGEST_BLOCKED and torch.is_grad_enabled()  # the fused kernel's forward is fast
     if query_BHTC.device.type == "cpu" and blocked and not dropout:
         return attend_blocks(query_BHTC, key_BKSC, value_BKSC, seen, query_BHTC.shape[-1] ** -0.5)[0]

@@ -48,11 +48,12 @@ class LatentAttention(nn.Module):
         rotated_BHTR = rotate(unrotated, *rope)
         latent, key = self.kv_down(x_BTD)[:, None].split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), dim=-1)
         latent_B1SL, key_B1SR = self.kv_latent_norm(latent), rotate(key, *rope)
-        if cache is not None:
-            latent_B1SL, key_B1SR = cache.append(latent_B1SL, key_B1SR)
         # For a single query, projecting the query into the latent space is cheaper than expanding all latents.
         mix = self._mix_latents if rotated_BHTR.shape[2] == 1 and not self.plain else self._mix
-        mixed_BHTV = mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
+        if cache is None:
+            mixed_BHTV = mix(nope_BHTN, rotated_BHTR, latent_B1SL, key_B1SR, mask)
+        else:
+            mixed_BHTV = cache.attend(mix, (nope_BHTN, rotated_BHTR), latent_B1SL, key_B1SR, self.slides)
         return self.output(mixed_BHTV.transpose(1, 2).flatten(2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lmworks.model import documents
 from lmworks.model.attention import Attention
-from lmworks.model.cache import Cache, LayerCache
+from lmworks.model.cache import Cache, JoinedCache, LayerCache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
 from lmworks.model.loss import HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
 from lmworks.model.mla import LatentAttention
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
             block.forward = _in_training(block, torch.compile(block.forward, *args, **kwargs), block.forward)
         self._chunk_loss = torch.compile(self._chunk_loss, *args, **kwargs)
 
-    def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None) -> Tensor:
         """Logits (B, T, V) in fp32."""
         hidden, _ = self.hidden(tokens_BT, cu_seqlens, cache)
         return self.logits(hidden)
@@ -155,7 +155,7 @@ class Transformer(nn.Module):
         return soft_cap(self.head(hidden_BTD).float(), self.config.final_logit_softcapping)
 
     def loss(
-        self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None,
+        self, tokens_BT: Tensor, labels_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None,
         ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
     ) -> Loss:  # fmt: skip
         """Summed loss over the labels that are not IGNORE; divide by the valid tokens of the whole step.
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
 
     def last_loss(
         self, x_BTD: Tensor, experts: ExpertStats, tokens_BT: Tensor, labels_BT: Tensor, spans: documents.Documents,
-        cache: Cache | None = None, ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
+        cache: Cache | JoinedCache | None = None, ahead: list[Ahead] | None = None, weights_BT: Tensor | None = None,
     ) -> Loss:  # fmt: skip
         """`loss` from the output of the layers: the residual stream and expert statistics."""
         hidden_BTD = self.norm(x_BTD)
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         return Loss(total if experts.aux is None else total + experts.aux, head, experts, mtp)
 
     def mtp_loss(
-        self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | None = None
+        self, hidden_BTD: Tensor, ahead: list[Ahead], spans: documents.Documents, cache: Cache | JoinedCache | None = None
     ) -> tuple[Tensor, Tensor, ExpertStats]:
         """The mean loss and the mean cross-entropy over the layers of multi-token prediction, and their expert statistics."""
         rope = self.rotation(spans)
@@ -208,7 +208,9 @@ class Transformer(nn.Module):
             *inputs, softcap=softcap, z_weight=z_weight, chunk=self.logit_chunk_size, chunk_loss=self._chunk_loss, weights_N=weights_N
         )
 
-    def hidden(self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, ExpertStats]:
+    def hidden(
+        self, tokens_BT: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | JoinedCache | None = None
+    ) -> tuple[Tensor, ExpertStats]:
         """The normed output of the last layer (B, T, D), and what the experts did."""
         spans = self.spans(tokens_BT, cu_seqlens, cache)
         x_BTD, experts = self.blocks(self.embed(tokens_BT), spans, cache)
@@ -222,15 +224,15 @@ class Transformer(nn.Module):
         """Tokens as vectors (B, T, D) in the type of the activations."""
         return F.embedding(tokens_BT, self.embedding.weight).to(self.compute_dtype)
 
-    def spans(self, tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> documents.Documents:
+    def spans(self, tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: Cache | JoinedCache | None) -> documents.Documents:
         """Positions, and who sees whom."""
         window = int(self.config.sliding_window) if self.config.sliding_window else None
         if cache is None:
             return documents.from_cu_seqlens((tokens_BT.shape[0], tokens_BT.shape[1]), cu_seqlens, window, tokens_BT.device)
         assert cu_seqlens is None  # a cached row is one document
-        return documents.Documents(cache.begin(tokens_BT.shape[1]), cache.mask(None), cache.mask(window))
+        return documents.Documents(cache.begin(tokens_BT.shape[1]), None, None)  # the cache makes the masks
 
-    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | None = None) -> tuple[Tensor, ExpertStats]:
+    def blocks(self, x_BTD: Tensor, spans: documents.Documents, cache: Cache | JoinedCache | None = None) -> tuple[Tensor, ExpertStats]:
         """Through the layers: the residual stream (B, T, D), and what the experts did."""
         rope = self.rotation(spans)
         counts, aux = [], []

@@ -1,0 +1,156 @@
+"""Choosing the next token of each row: temperature, top-k, top-p, min-p, restrictions by a grammar, and log-probabilities.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_GREEDY_BELOW = 1e-5
+SAMPLING = {"temperature": 0.7, "min_p": 0.1}
+"""Default sampling options of chat and samples; also written to exports as defaults for engines."""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Sampling options. Temperature 0 is greedy, and so is one below 1e-5, by which logits cannot be divided; top_k 0, top_p 1 and min_p 0
+    are off. `logprobs`: how many of the most likely tokens to return with each token."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def distribution(self) -> tuple[float, int, float, float]:
+        """The options that shape the distribution which tokens are drawn from."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. `logprob` is under the model's own distribution, before temperature, filters and grammars; `drawn_logprob` is
+    under the distribution that the token was drawn from, after all of these: 0 if it was chosen greedily. nan: it was not drawn."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    drawn_logprob: float = float("nan")
+
+
+class Grammar(Protocol):
+    """Restricts the tokens of one row."""
+
+    def allowed(self) -> Tensor:
+        """Which ids may come next: (at most V,) of bool, on the CPU, at least one of them True. Ids beyond its end may not."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advance by the token that was chosen."""
+        ...
+
+
+@dataclass
+class Draw:
+    """How tokens of one row are chosen: its options, the stream of its random numbers and its grammar. Other rows have no influence."""
+
+    options: GenerateOptions
+    seed: int
+    grammar: Grammar | None = None
+    random: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+
+def filter_logits(logits_BV: Tensor, options: GenerateOptions) -> Tensor:
+    """Apply temperature, then top-k, top-p (arXiv:1904.09751) and min-p (arXiv:2407.01082); what is excluded becomes -inf."""
+    logits = logits_BV / options.temperature
+    if options.top_k and options.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(options.top_k, dim=-1).values[:, -1:], float("-inf"))
+    if options.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probability = ordered.softmax(-1)
+        beyond = probability.cumsum(-1) - probability >= options.top_p
+        beyond[..., 0] = False  # the most likely token is kept, even if top_p rounds to 0 in the tensor's dtype
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
+    if options.min_p > 0:
+        probability = logits.softmax(-1)
+        logits = logits.masked_fill(probability < options.min_p * probability.amax(-1, keepdim=True), float("-inf"))
+    return logits
+
+
+def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
+    """Choose the next token of each row, and advance its random numbers and its grammar. Each random row takes one number per token."""
+    allowed_BV = _restricted(logits_BV, draws)
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for row, draw in enumerate(draws):
+        groups.setdefault((0.0, 0, 1.0, 0.0) if draw.options.greedy else draw.options.distribution, []).append(row)
+    chosen = [0] * len(draws)
+    drawn = [0.0] * len(draws)
+    for rows in groups.values():
+        part = allowed_BV if len(groups) == 1 else allowed_BV[rows]
+        options = draws[rows[0]].options
+        if options.greedy:
+            ids, values = part.argmax(-1).tolist(), [0.0] * len(rows)
+        else:
+            probability = filter_logits(part, options).softmax(-1)
+            uniform = torch.tensor([draws[row].random.random() for row in rows], dtype=torch.float64, device=part.device)
+            picked_R1 = _invert(probability, uniform)
+            ids, values = picked_R1[:, 0].tolist(), probability.gather(1, picked_R1)[:, 0].log().tolist()
+        for row, token, value in zip(rows, ids, values, strict=True):
+            chosen[row], drawn[row] = token, value
+    for draw, token in zip(draws, chosen, strict=True):
+        if draw.grammar is not None:
+            draw.grammar.accept(token)
+    return _tokens(logits_BV, chosen, drawn, [draw.options.logprobs or 0 for draw in draws])
+
+
+def _restricted(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The logits with -inf where a row's grammar forbids the token."""
+    held = [(row, draw.grammar) for row, draw in enumerate(draws) if draw.grammar is not None]
+    if not held:
+        return logits_BV
+    logits_BV = logits_BV.clone()
+    for row, grammar in held:
+        allowed = grammar.allowed().to(logits_BV.device)
+        logits_BV[row, : len(allowed)].masked_fill_(~allowed, float("-inf"))
+        logits_BV[row, len(allowed) :] = float("-inf")
+    return logits_BV
+
+
+def _invert(probability_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The id (B, 1) at which the cumulative distribution exceeds a number in [0, 1); a token of probability 0 is never chosen."""
+    cumulative = probability_BV.double().cumsum(-1)
+    total_B1 = cumulative[:, -1:]
+    # below the total, which a product with a number just below 1 could round to
+    target_B1 = torch.minimum(uniform_B[:, None] * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    return torch.searchsorted(cumulative, target_B1, right=True)
+
+
+def _tokens(logits_BV: Tensor, chosen: list[int], drawn: list[float], rivals: list[int]) -> list[Token]:
+    logprobs = logits_BV.log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0].tolist()
+    most = max(rivals, default=0)
+    if not most:
+        return [Token(token, logprob, (), value) for token, logprob, value in zip(chosen, own, drawn, strict=True)]
+    top = logprobs.topk(most, dim=-1)
+    pairs = [tuple(zip(ids, values, strict=True)) for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    fields = zip(chosen, own, pairs, rivals, drawn, strict=True)
+    return [Token(token, logprob, pair[:count], value) for token, logprob, pair, count, value in fields]
