@@ -19,7 +19,7 @@ from lmworks.precision import dtype_for
 from lmworks.recipe.loading.load import load_resolved
 from lmworks.recipe.loading.weights import Weights, find_weights
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.tokenizer.foreign import open_tokenizer
+from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.load import final_model, folder, load_checkpoint, load_model
 
@@ -99,7 +99,7 @@ def _open_run(run_dir: Path, chosen: str | None, device: torch.device) -> OpenMo
     precision = _precision(recipe.train.precision, device)
     model = load_model(run_dir, which, dtype_for(precision, device), device)
     context = _context(recipe, None, model)
-    return OpenModel(model, open_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
+    return OpenModel(model, load_tokenizer(run_dir / "tokenizer"), context, which != BASE.model, f"{name}@{which}", precision)
 
 
 def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
@@ -111,7 +111,7 @@ def _open_checkpoint(weights: Weights, device: torch.device) -> OpenModel:
     step = listing.read_meta(path)["step"]
     name = f"{run_dir.name}@{'' if stage is BASE else f'{stage.model}-'}{step}"
     context = _context(recipe, weights.phase, model)
-    return OpenModel(model, open_tokenizer(weights.tokenizer.parent), context, stage is not BASE, name, precision)
+    return OpenModel(model, load_tokenizer(weights.tokenizer.parent), context, stage is not BASE, name, precision)
 
 
 def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
@@ -122,7 +122,7 @@ def _open_huggingface(weights: Weights, device: torch.device) -> OpenModel:
     precision = _precision("auto" if stored == "bfloat16" else "fp32", device)
     model = read_model(path).to(device)
     model.compute_dtype = dtype_for(precision, device)
-    tokenizer = open_tokenizer(path)
+    tokenizer = load_tokenizer(path)
     context = int(model.config.max_position_embeddings or _UNSTATED)
     return OpenModel(model, tokenizer, context, _is_chat(path, tokenizer), path.resolve().name, precision)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lmworks.tokenizer.opening import load
     from lmworks.tokenizer.stream import StreamDecoder
-    from lmworks.tokenizer.tokenizer import Tokenizer, load
+    from lmworks.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["StreamDecoder", "Tokenizer", "load"]
+_MODULES = {"StreamDecoder": "stream", "Tokenizer": "tokenizer", "load": "opening"}
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +19,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("lmworks.tokenizer.stream" if name == "StreamDecoder" else "lmworks.tokenizer.tokenizer"), name)
+    return getattr(import_module(f"lmworks.tokenizer.{_MODULES[name]}"), name)

@@ -82,7 +82,7 @@ def read(spec: dict[str, Any], where: str) -> Bpe:
     added = {token["content"]: token for token in spec.get("added_tokens", [])}
     if any(token.get("lstrip") or token.get("rstrip") or token.get("single_word") for token in added.values()):
         raise refuse("an added token strips the space around it")
-    understood = to_bytes if byte_level else _piece
+    understood = to_bytes if byte_level else piece_bytes
     try:
         pieces = {number: understood(text) for text, number in model["vocab"].items() if text not in added}
         merges = [(understood(left), understood(right)) for left, right in map(_pair, model["merges"])]
@@ -98,7 +98,7 @@ def read(spec: dict[str, Any], where: str) -> Bpe:
     return bpe
 
 
-def _piece(text: str) -> bytes:
+def piece_bytes(text: str) -> bytes:
     """The bytes of a piece: <0x41> is one byte, other pieces are their text."""
     byte = _BYTE_PIECE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.encode()

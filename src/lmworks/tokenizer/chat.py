@@ -21,7 +21,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.rendering import Refused, Render, compiled, compiled_in_process
+from lmworks.tokenizer.rendering import GENERATION, Refused, Render, compiled, compiled_in_process
 from lmworks.tokenizer.special import ASSISTANT, OPEN
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Template:
     """
 
     def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None) -> None:
-        """`tokens` are variables of a foreign template: bos_token, eos_token and so on."""
+        """`tokens` are variables of a foreign template: bos_token, eos_token and so on. It gets thoughts inside an answer as they are."""
+        self._splits_thoughts = tokens is None
         shipped = source in (shipped_template("brief"), shipped_template("glm-4.6"))
         self.source, self._where, self._tokens = source, where, dict(tokens or {})
         try:
@@ -52,30 +53,36 @@ class Template:
         except Refused as reason:
             raise UserError(f"{where} is not a chat template: {reason}") from None
 
+    def checked(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`messages` in the form that this template expects. Raises `UserError` that names an invalid message."""
+        return checked(messages, self._splits_thoughts)
+
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
-               add_generation_prompt: bool = False, thinking: bool | None = None) -> str:
+               add_generation_prompt: bool = False, thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
         """The conversation as one string. `thinking` False adds an empty thinking block to the generation prompt; True lets the model
-        decide.
+        decide. `generation` are two characters to put around what a foreign template marks as written by the assistant.
         """
         options: dict[str, Any] = self._tokens | ({} if thinking is None else {"enable_thinking": thinking})
+        options |= {} if generation is None else {GENERATION: list(generation)}
+        messages = self.checked(messages)
         try:
-            return self._render(messages=checked(messages), tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
+            return self._render(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **options)
         except Refused as reason:
             raise UserError(f"{self._where} refused the conversation: {reason}") from None
 
 
-def checked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` in the form that the template expects: tool arguments that are JSON text (OpenAI's format) become objects, and thoughts
-    inside an answer become its `reasoning_content`.
+def checked(messages: Sequence[dict[str, Any]], split_thoughts: bool = True) -> list[dict[str, Any]]:
+    """`messages` in the form that the template expects: tool arguments that are JSON text (OpenAI's format) become objects, and, with
+    `split_thoughts`, thoughts inside an answer become its `reasoning_content`.
 
     Raises `UserError` that names an invalid message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise UserError("a conversation is a list of at least one message {role, content}")
-    return [_message(number, message) for number, message in enumerate(messages, 1)]
+    return [_message(number, message, split_thoughts) for number, message in enumerate(messages, 1)]
 
 
-def _message(number: int, message: Any) -> dict[str, Any]:
+def _message(number: int, message: Any, split_thoughts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise UserError(f"message {number} is not an object with role and content")
     role, content = message.get("role"), message.get("content")
@@ -86,7 +93,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     if not (isinstance(content, str) or parts_of_text or (content is None and message.get("tool_calls"))):
         raise UserError(f"message {number} ({role}) has no text as content")
     if role == "assistant":
-        message = _with_thoughts(message | {"content": content or ""})
+        message = message | {"content": content or ""}
+        message = with_thoughts(message) if split_thoughts else message
     if not message.get("tool_calls"):
         return message
     if not isinstance(message["tool_calls"], (list, tuple)):
@@ -94,8 +102,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     return message | {"tool_calls": [_tool_call(number, call) for call in message["tool_calls"]]}
 
 
-def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
-    """As in the published template, text before the last </think> is thought."""
+def with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer with its thoughts as `reasoning_content`: as in the published template, text before the last </think> is thought."""
     content = message["content"] if isinstance(message["content"], str) else "".join(part["text"] for part in message["content"])
     if "</think>" not in content or isinstance(message.get("reasoning_content"), str):
         return message
@@ -115,7 +123,8 @@ def _tool_call(number: int, call: Any) -> dict[str, Any]:
             raise UserError(f"message {number} has a tool call whose arguments are not JSON") from None
     if not isinstance(arguments, dict):
         raise UserError(f"message {number} has a tool call whose arguments are not an object")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}} | identity
 
 
 def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
@@ -126,22 +135,23 @@ def encode(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict
     The same is done for the beginning of one at the end of a text (ignoring trailing white space, which templates strip), because the next
     part of the message could complete it.
     """
-    messages = checked(messages)
-    marker = _unused_marker(messages, tools)
+    messages = template.checked(messages)
+    marker = unused_markers(messages, tools)[0]
     text = render_marked(tokenizer, template, messages, marker, tools, add_generation_prompt, thinking)
     return encode_marked(tokenizer, text, marker)
 
 
 def render_marked(tokenizer: TextTokenizer, template: Template, messages: Sequence[dict[str, Any]], marker: str,
                   tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False,
-                  thinking: bool | None = None) -> str:
+                  thinking: bool | None = None, generation: tuple[str, str] | None = None) -> str:
     """The rendered conversation, in which `marker` breaks up what is not special, for `encode_marked`."""
-    messages = checked(messages)
+    messages = template.checked(messages)
     marked = [
         _map_text(message, partial(mark, tokenizer, marker=marker, allowed=OPEN if message["role"] == "user" else ()))
         for message in messages
     ]
-    return template.render(marked, _map_text(tools, partial(mark, tokenizer, marker=marker)), add_generation_prompt, thinking)
+    tools = _map_text(tools, partial(mark, tokenizer, marker=marker))
+    return template.render(marked, tools, add_generation_prompt, thinking, generation)
 
 
 def mark(tokenizer: TextTokenizer, text: str, marker: str, allowed: tuple[str, ...] = ()) -> str:
@@ -159,14 +169,15 @@ def encode_marked(tokenizer: TextTokenizer, text: str, marker: str) -> list[int]
     return tokenizer.encode_parts(tokenizer.split_special(text), transform=lambda part: part.replace(marker, ""))
 
 
-def _unused_marker(messages: Sequence[Any], tools: Any) -> str:
+def unused_markers(messages: Sequence[Any], tools: Any, count: int = 1) -> list[str]:
+    """`count` characters of `MARKERS` that the conversation does not contain."""
     everything: list[str] = []
     _map_text([*messages, *(tools or [])], lambda text: everything.append(text) or text)  # type: ignore[func-returns-value]
     text = "".join(everything)
-    for marker in MARKERS:
-        if marker not in text:
-            return marker
-    raise UserError("the conversation contains all of the noncharacters U+FDD0 to U+FDEF; it is not text")
+    unused = [marker for marker in MARKERS if marker not in text]
+    if len(unused) >= count:
+        return unused[:count]
+    raise UserError("the conversation contains nearly all of the noncharacters U+FDD0 to U+FDEF; it is not text")
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:

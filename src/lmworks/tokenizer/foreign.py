@@ -1,7 +1,4 @@
-"""Tokenizers of models that lmworks has not trained: the ids of their tokenizer.json, their own begin and end tokens and chat template.
-
-A model that is trained or tuned further needs a tokenizer of ours (`tokenizer.path` adopts one); to be measured it needs this.
-"""
+"""Tokenizers of other models, taken as they are: the ids of their tokenizer.json, their own special tokens and chat template."""
 
 from __future__ import annotations
 
@@ -15,20 +12,12 @@ import numpy as np
 
 from lmworks.errors import UserError
 from lmworks.files import explain_damage, read_json
-from lmworks.tokenizer import special as special_
+from lmworks.tokenizer import bpe
 from lmworks.tokenizer.chat import Template, encode
 from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.tokenizer.turns import Turns
 
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
-def open_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer in `directory`: one of lmworks if it has our special tokens, else a `ForeignTokenizer`."""
-    directory = Path(directory)
-    spec = read_json(directory / "tokenizer.json")
-    with explain_damage(directory / "tokenizer.json"):
-        added = {token["content"] for token in spec.get("added_tokens") or []}
-    return Tokenizer(directory) if added.issuperset(special_.REQUIRED) else ForeignTokenizer(directory)
 
 
 class ForeignTokenizer(Tokenizer):
@@ -36,6 +25,8 @@ class ForeignTokenizer(Tokenizer):
 
     `prefix` are the ids that the tokenizer puts before every text (a BOS token, or nothing); `encode` puts them there, too.
     """
+
+    lossless = False  # it may normalize text, or put a space before it
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
@@ -48,25 +39,41 @@ class ForeignTokenizer(Tokenizer):
                 whole = tokenizers.Tokenizer.from_str(json.dumps(spec))
             except Exception as error:  # its Rust code raises the bare class
                 raise UserError(f"{path} is not a tokenizer that the package tokenizers reads ({error})") from None
-            added = {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or [] if token.get("special")}
-            self.special = dict(sorted(added.items(), key=lambda item: item[1]))
-            self.vocab_size = whole.get_vocab_size(with_added_tokens=True)
+            tokens = {token["content"]: token for token in spec.get("added_tokens") or [] if token.get("special")}
+            self.special = {name: int(token["id"]) for name, token in sorted(tokens.items(), key=lambda item: int(item[1]["id"]))}
+            self._strips = {name: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for name, token in tokens.items()}
             # user-defined tokens such as runs of spaces are text; control tokens are not
             ordinary = [token for token in spec.get("added_tokens") or [] if not token.get("special")]
-            self._text = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": ordinary, "post_processor": None,
-                                                                          "truncation": None, "padding": None}))
-            self._whole = whole
+            plain = spec | {"added_tokens": ordinary, "post_processor": None, "truncation": None, "padding": None}
+            self._text = tokenizers.Tokenizer.from_str(json.dumps(plain))
+            later = _without_first_space(spec.get("pre_tokenizer"))
+            self._later = self._text if later is None else tokenizers.Tokenizer.from_str(json.dumps(plain | {"pre_tokenizer": later}))
+            self._whole, self._spec = whole, spec
+            # without the others, the library numbers them anew
+            numbered = {self._text.token_to_id(token["content"]): int(token["id"]) for token in ordinary}
+            self._renumbered = {wrong: right for wrong, right in numbered.items() if wrong != right}
+            self.vocab_size = max(whole.get_vocab(with_added_tokens=True).values()) + 1
         self._hidden = frozenset(self.special.values())
         self._index_special()
         self._config = self._optional("tokenizer_config.json")
         self.tokens = {name: text for name in _TOKENS if (text := _text_of(self._config.get(name))) is not None}
         self.prefix = self._find_prefix()
-        self.stop_ids = self._find_stops()
-        if not self.stop_ids:
+        self.eos_ids = self._find_eos()
+        if not self.eos_ids:
             raise UserError(f"{self.directory} names no end-of-text token; add eos_token_id to its generation_config.json")
         eos = self.special.get(self.tokens.get("eos_token", ""))
-        self.eos_id = self.stop_ids[0] if eos is None else eos
-        self.pad_id = self.eos_id
+        self.eos_id = self.eos_ids[0] if eos is None else eos
+        self.pad_id = self.special.get(self.tokens.get("pad_token", ""), self.eos_id)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The ids at which an answer stops: those of generation_config.json and of the end-of-text token, and the tokens with which the
+        chat template ends an answer."""
+        try:
+            ends = self._turns.stops if self.has_chat_template else ()
+        except UserError:  # it is refused where a mask is needed
+            ends = ()
+        return tuple(dict.fromkeys([*self.eos_ids, *sorted(ends)]))
 
     def _optional(self, name: str) -> dict[str, Any]:
         path = self.directory / name
@@ -81,7 +88,7 @@ class ForeignTokenizer(Tokenizer):
             return (bos,)
         return tuple(full[:size])
 
-    def _find_stops(self) -> tuple[int, ...]:
+    def _find_eos(self) -> tuple[int, ...]:
         found: list[int] = []
         for given in (self._optional("generation_config.json").get("eos_token_id"), self._optional("config.json").get("eos_token_id")):
             found += [int(one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)]
@@ -95,25 +102,63 @@ class ForeignTokenizer(Tokenizer):
 
     def encode_parts(self, parts: Sequence[str], transform: Any = lambda text: text) -> list[int]:
         """Encode alternating text and special tokens, beginning with text, without `prefix`."""
+        return self._encode_parts([transform(part) if number % 2 == 0 else part for number, part in enumerate(parts)])[0]
+
+    def encode_marked(self, text: str, marker: str) -> tuple[list[int], list[int]]:
+        """Ids of text in which the special tokens are special, without `marker`, and where each id begins in it, in characters."""
+        return self._encode_parts([part.replace(marker, "") for part in self.split_special(text)])
+
+    def _encode_parts(self, parts: Sequence[str]) -> tuple[list[int], list[int]]:
         ids: list[int] = []
+        starts: list[int] = []
+        offset = 0
         for number, part in enumerate(parts):
             if number % 2:
                 ids.append(self.special[part])
-            elif part:
-                ids.extend(self._ordinary(transform(part)))
-        return ids
+                starts.append(offset)
+            else:
+                kept, skipped = self._stripped(parts, number)
+                encoded = (self._text if number == 0 else self._later).encode(kept, add_special_tokens=False) if kept else None
+                ids += self._ids(encoded) if encoded else []
+                starts += [offset + skipped + start for start, _ in encoded.offsets] if encoded else []
+            offset += len(part)
+        return ids, starts
+
+    def _stripped(self, parts: Sequence[str], number: int) -> tuple[str, int]:
+        """A text without the spaces that the special tokens beside it swallow, and how many it has lost at its beginning."""
+        kept = _well_formed(parts[number])
+        if number + 1 < len(parts) and self._strips[parts[number + 1]][0]:
+            kept = kept.rstrip()
+        size = len(kept)
+        if number and self._strips[parts[number - 1]][1]:
+            kept = kept.lstrip()
+        return kept, size - len(kept)
 
     def encode_batch(self, texts: Sequence[str], threads: int | None = None) -> list[np.ndarray]:
         """The ids of each text as uint32, without special tokens."""
-        return [np.array(self._ordinary(text), dtype=np.uint32) for text in texts]
+        found = self._text.encode_batch([_well_formed(text) for text in texts], add_special_tokens=False)
+        return [np.array(self._ids(one), dtype=np.uint32) for one in found]
 
     def _ordinary(self, text: str) -> list[int]:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(self._text.encode(text, add_special_tokens=False).ids)
+        return self._ids(self._text.encode(_well_formed(text), add_special_tokens=False))
+
+    def _ids(self, encoded: Any) -> list[int]:
+        return [self._renumbered.get(one, one) for one in encoded.ids] if self._renumbered else list(encoded.ids)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of `ids`; `skip_special` leaves out control tokens."""
         return str(self._whole.decode([int(one) for one in ids], skip_special_tokens=skip_special))
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """The bytes of each id, as far as an id alone has any: the decoder may drop a space before the first one."""
+        table = [b""] * self.vocab_size
+        byte_level = "ByteLevel" in json.dumps(self._spec.get("decoder"))
+        for piece, token in self._whole.get_vocab(with_added_tokens=False).items():
+            table[token] = _byte_level(piece) if byte_level else bpe.piece_bytes(piece.replace("\u2581", " "))
+        for token in self._spec.get("added_tokens") or []:
+            table[int(token["id"])] = token["content"].encode()
+        return table
 
     @property
     def has_chat_template(self) -> bool:
@@ -136,11 +181,51 @@ class ForeignTokenizer(Tokenizer):
             raise UserError(f"{path} has no chat_template; this model cannot be asked in a chat")
         return Template(given, str(path), self.tokens)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; `UserError` if there is none."""
+        return self._template.source
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns(self, self._template, f"the chat template of {self.directory}")
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:
-        """The ids of the conversation. The mask is empty of True: which tokens the assistant wrote is known for our templates only."""
+        """The ids of the conversation, and for each id whether the assistant wrote it, as far as `Turns` can tell; of a prompt, the
+        assistant has written nothing that counts. Raises `UserError`.
+        """
+        if not add_generation_prompt:
+            return self._turns.encode(messages, tools, thinking)
         ids = encode(self, self._template, messages, tools, add_generation_prompt, thinking)
         return ids, [False] * len(ids)
+
+    def answer_ends(self, ids: Sequence[int], mask: Sequence[bool]) -> list[int]:
+        """Where each answer in `ids` ends, behind the token that ends its turn."""
+        return [at for at, (before, spoken) in enumerate(zip(mask, [*mask[1:], False], strict=True), 1) if before and not spoken]
+
+
+def _without_first_space(pre: Any) -> Any:
+    """A pre-tokenizer that puts a space before the first word of a text, as it is for later text; None if it does not."""
+    if isinstance(pre, dict) and pre.get("type") == "Metaspace" and pre.get("prepend_scheme") == "first":
+        return pre | {"prepend_scheme": "never"}
+    if isinstance(pre, dict) and pre.get("type") == "Sequence":
+        inner = [(one, _without_first_space(one)) for one in pre["pretokenizers"]]
+        if any(later is not None for _, later in inner):
+            return pre | {"pretokenizers": [one if later is None else later for one, later in inner]}
+    return None
+
+
+def _well_formed(text: str) -> str:
+    """`text` with lone surrogates replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bpe.to_bytes(piece)
+    except KeyError:
+        return piece.encode()
 
 
 def _text_of(token: Any) -> str | None:

@@ -11,6 +11,8 @@ from typing import Any
 from lmworks.untrusted.limited_process import CallFailed, LimitedProcess, ProcessDied
 
 SECONDS, MEMORY = 10.0, 1 << 30  # of processor time for one conversation; of address space
+GENERATION = "lmworks_generation_marks"
+"""The variable with the two characters that are put around what a template has between {% generation %} and {% endgeneration %}."""
 Render = Callable[..., str]
 
 
@@ -26,12 +28,35 @@ def compiled(source: str) -> Render:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     template = _raise_refused(environment.from_string, source)
     return lambda **variables: _raise_refused(template.render, **variables)
+
+
+@lru_cache(1)
+def _generation_tag() -> Any:
+    """The tag of `transformers` around what the assistant writes. It has no effect on the text unless `GENERATION` is given."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationTag(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark", [nodes.ContextReference()]), [], [], body).set_lineno(line)
+
+        def mark(self, context: Any, caller: Any) -> str:
+            begin, end = context.get(GENERATION) or ("", "")
+            return f"{begin}{caller()}{end}"
+
+    return GenerationTag
 
 
 def _raise_refused(call: Callable[..., Any], *arguments: Any, **variables: Any) -> Any:

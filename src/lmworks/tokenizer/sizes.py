@@ -11,8 +11,8 @@ from typing import Any
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.tokenizer.evaluate import evaluate
+from lmworks.tokenizer.opening import load
 from lmworks.tokenizer.spec import truncated
-from lmworks.tokenizer.tokenizer import load
 
 
 def evaluate_sizes(directory: Path, documents: Path, sizes: Sequence[int], weights: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from lmworks.errors import UserError
@@ -13,13 +13,13 @@ from lmworks.tokenizer.special import ASSISTANT, SYSTEM
 from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 
-def load(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory with `tokenizer.json` and `chat_template.jinja`, as `lmworks.tokenizer.train` writes it."""
-    return Tokenizer(Path(directory))
-
-
 class Tokenizer(TextTokenizer):
     """A `TextTokenizer` with the chat template of its directory."""
+
+    prefix: tuple[int, ...] = ()
+    """Ids before every document."""
+    lossless = True
+    """Whether the bytes of the ids are those of the text, for every text."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -59,3 +59,9 @@ class Tokenizer(TextTokenizer):
             ids.append(self.eos_id)
         prompt_ids = prompts(self, self._template, messages, thinking)
         return ids, assistant_mask(ids, self.special[ASSISTANT], self.special[SYSTEM], self.stop_ids, prompt_ids)
+
+    def answer_ends(self, ids: Sequence[int], mask: Sequence[bool]) -> list[int]:
+        """Where each answer in `ids`, a conversation with its mask, ends: behind the token that ends its turn."""
+        silent = [at for at, spoken in enumerate([*mask, False]) if not spoken]
+        opened = [at for at, token in enumerate(ids) if token == self.special[ASSISTANT]]
+        return [silent[bisect_left(silent, at + 2)] for at in opened]

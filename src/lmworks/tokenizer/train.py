@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.files import read_json, write_json, write_text
+from lmworks.files import read_json, sha256_file, write_json, write_text
 from lmworks.progress import bar
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer import spec as spec_
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
+from lmworks.tokenizer.keeping import keep
 from lmworks.tokenizer.merges import GAP, learn
+from lmworks.tokenizer.opening import load
 from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
 from lmworks.tokenizer.spec import add_specials, complete_specials
-from lmworks.tokenizer.tokenizer import load
 from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
 
 _LONGEST_TOKEN = 48  # bytes; without a limit, rules of dashes and indentation fill the vocabulary
@@ -44,6 +45,8 @@ def train(
     """
     corpus_dir, out_dir = Path(corpus_dir), Path(out_dir)
     started = time.monotonic()
+    if recipe.tokenizer.keep:
+        return _keep(recipe, corpus_dir, out_dir, trained)
     path = out_dir / "tokenizer.json"
     if trained is not None and path.is_file():
         spec, report = read_json(path), read_json(out_dir / "report.json") if (out_dir / "report.json").exists() else {"origin": "kept"}
@@ -62,6 +65,18 @@ def train(
     report["seconds"] = round(time.monotonic() - started, 2)
     tokenizer = load(out_dir)
     _check_round_trip(tokenizer.encode, tokenizer.decode, report["origin"])
+    report["evaluation"] = evaluate({"this": tokenizer}, corpus_dir / "validation", threads=recipe.threads)
+    write_json(out_dir / "report.json", report)
+    return report
+
+
+def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) -> dict[str, Any]:
+    started, path = time.monotonic(), out_dir / "tokenizer.json"
+    if trained and not path.is_file() and recipe.tokenizer.path and sha256_file(_file(recipe.tokenizer.path)) != trained:
+        raise UserError(f"{path} is lost, and {recipe.tokenizer.path} is not the tokenizer that the weights of this run were trained with")
+    frozen = trained is not None and path.is_file()
+    tokenizer, report = (load(out_dir), read_json(out_dir / "report.json")) if frozen else keep(recipe, out_dir)
+    report["seconds"] = round(time.monotonic() - started, 2)
     report["evaluation"] = evaluate({"this": tokenizer}, corpus_dir / "validation", threads=recipe.threads)
     write_json(out_dir / "report.json", report)
     return report
@@ -136,8 +151,7 @@ def _merges(words: WordCounts, table: np.ndarray, encoding: str, lengths: list[i
 
 def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     assert recipe.tokenizer.path
-    path = Path(recipe.tokenizer.path)
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = _file(recipe.tokenizer.path)
     spec = read_json(path)
     composes = spec.get("normalizer") == {"type": "NFC"}
     if composes:
@@ -159,6 +173,10 @@ def _adopt(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
         "origin": str(path), "vocab_size": size, "merges": len(given.merges), "special_tokens_renamed": renamed,
         "special_tokens_added": missing, "normalizer_left_out": "NFC" if composes else None, "reserved_to_fill": size - needed,
     }
+
+
+def _file(path: str) -> Path:
+    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
 def _config(recipe: Recipe, spec: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,9 @@ def take_model_from_weights(tree: dict[str, Any]) -> dict[Keys, str]:
         raise UserError(f"tokenizer.path is {path}, but start_from uses the tokenizer of its weights; remove tokenizer.path")
     put(tree, ("tokenizer", "path"), str(start.tokenizer))
     reasons["tokenizer", "path"] = why
+    if tokenizer.get("keep") is None:
+        put(tree, ("tokenizer", "keep"), tokenizer.get("chat_template") is None)
+        reasons["tokenizer", "keep"] = "the tokenizer of the weights as it is, unless tokenizer.chat_template is set"
     if tokenizer.get("vocab_size") is None:
         put(tree, ("tokenizer", "vocab_size"), start.model.vocab_size)
         reasons["tokenizer", "vocab_size"] = f"rows of the embedding {why}"

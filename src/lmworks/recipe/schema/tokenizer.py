@@ -19,6 +19,11 @@ class Tokenizer(Node):
     path: str | None = Field(
         None, description="an existing tokenizer.json (or its directory) to use instead of training one; relative to the working directory"
     )
+    keep: bool = Field(
+        False,
+        description="take the tokenizer at `path` as it is: its ids, special tokens and chat template. Otherwise it gets the special "
+        "tokens of GLM-4 that it lacks, and the template of chat_template. With start_from it is kept unless chat_template is set",
+    )
     vocab_size: int = Field(4096, ge=320, description="number of entries, including special tokens")
     kind: Literal["bytes", "sentencepiece"] = Field(
         "bytes",

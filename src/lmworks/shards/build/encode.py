@@ -109,12 +109,12 @@ def encode_part(
             encoded = encode_documents(tokenizer, [about[0] for about in known], texts, fim, seed, threads)
             for text, ids, about in zip(texts, encoded, known, strict=True):
                 size = len(text) if text.isascii() else len(text.encode())
-                if int(tokenizer.byte_lengths[ids].sum()) != size:
+                if tokenizer.lossless and int(tokenizer.byte_lengths[ids].sum()) != size:
                     raise UserError(
                         f"the tokenizer does not give back document {number} of {path} byte for byte; "
                         "use a byte-level tokenizer without normalization"
                     )
-                writer.add(np.append(ids, tokenizer.eos_id), size, about)
+                writer.add(np.concatenate([np.array(tokenizer.prefix, ids.dtype), ids, [tokenizer.eos_id]]), size, about)
                 number += 1
 
 

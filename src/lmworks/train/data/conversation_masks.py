@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from lmworks.errors import UserError
-from lmworks.tokenizer.special import ASSISTANT
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 
@@ -25,11 +24,11 @@ def fit(messages: Any, tools: Any, tokenizer: Tokenizer, most: int) -> tuple[np.
     if len(whole) <= most and messages[-1]["role"] == "assistant":
         return np.array(whole), np.array(spoken), False
     # Where each answer ends in the whole. A beginning may be longer than that says, for its last thoughts are shown (see the template).
-    silent = np.flatnonzero(~np.array([*spoken, False]))
-    opened = np.flatnonzero(np.array(whole) == tokenizer.special[ASSISTANT])
-    ends = silent[np.searchsorted(silent, opened + 2)]
+    ends = tokenizer.answer_ends(whole, spoken)
     answers = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    for number, end in sorted(zip(answers, ends.tolist(), strict=True), reverse=True):
+    if len(ends) != len(answers):
+        raise UserError("it is too long, and the chat template does not show the end of each answer")
+    for number, end in sorted(zip(answers, ends, strict=True), reverse=True):
         if end <= most and _complete(messages, number):
             ids, mask = tokenizer.encode_chat(messages[:number], tools)
             if len(ids) <= most:
