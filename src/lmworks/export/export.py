@@ -28,6 +28,8 @@ from lmworks.recipe.schema.recipe import Recipe
 from lmworks.shards.format.manifest import Manifest
 from lmworks.shards.read.validation import Validation
 from lmworks.tokenizer import load as load_tokenizer
+from lmworks.tokenizer.foreign import ForeignTokenizer
+from lmworks.tokenizer.keeping import KEPT
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.load import final_model, load_model
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 _ROWS = 4  # sequences compared, at least; each domain gives one or more
 _LONGEST = 1024  # tokens of each; enough to detect a wrong rotation
@@ -120,12 +122,29 @@ def check(recipe: Recipe) -> None:
 def write_huggingface(model: Transformer, tokenizer: Tokenizer, directory: Path, dtype: torch.dtype) -> None:
     """Write all files that `transformers`, vLLM and SGLang read from a model directory."""
     stops = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": tokenizer.pad_id}
+    if isinstance(tokenizer, ForeignTokenizer):
+        _write_foreign(model, tokenizer, directory, dtype, stops)
+        return
     write_model(model, directory, stops, dtype)
-    write_json(directory / "generation_config.json", stops | {"do_sample": True} | SAMPLING)
+    write_json(directory / _GENERATION, stops | {"do_sample": True} | SAMPLING)
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer.directory / name, directory / name)
     longest = {"model_max_length": int(model.config.max_position_embeddings)} if model.config.max_position_embeddings else {}
     write_json(directory / _TOKENIZER_CONFIG, read_json(tokenizer.directory / _TOKENIZER_CONFIG) | longest)
+
+
+def _write_foreign(
+    model: Transformer, tokenizer: ForeignTokenizer, directory: Path, dtype: torch.dtype, stops: dict[str, Any]
+) -> None:
+    """With the tokenizer's files as they were taken over; only the stop tokens of its template are added to generation_config.json."""
+    bos = tokenizer.special.get(tokenizer.tokens.get("bos_token", ""))
+    write_model(model, directory, stops | ({} if bos is None else {"bos_token_id": bos}), dtype)
+    for name in KEPT:
+        if (tokenizer.directory / name).is_file():
+            shutil.copyfile(tokenizer.directory / name, directory / name)
+    given = tokenizer.directory / _GENERATION
+    known = read_json(given) if given.is_file() else {"do_sample": True} | SAMPLING
+    write_json(directory / _GENERATION, known | stops)
 
 
 def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:

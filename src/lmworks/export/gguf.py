@@ -29,6 +29,7 @@ from lmworks.recipe.families.family import Gguf, NoClass
 from lmworks.recipe.families.registry import family_of
 from lmworks.recipe.schema.model import Model
 from lmworks.tokenizer import bpe, special
+from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -208,8 +209,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> 
     kinds = _package().TokenType
     path = tokenizer.directory / "tokenizer.json"
     spec = read_json(path)
-    if bpe.read(spec, str(path)).pattern != special.SPLIT:
-        raise UserError(f"{path} splits text by another rule than llama.cpp's pre-tokenizer glm4; set export.gguf=false")
+    pre = _pre_tokenizer(tokenizer, spec, path)
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [int(kinds.UNUSED)] * rows
     for text, number in spec["model"]["vocab"].items():
@@ -217,18 +217,45 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rows: int) -> 
     for added in spec["added_tokens"]:
         tokens[added["id"]], types[added["id"]] = added["content"], int(kinds.CONTROL if added["special"] else kinds.USER_DEFINED)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("glm4")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]])
+    _add_control_tokens(writer, tokenizer)
+    writer.add_unk_token_id(tokenizer.eos_id)
+    writer.add_pad_token_id(tokenizer.pad_id)
+    writer.add_add_eos_token(False)
+    if tokenizer.has_chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _pre_tokenizer(tokenizer: Tokenizer, spec: dict[str, Any], path: Path) -> str:
+    """llama.cpp's name of the rule by which text is split. Raises `UserError` if it has none for this tokenizer."""
+    foreign = isinstance(tokenizer, ForeignTokenizer)
+    # llama.cpp composes no characters, so that decomposed ones get other ids there
+    normalizer = None if foreign and spec.get("normalizer") == {"type": "NFC"} else spec.get("normalizer")
+    pattern = bpe.read(spec | {"normalizer": normalizer}, str(path)).pattern
+    if pattern == special.SPLIT:
+        return "llama-bpe" if foreign else "glm4"  # the same rule; llama-bpe also takes words that are entries as they are
+    if foreign and pattern == special.SPLIT_DIGITS:
+        return "qwen2"
+    raise UserError(f"{path} splits text by a rule for which llama.cpp has no name that lmworks knows; set export.gguf=false")
+
+
+def _add_control_tokens(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """The tokens before a text, and those that end an answer: llama.cpp stops at eos, eot and eom."""
+    if isinstance(tokenizer, ForeignTokenizer):
+        ends = [one for one in tokenizer.stop_ids if one != tokenizer.eos_id]
+        writer.add_eos_token_id(tokenizer.eos_id)
+        for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
+            add(end)
+        if tokenizer.prefix:
+            writer.add_bos_token_id(tokenizer.prefix[0])
+        writer.add_add_bos_token(bool(tokenizer.prefix))
+        return
     ids = tokenizer.special
     writer.add_bos_token_id(ids["[gMASK]"])
     writer.add_eos_token_id(tokenizer.eos_id)
-    # the two role tokens that end an answer; llama.cpp stops at eos, eot and eom
     writer.add_eot_token_id(ids[special.USER])
     writer.add_eom_token_id(ids[special.OBSERVATION])
-    writer.add_unk_token_id(tokenizer.eos_id)
-    writer.add_pad_token_id(tokenizer.pad_id)
     writer.add_add_bos_token(False)
-    writer.add_add_eos_token(False)
-    writer.add_chat_template((tokenizer.directory / "chat_template.jinja").read_text(encoding="utf-8"))

@@ -188,7 +188,7 @@ class ForeignTokenizer(Tokenizer):
 
     @cached_property
     def _turns(self) -> Turns:
-        return Turns(self, self._template, f"the chat template of {self.directory}")
+        return Turns(self, self.encode_marked, self.eos_ids, self._template, f"the chat template of {self.directory}")
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None,
                     add_generation_prompt: bool = False, thinking: bool | None = None) -> tuple[list[int], list[bool]]:

@@ -137,8 +137,9 @@ class TextTokenizer:
         return b"".join(self.token_bytes(token, skip_special) for token in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, skip_special: bool = False) -> bytes:
-        """The bytes of one id. `UserError` if there is no such id."""
-        if skip_special and token in self._hidden:
+        """The bytes of one id. `UserError` if there is no such id; with `skip_special` it has none, as a generated id may be that of a row
+        that only pads the embedding."""
+        if skip_special and (token in self._hidden or token >= self.vocab_size):
             return b""
         if not 0 <= token < self.vocab_size:
             raise UserError(f"the token id {token} is outside the vocabulary of {self.vocab_size}; these ids come from another tokenizer")

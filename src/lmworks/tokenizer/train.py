@@ -20,9 +20,10 @@ from lmworks.tokenizer import bpe, special
 from lmworks.tokenizer import spec as spec_
 from lmworks.tokenizer.chat import shipped_template
 from lmworks.tokenizer.evaluate import evaluate
+from lmworks.tokenizer.foreign import ForeignTokenizer
 from lmworks.tokenizer.keeping import keep
 from lmworks.tokenizer.merges import GAP, learn
-from lmworks.tokenizer.opening import load
+from lmworks.tokenizer.opening import TEMPLATE, load
 from lmworks.tokenizer.sample import draw, shares, source_weights, text_bytes
 from lmworks.tokenizer.spec import add_specials, complete_specials
 from lmworks.tokenizer.words import WordCounts, count_words, to_symbols
@@ -76,6 +77,11 @@ def _keep(recipe: Recipe, corpus_dir: Path, out_dir: Path, trained: str | None) 
         raise UserError(f"{path} is lost, and {recipe.tokenizer.path} is not the tokenizer that the weights of this run were trained with")
     frozen = trained is not None and path.is_file()
     tokenizer, report = (load(out_dir), read_json(out_dir / "report.json")) if frozen else keep(recipe, out_dir)
+    if not isinstance(tokenizer, ForeignTokenizer):  # ours, perhaps as tokenizer.json alone
+        if not (out_dir / TEMPLATE).exists():
+            write_text(out_dir / TEMPLATE, shipped_template(recipe.tokenizer.chat_template))
+        if not (out_dir / "tokenizer_config.json").exists():
+            write_json(out_dir / "tokenizer_config.json", _config(recipe, read_json(path)))
     report["seconds"] = round(time.monotonic() - started, 2)
     report["evaluation"] = evaluate({"this": tokenizer}, corpus_dir / "validation", threads=recipe.threads)
     write_json(out_dir / "report.json", report)

@@ -10,16 +10,17 @@ than its beginnings is refused as that one conversation.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmworks.errors import UserError
 from lmworks.tokenizer.chat import Template, render_marked, unused_markers, with_thoughts
 
 if TYPE_CHECKING:
-    from lmworks.tokenizer.foreign import ForeignTokenizer
+    from lmworks.tokenizer.text_tokenizer import TextTokenizer
 
 Message = dict[str, Any]
+Encode = Callable[[str, str], tuple[list[int], list[int]]]
 Span = tuple[int, int | None]  # characters; without an end: up to the token that ends the turn
 
 _ANSWER, _LATER = "Qzx", "Wvy"  # words that no template has of its own
@@ -40,8 +41,9 @@ class Turns:
     Raises `UserError` if the template does not show which tokens the assistant writes.
     """
 
-    def __init__(self, tokenizer: ForeignTokenizer, template: Template, where: str) -> None:
-        self._tokenizer, self._template, self._where = tokenizer, template, where
+    def __init__(self, tokenizer: TextTokenizer, encode: Encode, eos_ids: Sequence[int], template: Template, where: str) -> None:
+        """`encode` has, for marked text (see `lmworks.tokenizer.chat.encode_marked`), the ids and where each begins, in characters."""
+        self._tokenizer, self._encode, self._template, self._where = tokenizer, encode, template, where
         self._tagged = self._has_spans()
         ends = [self._closing([_USER, _answer()]), self._closing([_USER, _answer(), _USER])]
         ends += [end for after in ([], [_RESULT]) if (end := self._try_closing([_USER, _CALL, *after])) is not None]
@@ -49,7 +51,7 @@ class Turns:
         if not found:
             raise UserError(f"{where} ends no answer with a special token, so a tuned model could not learn to stop; use another template")
         self.stops: frozenset[int] = frozenset(found)
-        self._all_stops = self.stops | set(tokenizer.eos_ids)
+        self._all_stops = self.stops | set(eos_ids)
         breaks = (self._try_closing([_USER, _answer(), after]) for after in (_SYSTEM, _answer(_LATER)))
         self._breaks = {one for one in breaks if one is not None} - self._all_stops
         self._check()
@@ -66,7 +68,7 @@ class Turns:
         messages = self._template.checked(messages)
         marker, *marks = unused_markers(messages, tools, 3)
         text, spans = self._spans(messages, tools, thinking, marker, (marks[0], marks[1]))
-        ids, starts = self._tokenizer.encode_marked(text, marker)
+        ids, starts = self._encode(text, marker)
         mask, closed = [False] * len(ids), True
         for begin, end in spans:
             first, last = (position - text.count(marker, 0, position) for position in (begin, len(text) if end is None else end))
