@@ -239,7 +239,7 @@ def _pre_tokenizer(tokenizer: Tokenizer, spec: dict[str, Any], path: Path) -> st
         return "llama-bpe" if foreign else "glm4"  # the same rule; llama-bpe also takes words that are entries as they are
     if foreign and pattern == special.SPLIT_DIGITS:
         return "qwen2"
-    raise UserError(f"{path} splits text by a rule for which llama.cpp has no name that lmworks knows; set export.gguf=false")
+    raise UserError(f"{path} splits text by another rule than llama.cpp's rules glm4, llama-bpe, qwen2; set export.gguf=false")
 
 
 def _add_control_tokens(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
