@@ -15,7 +15,8 @@ import pytest
 import yaml
 from command import Lmworks
 
-from lmworks.ablate.resolve import resolve, save_arms
+from lmworks.ablate.resolve import resolve
+from lmworks.ablate.run_set import save_arms
 from lmworks.checkpoint import listing
 from lmworks.metrics.log import read
 from lmworks.watch.ledger import read_ledger
@@ -112,7 +113,7 @@ def test_a_stopped_ablation_goes_on_and_shares_its_data(lmworks: Lmworks, tiny: 
     assert "lmworks pretrain" in listed.out
 
     changed = write(tiny, tmp_path, arms=ARMS | {"adamw": ["optimizer.kind=adamw"]})
-    assert "arm adamw has changed since this ablation began: optimizer.learning_rate (0.002 -> 0.01)" in lmworks("ablate", changed).error
+    assert "arm adamw has changed since its runs began: optimizer.learning_rate (0.002 -> 0.01)" in lmworks("ablate", changed).error
     more = write(tiny, tmp_path, seeds=3)
     assert lmworks("ablate", more, "--list", "--json").code == 0, "seeds may be added"
 
@@ -168,7 +169,7 @@ def test_directories_and_options(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -
 
 def test_a_changed_recipe_is_refused_and_added_arms_are_not(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
     save_arms(resolve(write(tiny, tmp_path)))
-    assert "arm muon has changed since this ablation began: " in lmworks("ablate", write(tiny, tmp_path, budget="7680 tokens")).error
+    assert "arm muon has changed since its runs began: " in lmworks("ablate", write(tiny, tmp_path, budget="7680 tokens")).error
     save_arms(resolve(write(tiny, tmp_path, arms=ARMS | {"more": ["model.use_qk_norm=false"]})))
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from command import Lmworks
 
+from lmworks import jsonl
 from lmworks.plan.loss_law import load_law
+from lmworks.watch.ledger import read_ledger
 from tiny_run import Tiny
 
 WIDTHS = (16, 64, 256)
@@ -89,3 +91,59 @@ def test_runs_that_do_not_belong_to_a_ladder_are_refused(lmworks: Lmworks, tiny:
     assert not ladder.exists(), "nothing is written for a ladder that cannot be fitted"
     assert "has no fitted law" in lmworks("ladder", "predict", runs[0], tiny.recipe).error
     assert "has no predictions" in lmworks("ladder", "score", tmp_path).error
+
+
+LADDER = """
+recipe: {recipe}
+set: [model.moe=null, tune=null, train.validate_bytes_per_domain=2048]
+sizes: {{narrow: [model.intermediate_size=16], middle: [model.intermediate_size=64], wide: [model.intermediate_size=256]}}
+horizons: [2048 tokens, 4096 tokens, 8192 tokens]
+out: {out}
+"""
+
+
+def ladder_file(tmp_path: Path, recipe: Path) -> Path:
+    file = tmp_path / "ladder.yaml"
+    file.write_text(LADDER.format(recipe=recipe, out=tmp_path / "out"), encoding="utf-8")
+    return file
+
+
+def test_a_ladder_file_lists_a_trunk_and_branches_for_each_size(lmworks: Lmworks, tiny: Tiny, tmp_path: Path) -> None:
+    file = ladder_file(tmp_path, tiny.recipe)
+    found = lmworks("ladder", "run", file, "--list", "--json")
+    assert found.code == 0, found.error
+    tokens = {one["name"]: one["tokens"] for one in json.loads(found.out)}
+    assert [name for name in tokens if name.startswith("wide")] == ["wide-trunk", "wide-2048", "wide-4096", "wide-8192"]
+    assert tokens["wide-trunk"] + tokens["wide-8192"] == 8192 and tokens["wide-trunk"] > 4096 > 3 * tokens["wide-4096"]
+
+    text = file.read_text(encoding="utf-8")
+    for before, after, why in (
+        ("4096 tokens", "2100 tokens", "two are of almost the same"),
+        ("2048 tokens", "100 tokens", "the shortest is of 0 steps"),
+        ("middle: [model.intermediate_size=64], ", "", "at least 3 sizes, and there are 2"),
+        ("model.intermediate_size=64", "model.intermediate_size=16", "two of them have the same number of parameters"),
+        ("model.intermediate_size=64", "model.intermediate_sise=64", "size middle: "),
+    ):
+        file.write_text(text.replace(before, after), encoding="utf-8")
+        refused = lmworks("ladder", "run", file)
+        assert refused.code == 2 and why in refused.error, refused.error
+
+
+@pytest.mark.slow
+def test_decays_branch_off_from_one_run_of_each_size_and_a_law_is_fitted_to_them(
+    lmworks: Lmworks, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.ladder.run.BOOTSTRAPS", 10)
+    file, out = ladder_file(tmp_path, tiny.recipe), tmp_path / "out"
+    done = lmworks("ladder", "run", file, "--jobs", "2", "--json")
+    assert done.code == 0, done.error
+    fitted = json.loads(done.out)
+    assert sorted(point["tokens"] for point in fitted["points"]) == sorted(3 * [2048, 4096, 8192])
+    assert len(load_law(out).samples) == 10
+    for index, horizon in enumerate((2048, 4096, 8192)):
+        trunk, branch = (out / "arms" / name / "seed-1" for name in ("wide-trunk", f"wide-{horizon}"))
+        resumed = next(one for one in read_ledger(branch / "ledger.jsonl") if one["event"] == "resume")
+        assert resumed["step"] == int(sorted((trunk / "checkpoints").glob("step-*"))[index].name.removeprefix("step-"))
+        rates = [one["optim/learning_rate"] for one in jsonl.read(branch / "metrics.jsonl") if "optim/learning_rate" in one]
+        assert rates[-1] < 0.2 * max(rates)
+    assert all(one["state"] == "done" for one in json.loads(lmworks("ladder", "run", file, "--list", "--json").out))

@@ -12,8 +12,9 @@ from lmworks import machine
 from lmworks.ablate import cost as costs
 from lmworks.ablate.document import save
 from lmworks.ablate.report import cost_text
-from lmworks.ablate.resolve import Experiment, Run, resolve, save_arms
+from lmworks.ablate.resolve import Experiment, resolve
 from lmworks.ablate.results import Results
+from lmworks.ablate.run_set import Run, save_arms
 from lmworks.ablate.runs import Runner, command, state_of
 from lmworks.ablate.sharing import prepare_data
 from lmworks.doctor.ablation_page import write_ablation_page

@@ -10,8 +10,8 @@ import numpy as np
 
 from lmworks.ablate import noise_scale
 from lmworks.ablate.measures import Measure
-from lmworks.ablate.resolve import Arm
 from lmworks.ablate.results import Results
+from lmworks.ablate.run_set import Arm
 from lmworks.ablate.runs import recipe_of
 from lmworks.ablate.statistics import parabola
 from lmworks.files import read_json, write_json
@@ -48,7 +48,7 @@ class Findings:
         """The largest batch up to which the loss is within `tolerance` of the first, beside the gradient noise scale of the checkpoint."""
         experiment = self.results.experiment
         measure = next((one for one in experiment.measures if one.name == name), None)
-        if measure is None or experiment.branch is None:
+        if measure is None or experiment.baseline.branch is None:
             return None
         sizes, means, _, arms = self._by_label(measure)
         if len(sizes) < 2 or experiment.baseline not in arms:
@@ -56,7 +56,7 @@ class Findings:
         rise = means - means[arms.index(experiment.baseline)]
         beyond = min((float(size) for size, one in zip(sizes, rise, strict=True) if one > tolerance), default=None)
         critical = max(float(size) for size in sizes if beyond is None or size < beyond)
-        scale = self._noise_scale(experiment.branch.checkpoint)
+        scale = self._noise_scale(experiment.baseline.branch.checkpoint)
         known = scale.get("tokens")
         least = "at least " if beyond is None else ""
         text = f"critical batch {least}{critical:,.0f} tokens (loss within {tolerance:g} nats per token of that of the first batch)"

@@ -1,13 +1,13 @@
-"""What an ablation costs: runs, tokens, operations, hours and disk, before it starts and after it has ended."""
+"""What a set of runs costs: runs, tokens, operations, hours and disk, before it starts and after it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmworks.ablate.resolve import Arm, Experiment, Run
+from lmworks.ablate.run_set import Arm, Run, RunSet
 from lmworks.ablate.sharing import shared_bytes
 from lmworks.doctor.read_run import read_run
 from lmworks.files import read_json, write_json
@@ -26,7 +26,7 @@ _PATIENCE = 2.0  # seconds of training steps for each sequence length
 
 @dataclass(frozen=True)
 class Cost:
-    """Totals of an ablation. `hours` are predicted, over `jobs` processes side by side; None before anything was measured. `basis` says
+    """Totals. `hours` are predicted, over `jobs` processes side by side; None before anything was measured. `basis` says
     what they were predicted from. `measured_hours` of training are of the `finished` runs, on one process each."""
 
     runs: int
@@ -44,9 +44,9 @@ class Cost:
         return asdict(self)
 
 
-def flops_of(arm: Arm, started_at: int = 0) -> float:
+def flops_of(arm: Arm) -> float:
     """Training operations of one run of an arm, those of a checkpoint that it continues left out."""
-    total, before = 0.0, started_at
+    total, before = 0.0, arm.started_at
     for phase in arm.recipe.train.phases:
         tokens = int(phase.tokens)
         here = max(0, tokens - before)
@@ -55,12 +55,12 @@ def flops_of(arm: Arm, started_at: int = 0) -> float:
     return total
 
 
-def calibrate(experiment: Experiment, arms: Sequence[Arm], threads: int) -> None:
+def calibrate(runs: RunSet, arms: Sequence[Arm], threads: int) -> None:
     """Measure how long a run of these arms takes, on their own model and optimizer with random tokens, unless that is known already."""
     from lmworks.run.time_estimate import fixed_work, predict_seconds
     from lmworks.train.calibrate import measure, random_batch
 
-    known = _known(experiment.out)
+    known = _known(runs.out)
     for arm in arms:
         if arm.name in known:
             continue
@@ -70,11 +70,11 @@ def calibrate(experiment: Experiment, arms: Sequence[Arm], threads: int) -> None
         batches = [random_batch(recipe, length, rows) for length in lengths]
         model = recipe.model
         speed = measure(recipe, batches, _PATIENCE, lambda length: flops_per_token(model, length).total)  # noqa: B023
-        seconds = predict_seconds(recipe, speed, fixed_work(recipe, experiment.data_dir(arm)))["pretrain"]
-        seconds *= flops_of(arm, experiment.started_at) / flops_of(arm)
-        flops = flops_of(arm, experiment.started_at)
+        seconds = predict_seconds(recipe, speed, fixed_work(recipe, runs.data_dir(arm)))["pretrain"]
+        flops = flops_of(arm)
+        seconds *= flops / flops_of(replace(arm, branch=None))
         known[arm.name] = {"seconds": seconds, "flops": flops, "tokens_per_second": _tokens_per_second(arm, speed), "threads": threads}
-        write_json(experiment.out / FILE, known)
+        write_json(runs.out / FILE, known)
 
 
 def _tokens_per_second(arm: Arm, speed: Speed) -> float:
@@ -101,35 +101,35 @@ def training_seconds(run: Run) -> float:
     return read_run(run.directory).pretrain.seconds
 
 
-def cost(experiment: Experiment, seconds: Mapping[Path, float], jobs: int) -> Cost:
+def cost(runs: RunSet, seconds: Mapping[Path, float], jobs: int) -> Cost:
     """The cost, given the training seconds of the finished runs by directory.
 
     A run is predicted from the finished runs of its arm, else from the calibration of its arm, else from that of the baseline, in the ratio
     of the operations.
     """
-    started_at, known = experiment.started_at, _known(experiment.out)
-    flops = {arm.name: flops_of(arm, started_at) for arm in experiment.arms.values()}
-    measured = {name: known.get(name, known.get(experiment.baseline.name)) for name in experiment.arms}
+    known = _known(runs.out)
+    flops = {arm.name: flops_of(arm) for arm in runs.arms.values()}
+    measured = {name: known.get(name, known.get(runs.baseline.name)) for name in runs.arms}
     calibrated = {name: one["seconds"] * flops[name] / one["flops"] for name, one in measured.items() if one is not None}
     finished: dict[str, list[float]] = {}
-    for run in experiment.runs:
+    for run in runs.runs:
         if run.directory in seconds:
             finished.setdefault(run.arm.name, []).append(seconds[run.directory])
     per_run = calibrated | {name: sum(one) / len(one) for name, one in finished.items()}
-    total = sum(per_run[run.arm.name] for run in experiment.runs) if len(per_run) == len(experiment.arms) else None
-    done = [run for run in experiment.runs if run.directory in seconds]
+    total = sum(per_run[run.arm.name] for run in runs.runs) if len(per_run) == len(runs.arms) else None
+    done = [run for run in runs.runs if run.directory in seconds]
     predicted = sum(calibrated[run.arm.name] for run in done) if done and all(run.arm.name in calibrated for run in done) else None
     return Cost(
-        runs=len(experiment.runs),
-        tokens=sum(run.arm.tokens - started_at for run in experiment.runs),
-        flops=sum(flops[run.arm.name] for run in experiment.runs),
-        disk=sum(_checkpoint_bytes(run.arm) for run in experiment.runs) + _data_bytes(experiment),
+        runs=len(runs.runs),
+        tokens=sum(run.arm.tokens - run.arm.started_at for run in runs.runs),
+        flops=sum(flops[run.arm.name] for run in runs.runs),
+        disk=sum(_checkpoint_bytes(run.arm) for run in runs.runs) + _data_bytes(runs),
         hours=None if total is None else total / jobs / 3600,
         basis="finished runs" if finished else "a calibration of a few seconds" if calibrated else "",
         finished=len(done),
         measured_hours=sum(seconds[run.directory] for run in done) / 3600,
         predicted_hours_of_finished=None if predicted is None else predicted / 3600,
-        measured_disk=shared_bytes([experiment.out]),
+        measured_disk=shared_bytes([runs.out]),
     )
 
 
@@ -140,8 +140,8 @@ def _checkpoint_bytes(arm: Arm) -> float:
     return disk(arm.recipe, count_by_component(model), matrices).checkpoint
 
 
-def _data_bytes(experiment: Experiment) -> float:
+def _data_bytes(runs: RunSet) -> float:
     """Token files of the different data, as far as the budget reads them."""
-    arms = {arm.data_key: arm for arm in experiment.arms.values()}
-    width = 2 if (experiment.baseline.recipe.model.vocab_size or 0) < 65_500 else 4
+    arms = {arm.data_key: arm for arm in runs.arms.values()}
+    width = 2 if (runs.baseline.recipe.model.vocab_size or 0) < 65_500 else 4
     return float(sum(arm.tokens * width for arm in arms.values()))

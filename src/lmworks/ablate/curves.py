@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from lmworks.ablate.measures import Curve, Measure
-from lmworks.ablate.resolve import Arm
 from lmworks.ablate.results import Results
+from lmworks.ablate.run_set import Arm
 
 _QUALITY_POINTS, _PAGE_POINTS = 20, 200
 

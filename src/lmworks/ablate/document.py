@@ -12,8 +12,9 @@ from lmworks.ablate.conclusions import Findings
 from lmworks.ablate.cost import cost
 from lmworks.ablate.curves import aligned, spread
 from lmworks.ablate.measures import Measure, above_chance
-from lmworks.ablate.resolve import RESULTS, Arm
+from lmworks.ablate.resolve import RESULTS
 from lmworks.ablate.results import Results
+from lmworks.ablate.run_set import Arm
 from lmworks.ablate.statistics.quality import quality
 from lmworks.ablate.statistics.verdict import Verdict, detectable_in_noise, judge
 from lmworks.doctor.formatting import compact, significant

@@ -2,122 +2,42 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lmworks.ablate.kinds.base import NAME, Ablation, Branch, Expansion, meant
+from lmworks.ablate.kinds.base import Ablation, Expansion, meant
 from lmworks.ablate.kinds.registry import kinds
-from lmworks.ablate.measures import Measure
+from lmworks.ablate.measures import Measure, needs_evaluation
 from lmworks.ablate.measures import resolve as resolve_measures
+from lmworks.ablate.run_set import ALWAYS, DEFAULTS, NAME, Arm, RunSet, matter
 from lmworks.errors import UserError
 from lmworks.files import read_json
 from lmworks.optim.schedules import Schedules
 from lmworks.recipe.loading.document import parse_file
-from lmworks.recipe.loading.load import Resolved, as_node, load_recipe, load_resolved, shipped_folder
-from lmworks.recipe.schema.effect import BEFORE_TUNING
+from lmworks.recipe.loading.load import as_node, load_recipe, shipped_folder
 from lmworks.recipe.schema.recipe import Recipe
-from lmworks.recipe.tree.effects import readers
-from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical, changed_keys
-from lmworks.run.staleness import recipe_values
+from lmworks.recipe.tree.fingerprint import as_tree, canonical, changed_keys
 from lmworks.shards.order.timeline import Timeline
 
 RESULTS = "ablation.json"
-DATA_STAGES = ("corpus", "tokenizer", "shards")
-_DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false")  # for all arms; `set` comes after
-_ALWAYS = ("time=null", "tune=null")  # budgets are tokens, and arms are base models
-_ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_size", "batch_ramp")
 
 
 @dataclass(frozen=True, eq=False)
-class Arm:
-    """One arm: its overrides and its recipe. `changes` is what distinguishes it from the baseline."""
+class Experiment(RunSet):
+    """A resolved ablation."""
 
-    name: str
-    overrides: tuple[str, ...]
-    resolved: Resolved
-    changes: tuple[Change, ...] = ()
-    label: float | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.resolved.recipe
-
-    @cached_property
-    def tokens(self) -> int:
-        """Training tokens of each run, those of a checkpoint that it continues included."""
-        return sum(phase.tokens for phase in Timeline(self.recipe.train.phases).phases)
-
-    @cached_property
-    def data_key(self) -> str:
-        """A hash of the recipe values that the corpus, the tokenizer and the shards are made from."""
-        values = {path: value for path, value in recipe_values(self.recipe).items() if set(readers(path)) & set(DATA_STAGES)}
-        return hashlib.sha256(canonical(values)).hexdigest()[:12]
-
-    @cached_property
-    def order(self) -> Any:
-        """What decides, together with the seed and the token files, which tokens a step reads."""
-        phases = [{key: value for key, value in as_tree(phase).items() if key in _ORDER} for phase in self.recipe.train.phases]
-        return [phases, self.recipe.shards.packing, as_tree(self.recipe.tokenizer)["path"] or self.data_key]
-
-    @cached_property
-    def effective(self) -> dict[str, Any]:
-        """The recipe values that a stage reads: equal ones give equal runs."""
-        return {path: value for path, value in recipe_values(self.recipe).items() if readers(path)}
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One run: an arm with a seed."""
-
-    arm: Arm
-    seed: int
-    directory: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm.name}, seed {self.seed}"
-
-
-@dataclass(frozen=True, eq=False)
-class Experiment:
-    """A resolved ablation. Everything of it lies below `out`."""
-
-    ablation: Ablation
-    path: Path
-    out: Path
-    arms: dict[str, Arm]
-    baseline: Arm
-    measures: list[Measure]
-    branch: Branch | None
-    earlier: Mapping[str, Any] = field(default_factory=dict)  # noise floors of the ablation that `noise` names, by measure
-    text: str = field(repr=False, default="")
-
-    @property
-    def seeds(self) -> list[int]:
-        return self.ablation.seed_list
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        """All runs, seed by seed, so that an unfinished ablation has whole seeds."""
-        return [Run(arm, seed, self.directory(arm) / f"seed-{seed}") for seed in self.seeds for arm in self.arms.values()]
+    ablation: Ablation = field(kw_only=True)
+    measures: list[Measure] = field(kw_only=True)
+    earlier: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # noise floors of the ablation that `noise` names, by measure
 
     @property
     def started_at(self) -> int:
-        """Tokens of the checkpoint that the arms continue."""
-        return self.branch.tokens if self.branch else 0
-
-    def directory(self, arm: Arm) -> Path:
-        return self.out / "arms" / arm.name
-
-    def data_dir(self, arm: Arm) -> Path:
-        """The directory with the corpus, tokenizer and shards of an arm."""
-        return self.out / "data" / arm.data_key
+        """Tokens of the checkpoint that all arms continue."""
+        return self.baseline.started_at
 
     def is_paired(self, arm: Arm) -> bool:
         """Whether a seed gives this arm the data order that it gives the baseline."""
@@ -153,7 +73,7 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     ablation, found, text = load_file(path)
     name = ablation.name or found.stem
     out = out or Path(ablation.out or f"runs/ablations/{name}")
-    base = load_recipe(ablation.recipe, [*_DEFAULTS, *ablation.set]).recipe
+    base = load_recipe(ablation.recipe, [*DEFAULTS, *ablation.set]).recipe
     try:
         expansion = ablation.expand(base)
         if expansion.fixed_tokens and ablation.equal == "time":
@@ -166,14 +86,19 @@ def resolve(path: str | Path, out: Path | None = None, speeds: Mapping[str, floa
     baseline = arms[expansion.baseline]
     arms = {
         one.name: Arm(
-            one.name, one.overrides, one.resolved, tuple(_matter(changed_keys(baseline.recipe, one.recipe))), expansion.labels.get(one.name)
+            one.name, one.overrides, one.resolved, tuple(matter(changed_keys(baseline.recipe, one.recipe))),
+            expansion.labels.get(one.name), expansion.branch,
         )
         for one in arms.values()
     }
     measures = resolve_measures(
         ablation.measures or ablation.default_measures, {arm.name: arm.recipe for arm in arms.values()}, _tokenizers(arms, baseline)
     )
-    return Experiment(ablation, found, out, arms, arms[expansion.baseline], measures, expansion.branch, _earlier_noise(ablation), text)
+    return Experiment(
+        "lmworks ablate", ablation.recipe, tuple(ablation.set), found, out, arms, arms[expansion.baseline], ablation.seed_list,
+        "evaluate" if needs_evaluation(measures) else "pretrain", text,
+        ablation=ablation, measures=measures, earlier=_earlier_noise(ablation),
+    )  # fmt: skip
 
 
 def _earlier_noise(ablation: Ablation) -> dict[str, Any]:
@@ -189,7 +114,7 @@ def _earlier_noise(ablation: Ablation) -> dict[str, Any]:
 
 def _resolve_arms(ablation: Ablation, expansion: Expansion, speeds: Mapping[str, float]) -> Iterator[tuple[str, Arm]]:
     for name, own in expansion.arms.items():
-        overrides = [*_DEFAULTS, *ablation.set, *own, *_ALWAYS]
+        overrides = [*DEFAULTS, *ablation.set, *own, *ALWAYS]
         try:
             if not re.fullmatch(NAME, name):
                 raise UserError(
@@ -235,7 +160,7 @@ def _share_tokenizer(ablation: Ablation, arms: dict[str, Arm], baseline: str, ou
         if arm.data_key != base.data_key and base.recipe.tokenizer.path is None and arm.recipe.tokenizer == base.recipe.tokenizer:
             path = out / "data" / base.data_key / "tokenizer" / "tokenizer.json"
             phases = json.dumps([as_tree(phase) for phase in arm.recipe.train.phases])
-            overrides = [*_DEFAULTS, *ablation.set, *arm.overrides, *_ALWAYS, f"train.phases={phases}", f"tokenizer.path={path}"]
+            overrides = [*DEFAULTS, *ablation.set, *arm.overrides, *ALWAYS, f"train.phases={phases}", f"tokenizer.path={path}"]
             arm = Arm(name, arm.overrides, load_recipe(ablation.recipe, overrides))
         found[name] = arm
     return found
@@ -252,11 +177,6 @@ def _tokenizers(arms: Mapping[str, Arm], baseline: Arm) -> dict[str, Any]:
     return {name: key(arm) for name, arm in arms.items()}
 
 
-def _matter(changes: Sequence[Change]) -> Iterator[Change]:
-    """The changes that a stage reads."""
-    return (change for change in changes if any(readers(key) for key in change.keys) and change.path != "tokenizer.path")
-
-
 def _refuse_equal(arms: Mapping[str, Arm], path: Path) -> None:
     seen: dict[bytes, str] = {}
     for name, arm in arms.items():
@@ -268,19 +188,3 @@ def _refuse_equal(arms: Mapping[str, Arm], path: Path) -> None:
                 "of it, or remove it (kind: noise measures equal arms)"
             )
         seen[values] = name
-
-
-def save_arms(experiment: Experiment) -> None:
-    """Record the arms in the directory of the ablation. Raises `UserError` if it began with other recipes."""
-    for arm in experiment.arms.values():
-        path = experiment.directory(arm) / "resolved.json"
-        if path.exists():
-            changes = _matter(changed_keys(load_resolved(path), arm.recipe))
-            changed = [change for change in changes if any(set(readers(key)) & set(BEFORE_TUNING) for key in change.keys)]
-            if changed:
-                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-                raise UserError(
-                    f"{experiment.path}: arm {arm.name} has changed since this ablation began: {changed[0]}{more}; undo it, give the "
-                    "arm another name, or choose another directory with --out"
-                )
-        arm.resolved.save(path.parent)

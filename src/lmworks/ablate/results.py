@@ -9,7 +9,8 @@ import numpy as np
 
 from lmworks.ablate.cost import training_seconds
 from lmworks.ablate.measures import Measure, Reading, read_run
-from lmworks.ablate.resolve import Arm, Experiment, Run
+from lmworks.ablate.resolve import Experiment
+from lmworks.ablate.run_set import Arm, Run
 from lmworks.ablate.runs import state_of
 from lmworks.ablate.statistics.contrast import Contrast, contrast
 from lmworks.ablate.statistics.noise import UNKNOWN, Floor, Noise, floor, with_earlier

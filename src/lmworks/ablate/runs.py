@@ -1,4 +1,4 @@
-"""Runs the runs of an ablation: each is `lmworks pretrain` in a process of its own, several side by side.
+"""Runs a set of runs: each is `lmworks pretrain` in a process of its own, several side by side.
 
 The processes are forked from a server that has imported torch, which takes longer than a short run (`multiprocessing`'s forkserver).
 """
@@ -25,10 +25,9 @@ from runpy import run_module
 from typing import Literal
 
 from lmworks import machine, progress
-from lmworks.ablate.measures import needs_evaluation
-from lmworks.ablate.resolve import Experiment, Run
+from lmworks.ablate.run_set import Run, RunSet
 from lmworks.ablate.sharing import link_data
-from lmworks.checkpoint import listing
+from lmworks.checkpoint import listing, manifest
 from lmworks.errors import UserError
 from lmworks.interrupt import Interrupted, Preempted
 from lmworks.metrics.log import FILE
@@ -46,20 +45,15 @@ _POLL = 0.2
 _TAIL = 1 << 14
 
 
-def last_stage(experiment: Experiment) -> str:
-    """The stage up to which each run goes."""
-    return "evaluate" if needs_evaluation(experiment.measures) else "pretrain"
-
-
 def recipe_of(run: Run) -> Recipe:
     """The recipe of a run: that of its arm with the seed."""
     recipe = run.arm.recipe
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": run.seed}), "run_dir": str(run.directory)})
 
 
-def state_of(experiment: Experiment, run: Run) -> State:
+def state_of(runs: RunSet, run: Run) -> State:
     """How far a run is: `done` if all its stages are up to date."""
-    wanted = [stage for stage in STAGES if stage.name in ("pretrain", last_stage(experiment))]
+    wanted = [stage for stage in STAGES if stage.name in ("pretrain", runs.last)]
     recipe = recipe_of(run)
     for stage in wanted:
         if stale_reason(stage, recipe, run.directory, stage_inputs(stage, recipe, run.directory, {})):
@@ -67,12 +61,12 @@ def state_of(experiment: Experiment, run: Run) -> State:
     return "done"
 
 
-def command(experiment: Experiment, run: Run, threads: int | None = None) -> list[str]:
+def command(runs: RunSet, run: Run, threads: int | None = None) -> list[str]:
     """The command of a run, without the name of the program."""
     options = [f"train.seed={run.seed}", f"run_dir={run.directory}", *([f"threads={threads}"] if threads else [])]
     words = [word for option in options for word in ("--set", option)]
-    words += [word for key in ("threads", *(["shards"] if experiment.branch else [])) for word in ("--allow", key)]
-    place, stage = str(experiment.directory(run.arm) / "resolved.json"), last_stage(experiment)
+    words += [word for key in ("threads", *(["shards"] if run.arm.branch else [])) for word in ("--allow", key)]
+    place, stage = str(runs.directory(run.arm) / "resolved.json"), runs.last
     if world_size(run.arm.recipe.layout) > 1:
         return ["launch", "local", place, "--to", stage, *words]
     return [stage, place, *words]
@@ -100,9 +94,10 @@ class _Active:
 
 @dataclass
 class Runner:
-    """Runs what is open of `runs`, `jobs` at a time. `on_done` is called after each finished run, `on_note` with lines for the user."""
+    """Runs what is open of `runs`, `jobs` at a time; a run that continues a checkpoint of another one waits for it. `on_done` is called
+    after each finished run, `on_note` with lines for the user."""
 
-    experiment: Experiment
+    set: RunSet
     runs: Sequence[Run]
     jobs: int
     on_done: Callable[[Run], None]
@@ -111,25 +106,26 @@ class Runner:
 
     def work(self) -> None:
         """Run everything. Raises `Interrupted` after all processes have saved, and `UserError` if runs have failed."""
-        waiting = [run for run in self.runs if state_of(self.experiment, run) != "done"]
-        tokens = {run: run.arm.tokens - self.experiment.started_at for run in self.runs}
+        waiting = [run for run in self.runs if state_of(self.set, run) != "done"]
+        tokens = {run: run.arm.tokens - run.arm.started_at for run in self.runs}
         done = sum(tokens.values()) - sum(tokens[run] for run in waiting)
         told: set[Path] = set()
         active: list[_Active] = []
         threads, devices = max(1, machine.threads() // self.jobs), _devices() if self.jobs > 1 else []
-        with graceful_stop() as stop, progress.bar("ablate", sum(tokens.values()), done) as bar:
+        with graceful_stop() as stop, progress.bar(self.set.command.removeprefix("lmworks "), sum(tokens.values()), done) as bar:
             try:
                 while waiting or active:
+                    self._give_up_on_branches_of_failed_runs(waiting)
                     for slot in sorted(set(range(self.jobs)) - {one.slot for one in active}):
-                        run = next((run for run in waiting if not in_use(run.directory)), None)
+                        run = next((run for run in waiting if _is_ready(run) and not in_use(run.directory)), None)
                         if run is None or stop.requested:
                             break
                         waiting.remove(run)
-                        if state_of(self.experiment, run) != "done":  # the process that held it may have finished it
+                        if state_of(self.set, run) != "done":  # the process that held it may have finished it
                             active.append(_Active(run, self._start(run, threads, devices[slot % len(devices)] if devices else None), slot))
                     if waiting and not active:
                         for run in waiting:
-                            if run.directory not in told:
+                            if run.directory not in told and _is_ready(run):
                                 self.on_note(f"{run.name} is in use by another process; waiting for it")
                             told.add(run.directory)
                     for one in list(active):
@@ -148,7 +144,7 @@ class Runner:
                 _end([one.process for one in active], stop)
             if stop.requested:
                 kind = Preempted if stop.preempted else Interrupted
-                raise kind(f"stopped, and every run has saved; go on with: lmworks ablate {self.experiment.path}")
+                raise kind(f"stopped, and every run has saved; go on with: {self.set.command} {self.set.path}")
         if self.failed:
             run, why = self.failed[0]
             raise UserError(
@@ -157,21 +153,29 @@ class Runner:
             )
 
     def _start(self, run: Run, threads: int, device: str | None) -> BaseProcess:
-        link_data(self.experiment, run)
+        link_data(self.set, run)
         environment = {"CUDA_VISIBLE_DEVICES": device} if device is not None and world_size(run.arm.recipe.layout) == 1 else {}
-        words = ["lmworks", *command(self.experiment, run, threads)]
+        words = ["lmworks", *command(self.set, run, threads)]
         process = _server(threads).Process(target=_child, args=(words, str(run.directory / LOG), environment))
         process.start()
         return process
 
     def _ended(self, run: Run, code: int, stop: Stop) -> None:
         if code == 0:
-            prune(run)
+            if not any(other.arm.branch and other.arm.branch.run_dir == run.directory for other in self.set.runs):
+                prune(run)
             self.on_done(run)
         elif not stop.requested:
             why = _last_error(run.directory / LOG) or f"the process ended with exit code {code}"
             self.failed.append((run, why))
             self.on_note(f"{run.name} failed: {why}")
+
+    def _give_up_on_branches_of_failed_runs(self, waiting: list[Run]) -> None:
+        failed = {run.directory: run for run, _ in self.failed}
+        for run in list(waiting):
+            if run.arm.branch and run.arm.branch.run_dir in failed and not _is_ready(run):
+                waiting.remove(run)
+                self.failed.append((run, f"it continues {failed[run.arm.branch.run_dir].name}, which failed"))
 
     def _tokens(self, run: Run) -> float:
         """Tokens that a run has trained on, by the last line of its metrics."""
@@ -179,8 +183,13 @@ class Runner:
             handle.seek(max(0, os.fstat(handle.fileno()).st_size - _TAIL))
             for line in reversed(handle.read().split(b"\n")[1:-1]):
                 with suppress(ValueError, TypeError, KeyError, AttributeError):
-                    return float(json.loads(line)["train/tokens"]) - self.experiment.started_at
+                    return float(json.loads(line)["train/tokens"]) - run.arm.started_at
         return 0.0
+
+
+def _is_ready(run: Run) -> bool:
+    """Whether the checkpoint that a run continues is complete."""
+    return run.arm.branch is None or (run.arm.branch.checkpoint / manifest.NAME).is_file()
 
 
 def prune(run: Run) -> None:

@@ -1,6 +1,6 @@
 """One corpus, one tokenizer and one set of shards for all arms that would make the same.
 
-The data of an ablation lie in `OUT/data/KEY/`, one directory for each combination of recipe values that the data stages read. A stage is
+The data of a set of runs lie in `OUT/data/KEY/`, one directory for each combination of recipe values that the data stages read. A stage is
 taken from another directory, by hard links, where `lmworks.run.staleness` finds that it was made from equal inputs: from another KEY, from
 the recipe's own run, or from the run of a checkpoint that is continued. Otherwise it is run. Each run of an arm then gets hard links to all
 three. Files of a stage are always replaced by a rename and never written in place, so a link cannot change the original.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmworks.ablate.resolve import DATA_STAGES, Arm, Experiment, Run
+from lmworks.ablate.run_set import DATA_STAGES, Arm, Run, RunSet
 from lmworks.checkpoint import listing
 from lmworks.corpus.readers.snapshot import list_files as source_files
 from lmworks.files import explain_os_errors
@@ -31,14 +31,14 @@ _STAGES = [stage for stage in STAGES if stage.name in DATA_STAGES]
 _POLL = 1.0
 
 
-def prepare_data(experiment: Experiment, on_event: Callable[[StageEvent], None], on_wait: Callable[[str], None]) -> None:
+def prepare_data(runs: RunSet, on_event: Callable[[StageEvent], None], on_wait: Callable[[str], None]) -> None:
     """Make the data of all arms, the baseline's first. Several processes may call it; each directory is made by one of them."""
     made: list[Path] = []
-    for arm in (experiment.baseline, *experiment.arms.values()):
-        directory = experiment.data_dir(arm)
+    for arm in (runs.baseline, *runs.arms.values()):
+        directory = runs.data_dir(arm)
         if directory not in made:
             with _only_one(directory, on_wait):
-                _prepare(experiment, arm, directory, on_event)
+                _prepare(runs, arm, directory, on_event)
             made.append(directory)
 
 
@@ -64,7 +64,7 @@ def _only_one(directory: Path, on_wait: Callable[[str], None]) -> Iterator[None]
         os.close(fd)
 
 
-def _prepare(experiment: Experiment, arm: Arm, directory: Path, on_event: Callable[[StageEvent], None]) -> None:
+def _prepare(runs: RunSet, arm: Arm, directory: Path, on_event: Callable[[StageEvent], None]) -> None:
     source = arm.resolved.source
     assert source is not None
     resolved = load_recipe(source.path, [*source.overrides, f"run_dir={directory}"])
@@ -74,34 +74,33 @@ def _prepare(experiment: Experiment, arm: Arm, directory: Path, on_event: Callab
         inputs = stage_inputs(stage, recipe, directory, files)
         if not stale_reason(stage, recipe, directory, inputs):
             continue
-        for provider in _providers(experiment, directory):
+        for provider in _providers(runs, directory):
             if not stale_reason(stage, recipe, provider, inputs):
                 link_tree(provider / stage.folder, directory / stage.folder)
                 break
         else:
-            run_stages(resolved, last=stage.name, on_event=_only_new(on_event), resume_command=f"lmworks ablate {experiment.path}")
+            run_stages(resolved, last=stage.name, on_event=_only_new(on_event), resume_command=f"{runs.command} {runs.path}")
 
 
 def _only_new(on_event: Callable[[StageEvent], None]) -> Callable[[StageEvent], None]:
     return lambda event: None if event.kind == "skip" else on_event(event)
 
 
-def _providers(experiment: Experiment, directory: Path) -> Iterator[Path]:
+def _providers(runs: RunSet, directory: Path) -> Iterator[Path]:
     """Directories that may have a stage that was made from equal inputs."""
     yield from sorted(path for path in directory.parent.iterdir() if path.is_dir() and path != directory)
-    own = load_recipe(experiment.ablation.recipe, experiment.ablation.set).recipe.run_dir
+    own = load_recipe(runs.recipe, runs.overrides).recipe.run_dir
     yield Path(own or "")
-    if experiment.branch:
-        yield experiment.branch.run_dir
+    yield from dict.fromkeys(arm.branch.run_dir for arm in runs.arms.values() if arm.branch)
 
 
-def link_data(experiment: Experiment, run: Run) -> None:
+def link_data(runs: RunSet, run: Run) -> None:
     """Give a run the data of its arm, and the checkpoint that it continues."""
-    source = experiment.data_dir(run.arm)
+    source = runs.data_dir(run.arm)
     for stage in _STAGES:
         if read_stamp(run.directory / stage.folder) is None:
             link_tree(source / stage.folder, run.directory / stage.folder)
-    branch, folder = experiment.branch, run.directory / "checkpoints"
+    branch, folder = run.arm.branch, run.directory / "checkpoints"
     if branch and not listing.begun(folder):
         link_tree(branch.checkpoint, folder / branch.checkpoint.name)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lmworks.cli.options import JsonOption
-from lmworks.cli.output import console, print_json
+from lmworks.cli.output import console, note_stage, print_json
 from lmworks.errors import UserError
-
-if TYPE_CHECKING:
-    from lmworks.run.runner import StageEvent
 
 
 def register(app: typer.Typer) -> None:
@@ -59,13 +56,7 @@ def ablate(
             )
         return
 
-    def on_event(event: StageEvent) -> None:
-        if event.kind == "begin":
-            notes.print(f"{event.stage}: begins", style="dim")
-        elif event.kind == "end":
-            notes.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")
-
-    document, place = run_ablation(file, options, on_event, lambda line: notes.print(line, soft_wrap=True))
+    document, place = run_ablation(file, options, note_stage, lambda line: notes.print(line, soft_wrap=True))
     if as_json:
         print_json(document)
     elif as_markdown:

@@ -1,14 +1,14 @@
-"""`lmworks ladder fit | predict | score`: a scaling law from finished runs, and its predictions held against later runs."""
+"""`lmworks ladder run | fit | predict | score`: a scaling law from a ladder of runs, and its predictions held against later runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmworks.cli.options import JsonOption, RecipeArgument, SetOption, SizeOption
-from lmworks.cli.output import console, print_json
+from lmworks.cli.output import console, note_stage, print_json
 
 if TYPE_CHECKING:
     from lmworks.ladder.predictions import Score
@@ -18,10 +18,50 @@ _FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The direct
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `lmworks ladder`."""
-    noun = typer.Typer(no_args_is_help=True, help="Scaling laws: fit finished runs, predict a larger run, and score the prediction.")
-    for command in (fit, predict, score):
+    noun = typer.Typer(no_args_is_help=True, help="Scaling laws: run a ladder, fit a law, predict a larger run, and score the prediction.")
+    for command in (run, fit, predict, score):
         noun.command()(command)
     app.add_typer(noun, name="ladder")
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A ladder file: recipe, sizes, horizons (docs/sizing.md).")],
+    jobs: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, help="Runs side by side; they divide the CPU threads, or get a GPU each.")
+    ] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Directory of the ladder; by default runs/ladders/NAME.")] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="List the runs with their states and commands, and run nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a recipe at several sizes and token budgets, and fit a law to the runs.
+
+    Each size is one run at a constant learning rate, from which a decay branches off for every token budget. An interrupted ladder
+    continues with the same command.
+    """
+    from lmworks.ladder.file import resolve
+    from lmworks.ladder.run import list_runs, run_ladder
+    from lmworks.progress import console as notes
+
+    ladder = resolve(file, out)
+    if only_list:
+        _list(list_runs(ladder), as_json)
+        return
+    runs = run_ladder(ladder, jobs, note_stage, lambda line: notes.print(line, soft_wrap=True))
+    _fit(ladder.out, runs, as_json)
+
+
+def _list(runs: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(runs)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim")
+    for heading in ("run", "tokens", "state"):
+        table.add_column(heading, justify="right" if heading == "tokens" else "left")
+    for one in runs:
+        table.add_row(one["name"], f"{one['tokens']:,}", one["state"])
+    console().print(table)
 
 
 def fit(
@@ -30,18 +70,13 @@ def fit(
     as_json: JsonOption = False,
 ) -> None:
     """Fit L(N, D) = E + A / N^alpha + B / D^beta to the held-out bits per byte of finished runs, with bootstrap intervals."""
-    from lmworks.ladder.fit import BOOTSTRAPS, fit_law
-    from lmworks.ladder.points import UNIT, read_points
-    from lmworks.ladder.predictions import save_settings
-    from lmworks.plan.loss_law import LAW_FILE, save_law
-    from lmworks.progress import bar
+    _fit(folder, runs, as_json)
 
-    points = read_points(runs)
-    with bar("bootstrap", BOOTSTRAPS) as progress:
-        law = fit_law(points, UNIT, f"fitted to {len(points)} runs", bootstraps=BOOTSTRAPS, advance=progress.advance)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_settings(folder, runs)
-    save_law(law, folder / LAW_FILE)
+
+def _fit(folder: Path, runs: list[Path], as_json: bool) -> None:
+    from lmworks.ladder.run import fit_runs
+
+    law, points = fit_runs(folder, runs)
     rows = [(run, one, law.loss(one.parameters, one.tokens)) for run, one in zip(runs, points, strict=True)]
     if as_json:
         fitted = [{"run": str(run), **vars(one), "fitted": value} for run, one, value in rows]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmworks.terminal import Terminal
+
+if TYPE_CHECKING:
+    from lmworks.run.runner import StageEvent
 
 _CONTROL = re.compile("[\x7f-\x9f]")  # the others are escaped anyway
 
@@ -23,3 +26,13 @@ def print_json(value: Any) -> None:
     plain = (sys.stdout.encoding or "ascii").lower() != "utf-8"
     text = json.dumps(value, indent=2, ensure_ascii=plain)
     print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def note_stage(event: StageEvent) -> None:
+    """Say on stderr that a stage begins, or how long it took."""
+    from lmworks.progress import console as notes
+
+    if event.kind == "begin":
+        notes.print(f"{event.stage}: begins", style="dim")
+    elif event.kind == "end":
+        notes.print(f"{event.stage} took {event.seconds:.0f} s", style="dim")

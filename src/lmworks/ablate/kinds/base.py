@@ -5,30 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, field_validator
 
+from lmworks.ablate.run_set import NAME, Branch
 from lmworks.errors import UserError
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.paths import nearest
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 DEFAULT_MEASURES = ("validation/bits_per_byte", "validation/{domain}/bits_per_byte")
 _MOST_RUNS = 1000
-
-
-@dataclass(frozen=True)
-class Branch:
-    """The arms continue `checkpoint`, which has trained on `tokens` tokens in `steps` steps of the run in `run_dir`."""
-
-    run_dir: Path
-    checkpoint: Path
-    steps: int
-    tokens: int
 
 
 @dataclass(frozen=True)

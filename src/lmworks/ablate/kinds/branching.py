@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmworks.ablate.kinds.base import Branch
+from lmworks.ablate.run_set import Branch
 from lmworks.checkpoint import listing
 from lmworks.errors import UserError
 from lmworks.optim.schedules import Schedules

@@ -1,0 +1,149 @@
+"""A set of runs that share data: arms, each a resolved recipe, times seeds, in one directory.
+
+Ablations and ladders of scaling laws are such sets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.model_stages import MODEL_STAGES
+from lmworks.recipe.loading.load import Resolved, load_resolved
+from lmworks.recipe.schema.effect import BEFORE_TUNING
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.tree.effects import readers
+from lmworks.recipe.tree.fingerprint import Change, as_tree, canonical, changed_keys
+from lmworks.run.staleness import recipe_values
+from lmworks.shards.order.timeline import Timeline
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of an arm, which is that of its directory
+DATA_STAGES = ("corpus", "tokenizer", "shards")
+DEFAULTS = ("checkpoints.keep_last=1", "checkpoints.keep_best=false")  # for all arms; `set` comes after
+ALWAYS = ("time=null", *(f"{stage.stage}=null" for stage in MODEL_STAGES[1:]))  # budgets are tokens, and arms are base models
+_ORDER = ("name", "tokens", "mixture", "mixture_changes", "sequence_length", "global_batch_size", "batch_ramp")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A checkpoint that runs continue; it has trained on `tokens` tokens in `steps` steps of the run in `run_dir`."""
+
+    run_dir: Path
+    checkpoint: Path
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """One arm: its overrides and its recipe. `changes` is what distinguishes it from the baseline; `branch` is the checkpoint that its runs
+    continue."""
+
+    name: str
+    overrides: tuple[str, ...]
+    resolved: Resolved
+    changes: tuple[Change, ...] = ()
+    label: float | None = None
+    branch: Branch | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolved.recipe
+
+    @cached_property
+    def tokens(self) -> int:
+        """Training tokens of each run, those of a checkpoint that it continues included."""
+        return sum(phase.tokens for phase in Timeline(self.recipe.train.phases).phases)
+
+    @property
+    def started_at(self) -> int:
+        """Tokens of the checkpoint that each run continues."""
+        return self.branch.tokens if self.branch else 0
+
+    @cached_property
+    def data_key(self) -> str:
+        """A hash of the recipe values that the corpus, the tokenizer and the shards are made from."""
+        values = {path: value for path, value in recipe_values(self.recipe).items() if set(readers(path)) & set(DATA_STAGES)}
+        return hashlib.sha256(canonical(values)).hexdigest()[:12]
+
+    @cached_property
+    def order(self) -> Any:
+        """What decides, together with the seed and the token files, which tokens a step reads."""
+        phases = [{key: value for key, value in as_tree(phase).items() if key in _ORDER} for phase in self.recipe.train.phases]
+        return [phases, self.recipe.shards.packing, as_tree(self.recipe.tokenizer)["path"] or self.data_key]
+
+    @cached_property
+    def effective(self) -> dict[str, Any]:
+        """The recipe values that a stage reads: equal ones give equal runs."""
+        return {path: value for path, value in recipe_values(self.recipe).items() if readers(path)}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run: an arm with a seed."""
+
+    arm: Arm
+    seed: int
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}, seed {self.seed}"
+
+
+@dataclass(frozen=True, eq=False)
+class RunSet:
+    """Arms times seeds. `recipe` and `overrides` are what all arms have in common; everything of the set lies below `out`. `command` is the
+    command line that runs it, and `last` the stage up to which each run goes."""
+
+    command: str
+    recipe: str
+    overrides: tuple[str, ...]
+    path: Path
+    out: Path
+    arms: dict[str, Arm]
+    baseline: Arm
+    seeds: list[int]
+    last: str = "pretrain"
+    text: str = field(repr=False, default="")
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """All runs, seed by seed, so that an unfinished set has whole seeds."""
+        return [Run(arm, seed, self.run_dir(arm.name, seed)) for seed in self.seeds for arm in self.arms.values()]
+
+    def directory(self, arm: Arm) -> Path:
+        return self.out / "arms" / arm.name
+
+    def run_dir(self, arm: str, seed: int) -> Path:
+        return self.out / "arms" / arm / f"seed-{seed}"
+
+    def data_dir(self, arm: Arm) -> Path:
+        """The directory with the corpus, tokenizer and shards of an arm."""
+        return self.out / "data" / arm.data_key
+
+
+def matter(changes: Sequence[Change]) -> Iterator[Change]:
+    """The changes that a stage reads."""
+    return (change for change in changes if any(readers(key) for key in change.keys) and change.path != "tokenizer.path")
+
+
+def save_arms(runs: RunSet) -> None:
+    """Record the arms in the directory of the set. Raises `UserError` if it began with other recipes."""
+    for arm in runs.arms.values():
+        path = runs.directory(arm) / "resolved.json"
+        if path.exists():
+            changes = matter(changed_keys(load_resolved(path), arm.recipe))
+            changed = [change for change in changes if any(set(readers(key)) & set(BEFORE_TUNING) for key in change.keys)]
+            if changed:
+                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                raise UserError(
+                    f"{runs.path}: arm {arm.name} has changed since its runs began: {changed[0]}{more}; undo it, give the "
+                    "arm another name, or choose another directory with --out"
+                )
+        arm.resolved.save(path.parent)
