@@ -203,7 +203,7 @@ def test_equal_prompts_are_read_once() -> None:
     assert read[0] == (1, 19) and read[1] == (6, 1)
     assert len({tuple(token.id for token in found[row]) for row in rows}) == 6
     assert len({found[row][0].logprob for row in rows if found[row][0].id == found[rows[0]][0].id}) == 1
-    assert (batch.stats().read_tokens, batch.stats().hit_tokens) == (6 * 19, 5 * 19)
+    assert (batch.stats().prompt_tokens, batch.stats().hit_tokens) == (6 * 19, 5 * 19)
 
 
 @pytest.mark.parametrize("name", ["moe", "window", "nope", "mla latent query"])
@@ -264,8 +264,9 @@ class Only:
     def allowed(self) -> torch.Tensor:
         return torch.tensor([token in self.sets[len(self.accepted)] for token in range(100)])
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> int:
         self.accepted.append(token)
+        return token
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

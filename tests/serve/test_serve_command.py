@@ -172,7 +172,7 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
     assert [model.id for model in client.models.list()] == ["talker", "talker-base"]
     assert client.models.retrieve("talker-base").model_extra["max_model_len"] == models.first.context  # type: ignore[index]
     assert isinstance(models.known["talker-base"], LazyModel), "nobody has asked it anything"
-    whole = models.first.max_groups
+    whole = models.first.max_rows
 
     def answer(name: str) -> str:
         reply = client.completions.create(model=name, prompt="def ", max_tokens=12, temperature=0)
@@ -183,7 +183,7 @@ def test_a_run_with_a_tuned_model_serves_its_base_model_too(run_dir: Path, servi
         answers = set(pool.map(answer, ["talker-base"] * 3 + ["talker"]))
     engines = [models.known[name] for name in ("talker", "talker-base")]
     assert all(isinstance(engine, Engine) for engine in engines)
-    assert sum(engine.max_groups for engine in engines) == whole, "both together hold no more in flight than one alone"  # type: ignore[union-attr]
+    assert sum(engine.max_rows for engine in engines) == whole, "both together hold no more in flight than one alone"  # type: ignore[union-attr]
     alone = load_engine(run_dir, base=True)
     request = CompletionRequest(prompt="def ", max_tokens=12, temperature=0).request(alone)
     expected = "".join(event.text for event in alone.stream(request) if isinstance(event, Delta))
@@ -202,7 +202,7 @@ def test_answers_that_wait_for_one_model_count_for_the_other(run_dir: Path, serv
     models = load_models(run_dir, base=True)
     assert list(models.known) == ["talker-base", "talker"]
     url = serving(models, ServerOptions(max_waiting=3))
-    models.first.max_groups = 0  # what is asked of it waits
+    models.first.max_rows = 0  # what is asked of it waits
     request = CompletionRequest(prompt=["a"] * 2, max_tokens=1).request(models.first)
     job = models.first.submit(request, lambda event: None)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -411,13 +411,10 @@ def test_clients_that_send_nothing_are_let_go(start) -> None:  # type: ignore[no
 
 
 def test_a_failure_midway_is_told_inside_the_stream(server, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    from lmworks.serve import engine
-
-    def broken(*_: object):  # type: ignore[no-untyped-def]
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck")
-        yield
 
-    monkeypatch.setattr(engine, "stream", broken)
+    monkeypatch.setattr(server.engine.model, "hidden", broken)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIError, match="the server failed: out of luck"):
         list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
@@ -450,6 +447,17 @@ def test_health_and_metrics(client: openai.OpenAI, server) -> None:  # type: ign
     assert figures["lmworks_answers_running"] == 0
     assert figures['lmworks_requests_total{path="/v1/completions",status="200"}'] >= 1
     assert figures['lmworks_requests_total{path="other",status="404"}'] >= 1
+
+
+def test_repeated_prompts_are_counted_and_kept_apart_by_salt(client: openai.OpenAI, server) -> None:  # type: ignore[no-untyped-def]
+    def hits(**more: object) -> int:
+        client.completions.create(model="tiny", prompt="def repeated(name, value): " * 6, max_tokens=1, extra_body=more)
+        lines = HTTP.get(f"{server.url}/metrics").text.splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("lmworks_prefix_hit_tokens_total ")))
+
+    first, second, salted = hits(), hits(), hits(cache_salt="mine")
+    assert second >= first + 32
+    assert salted == second
 
 
 def test_missing_extra_names_it(model: Transformer, vocabulary: Vocabulary, engine, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

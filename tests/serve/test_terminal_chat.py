@@ -164,13 +164,12 @@ class Terminal:
 SLOWED = """
 import time
 from lmworks.cli.main import main
-from lmworks.serve import engine
-real = engine.stream
-def paced(*arguments):
-    for row in real(*arguments):
-        time.sleep(0.02)
-        yield row
-engine.stream = paced
+from lmworks.serve.engine import Engine
+real = Engine._step
+def paced(engine):
+    time.sleep(0.02)
+    return real(engine)
+Engine._step = paced
 main()
 """
 

@@ -36,11 +36,12 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Rows that are generated or read, and rows that wait; prompt tokens that were read and those that were found in the prefix cache."""
+    """Rows whose prompts are read or that are generated, and rows that wait; all prompt tokens since the start, and those among them that
+    were not read, because another prompt or answer began with them."""
 
     running: int
     waiting: int
-    read_tokens: int
+    prompt_tokens: int
     hit_tokens: int
 
 
@@ -109,7 +110,7 @@ class ContinuousBatch:
         self._reading: deque[_Reading] = deque()
         self._running: dict[int, _Running] = {}  # by capacity
         self._next_id = 0
-        self._read_tokens = self._hit_tokens = 0
+        self.prompt_tokens = self.hit_tokens = 0  # since the start
 
     def add(
         self, prompt: Sequence[int], options: GenerateOptions, seed: int | None = None, grammar: Grammar | None = None, salt: str = ""
@@ -164,7 +165,7 @@ class ContinuousBatch:
 
     def stats(self) -> BatchStats:
         """Counts of rows now, and of tokens since the start."""
-        return BatchStats(len(self._active()), len(self._waiting), self._read_tokens, self._hit_tokens)
+        return BatchStats(len(self._active()), len(self._waiting), self.prompt_tokens, self.hit_tokens)
 
     @torch.no_grad()  # FSDP2 does not support inference mode
     def step(self) -> list[Sampled]:
@@ -219,14 +220,14 @@ class ContinuousBatch:
             prompt = rows[0].prompt
             # the last token is read in any case: its output is needed
             kept.append(prefixes.find(prompt[:-1], rows[0].salt) if prefixes else [])
-            self._read_tokens += len(prompt) * len(rows)
-            self._hit_tokens += len(prompt) * (len(rows) - 1)
+            self.prompt_tokens += len(prompt) * len(rows)
+            self.hit_tokens += len(prompt) * (len(rows) - 1)
         # a row that begins with a prefix is padded beyond the longest prompt
         known = [len(found) * prefixes.block if prefixes else 0 for found in kept]
         cache = self.model.cache(len(twins), max(len(rows[0].prompt) for rows in twins) + max(known))
         for number, found in enumerate(kept):
             cache.write(number, found)
-        self._hit_tokens += sum(known)
+        self.hit_tokens += sum(known)
         return _Reading(twins, cache)
 
     def _read_piece(self) -> tuple[list[_Row], list[Tensor]]:

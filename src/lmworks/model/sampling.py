@@ -61,8 +61,8 @@ class Grammar(Protocol):
         """Which ids may come next: (at most V,) of bool, on the CPU, at least one of them True. Ids beyond its end may not."""
         ...
 
-    def accept(self, token: int) -> None:
-        """Advance by the token that was chosen."""
+    def accept(self, token: int) -> int:
+        """Advance by the token that was chosen; returns the token that is to stand in its place, usually the same."""
         ...
 
 
@@ -116,9 +116,9 @@ def choose(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Token]:
             ids, values = picked_R1[:, 0].tolist(), probability.gather(1, picked_R1)[:, 0].log().tolist()
         for row, token, value in zip(rows, ids, values, strict=True):
             chosen[row], drawn[row] = token, value
-    for draw, token in zip(draws, chosen, strict=True):
-        if draw.grammar is not None:
-            draw.grammar.accept(token)
+    for row, draw in enumerate(draws):
+        if draw.grammar is not None and (token := draw.grammar.accept(chosen[row])) != chosen[row]:
+            chosen[row], drawn[row] = token, float("nan")
     return _tokens(logits_BV, chosen, drawn, [draw.options.logprobs or 0 for draw in draws])
 
 

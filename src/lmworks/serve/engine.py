@@ -1,4 +1,4 @@
-"""The generation engine: one worker thread runs all requests, in turn and in shared batches, and drops those of disconnected clients."""
+"""The generation engine: one worker thread runs all requests in one continuous batch, and drops those of disconnected clients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 import queue
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lmworks.model.generate import GenerateOptions, Token, stream
+from lmworks.model.batching import ContinuousBatch, Sampled
+from lmworks.model.prefixes import PrefixCache
+from lmworks.model.sampling import GenerateOptions
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
 from lmworks.serve.text import Assembler, Piece
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from lmworks.serve.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-_SEED_BITS = 40  # `generate` multiplies the seed by a million, within 63 bits
+_SEED_BITS = 63
+_KEPT_CONTEXTS = 8  # of the model, kept as prefixes
 
 
 @dataclass(eq=False)
@@ -39,9 +42,10 @@ class _Answer:
         return self.job.request.prompts[self.index]
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """Answers with equal keys may share a batch. A job with a seed has batches of its own, so others never change its samples."""
-        return (self.options, None if self.job.request.seed is None else id(self.job))
+    def seed(self) -> int:
+        """Of this answer alone: those of a request with a seed differ, and repeat with it."""
+        given = self.job.request.seed
+        return secrets.randbits(_SEED_BITS) if given is None else given * 1_000_003 + self.index
 
     def send(self, piece: Piece, finish: str | None) -> None:
         if piece.text or piece.tokens or finish:
@@ -55,18 +59,6 @@ class _Answer:
             self.job.send(None)
 
 
-@dataclass(eq=False)
-class _Group:
-    """A batch of answers that are generated together."""
-
-    answers: list[_Answer]
-    tokens: Iterator[list[Token | None]] | None = None
-
-    @property
-    def active(self) -> list[_Answer]:
-        return [answer for answer in self.answers if not answer.done and not answer.job.canceled]
-
-
 @dataclass
 class _Counts:
     prompt_tokens: int = 0
@@ -77,8 +69,9 @@ class _Counts:
 class Engine:
     """A model, its vocabulary and the worker thread that runs it.
 
-    `context` is the maximum length of prompt plus answer, in tokens. Up to `max_groups` batches of up to `max_batch` answers are in flight
-    and advance by one token each in turn, so that a short answer does not wait for a long one.
+    `context` is the maximum length of prompt plus answer, in tokens. Up to `max_rows` answers are generated at a time, each with its own
+    options; an answer that ends makes room for the next at once. Keys and values of `prefix_tokens` tokens are kept for prompts that begin
+    like earlier ones: 8 times the context by default.
     """
 
     model: Transformer
@@ -86,14 +79,16 @@ class Engine:
     name: str
     context: int
     tuned: bool = True
-    max_batch: int = 8
-    max_groups: int = 4
+    max_rows: int = 32
+    prefix_tokens: int | None = None
     _waiting: deque[_Answer] = field(default_factory=deque, repr=False)
-    _groups: list[_Group] = field(default_factory=list, repr=False)
+    _running: dict[int, _Answer] = field(default_factory=dict, repr=False)
     _counts: _Counts = field(default_factory=_Counts, repr=False)
 
     def __post_init__(self) -> None:
         self.model.eval()
+        prefixes = PrefixCache(_KEPT_CONTEXTS * self.context if self.prefix_tokens is None else self.prefix_tokens)
+        self._batch = ContinuousBatch(self.model, self.max_rows, prefixes=prefixes)
         self._wake = threading.Condition()
         self._closed = False
         self._worker = threading.Thread(target=self._run, name="lmworks-generate", daemon=True)
@@ -169,8 +164,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Statistics for `/metrics`."""
         with self._wake:
-            running = sum(len(group.active) for group in self._groups)
-            return EngineStats(running, len(self._waiting), self._counts.prompt_tokens, self._counts.generated_tokens)
+            running = sum(not answer.job.canceled for answer in list(self._running.values()))
+            counts = self._counts
+            return EngineStats(running, len(self._waiting), counts.prompt_tokens, counts.generated_tokens, self._batch.hit_tokens)
 
     def close(self) -> None:
         """Cancel all requests and stop the worker."""
@@ -182,103 +178,99 @@ class Engine:
     def _run(self) -> None:
         import torch
 
-        # Interleaved generators exit their inference mode out of order; this outer one keeps it enabled.
         with torch.inference_mode():
             self._work()
 
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not self._waiting and not self._groups and not self._closed:
+                while not self._waiting and not self._running and not self._closed:
                     self._wake.wait()
                 if self._closed:
                     self._abandon()
                     return
-                while self._waiting and len(self._groups) < self.max_groups:
-                    group = self._gather()
-                    if group.answers:
-                        self._groups.append(group)
-            for group in list(self._groups):
-                self._advance(group)
-                if not group.active:
-                    self._close(group)
+                chosen = self._take()
+            for answer in chosen:
+                self._begin(answer)
+            for row, answer in list(self._running.items()):
+                if answer.done or answer.job.canceled:
+                    self._drop(row)
+            if self._running:
+                self._advance()
 
-    def _gather(self) -> _Group:
-        """Take the longest-waiting answer and those that may share its batch from the queue."""
+    def _take(self) -> list[_Answer]:
+        """Take as many answers from the queue as there is room for. The next is the longest-waiting one of the requests with the fewest
+        running answers, so that a request for many answers does not delay the others by all of them."""
+        self._waiting = deque(answer for answer in self._waiting if not answer.job.canceled)
+        running = Counter(id(answer.job) for answer in self._running.values())
         chosen: list[_Answer] = []
-        kept: deque[_Answer] = deque()
-        for answer in self._waiting:
-            if answer.job.canceled:
-                continue
-            if len(chosen) < self.max_batch and (not chosen or answer.key == chosen[0].key):
-                chosen.append(answer)
-            else:
-                kept.append(answer)
-        self._waiting = kept
-        return _Group(chosen)
+        while self._waiting and len(self._running) + len(chosen) < self.max_rows:
+            answer = min(self._waiting, key=lambda one: running[id(one.job)])
+            self._waiting.remove(answer)
+            running[id(answer.job)] += 1
+            chosen.append(answer)
+        return chosen
 
-    def _advance(self, group: _Group) -> None:
+    def _begin(self, answer: _Answer) -> None:
+        request, options = answer.job.request, answer.options
         try:
-            if group.tokens is None:
-                self._begin(group)
-            else:
-                self._step(group)
-        except Exception as error:  # reported to the clients; a failed request must not end the worker
-            log.exception("generation failed")
-            for job in {id(answer.job): answer.job for answer in group.active}.values():
-                job.send(error)
-                job.cancel()
-
-    def _begin(self, group: _Group) -> None:
-        for answer in group.active:
             self._counts.prompt_tokens += len(answer.prompt)
-            if answer.job.request.score_prompts:
-                answer.job.send(Scores(answer.index, score(self.model, answer.prompt, answer.options.logprobs or 0)))
-        if group.answers[0].options.max_new_tokens == 0:
-            for answer in group.active:
+            if request.score_prompts:
+                answer.job.send(Scores(answer.index, score(self.model, answer.prompt, options.logprobs or 0)))
+            if options.max_new_tokens == 0:
                 answer.end(Piece(), "length")
+                return
+            grammar = request.grammar(options.max_new_tokens) if request.grammar else None
+            row = self._batch.add(answer.prompt, options, answer.seed, grammar, request.salt)
+            self._running[row] = answer
+        except Exception as error:  # reported to the client; a failed request must not end the worker
+            self._fail([answer], error)
+
+    def _advance(self) -> None:
+        try:
+            for sampled in self._step():
+                self._receive(self._running[sampled.id], sampled)
+                if self._running[sampled.id].done:
+                    self._drop(sampled.id)
+        except Exception as error:
+            self._fail(list(self._running.values()), error)
+            self._running.clear()
+            self._batch.clear()
+
+    def _step(self) -> list[Sampled]:
+        self._batch.max_rows = self.max_rows  # `Models` divides the rows among the models that are loaded
+        return self._batch.step()
+
+    def _receive(self, answer: _Answer, sampled: Sampled) -> None:
+        answer.generated += 1
+        self._counts.generated_tokens += 1
+        if sampled.finish == "stop":
+            answer.end(answer.assembler.finish(), "stop")
             return
-        first = group.answers[0]
-        # Samples depend on (seed, row), so later batches of a job with a seed add the index of their first answer.
-        given = first.job.request.seed
-        seed = secrets.randbits(_SEED_BITS) if given is None else (given + first.index) % 2**_SEED_BITS
-        prompts = [list(answer.prompt) for answer in group.answers]
-        group.tokens = stream(self.model, prompts, replace(first.options, seed=seed))
+        piece = answer.assembler.push(sampled.token)
+        if piece.stopped:
+            answer.end(piece, "stop")
+        elif sampled.finish:
+            rest = answer.assembler.finish()
+            answer.end(Piece(piece.text + rest.text, piece.tokens + rest.tokens), "stop" if rest.stopped else "length")
+        else:
+            answer.send(piece, None)
 
-    def _step(self, group: _Group) -> None:
-        assert group.tokens is not None
-        row = next(group.tokens, None)
-        for answer, token in zip(group.answers, row or [None] * len(group.answers), strict=True):
-            if answer.done or answer.job.canceled:
-                continue
-            if token is None:
-                answer.end(answer.assembler.finish(), "length")
-                continue
-            answer.generated += 1
-            self._counts.generated_tokens += 1
-            if token.id in answer.options.stop_ids:
-                answer.end(answer.assembler.finish(), "stop")
-                continue
-            piece = answer.assembler.push(token)
-            if piece.stopped:
-                answer.end(piece, "stop")
-            elif answer.generated == answer.options.max_new_tokens:
-                rest = answer.assembler.finish()
-                answer.end(Piece(piece.text + rest.text, piece.tokens + rest.tokens), "stop" if rest.stopped else "length")
-            else:
-                answer.send(piece, None)
+    def _drop(self, row: int) -> None:
+        self._batch.cancel(row)
+        with self._wake:
+            del self._running[row]
 
-    def _close(self, group: _Group) -> None:
-        self._groups.remove(group)
-        close = getattr(group.tokens, "close", None)
-        if close is not None:
-            close()  # frees the key/value cache now
+    def _fail(self, answers: list[_Answer], error: Exception) -> None:
+        log.exception("generation failed")
+        for job in {id(answer.job): answer.job for answer in answers}.values():
+            job.send(error)
+            job.cancel()
 
     def _abandon(self) -> None:
         stopping = RuntimeError("the server is stopping")
-        jobs = {id(answer.job): answer.job for answer in [*self._waiting, *(a for group in self._groups for a in group.active)]}
-        for job in jobs.values():
+        for job in {id(answer.job): answer.job for answer in [*self._waiting, *self._running.values()]}.values():
             job.send(stopping)
         self._waiting.clear()
-        for group in list(self._groups):
-            self._close(group)
+        self._running.clear()
+        self._batch.clear()

@@ -30,12 +30,12 @@ class LazyModel:
 class Models:
     """Engines by name. `lazy` are models that are loaded at their first request.
 
-    The number of batches in flight, which bounds the memory of the KV caches, is divided among the loaded models.
+    The number of answers in flight, which bounds the memory of the KV caches, is divided among the loaded models.
     """
 
     def __init__(self, first: Engine, lazy: Mapping[str, LazyModel] | None = None) -> None:
         self.first, self._loaded, self._lazy = first, {first.name: first}, dict(lazy or {})
-        self._groups = first.max_groups
+        self._rows = first.max_rows
         self._loading = asyncio.Lock()
 
     @property
@@ -56,7 +56,7 @@ class Models:
         del self._lazy[engine.name]
         self._loaded[engine.name] = engine
         for each in self._loaded.values():
-            each.max_groups = max(1, self._groups // len(self._loaded))
+            each.max_rows = max(1, self._rows // len(self._loaded))
 
     def require_capacity(self, limit: int, requested: int) -> None:
         """Raise `Busy` if `requested` more answers would exceed `limit` waiting answers, over all models."""
@@ -75,6 +75,7 @@ class Models:
         return EngineStats(
             sum(one.running for one in stats), sum(one.waiting for one in stats),
             sum(one.prompt_tokens for one in stats), sum(one.generated_tokens for one in stats),
+            sum(one.hit_tokens for one in stats),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ def render_metrics(stats: EngineStats, requests: RequestStats) -> str:
         ("lmworks_answers_running", "gauge", "requests being generated", stats.running),
         ("lmworks_answers_waiting", "gauge", "requests waiting for a slot", stats.waiting),
         ("lmworks_prompt_tokens_total", "counter", "prompt tokens processed", stats.prompt_tokens),
+        ("lmworks_prefix_hit_tokens_total", "counter", "prompt tokens that were found in the prefix cache", stats.hit_tokens),
         ("lmworks_generated_tokens_total", "counter", "tokens generated", stats.generated_tokens),
         ("lmworks_request_seconds_total", "counter", "total duration of requests", round(requests.seconds, 3)),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.model.generate import GenerateOptions, Token
+from lmworks.model.sampling import GenerateOptions, Grammar, Token
 from lmworks.serve.text import Placement
 
 
@@ -23,7 +23,8 @@ class Request:
     """A generation request: each of `prompts` is continued with `options`, with `seed` (random by default) instead of `options.seed`.
 
     `options.max_new_tokens` is limited to the rest of the context; 0 only scores the prompts. `stop` strings end an answer and are not
-    part of it. With `score_prompts`, a `Scores` event precedes each answer.
+    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` makes the grammar of an answer of so many tokens.
+    Requests with the same `salt` share what has been read of prompts that begin alike.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -31,6 +32,8 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     score_prompts: bool = False
+    grammar: Callable[[int], Grammar] | None = None
+    salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Answers that are running and waiting, and the tokens that the worker has processed since it started."""
+    """Answers that are running and waiting, and the tokens that the worker has processed since it started; `hit_tokens` are the prompt
+    tokens that were not read, because an earlier prompt or answer began with them."""
 
     running: int
     waiting: int
     prompt_tokens: int
     generated_tokens: int
+    hit_tokens: int = 0
 
 
 Event = Delta | Scores | Exception | None  # None ends a job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmworks.model.generate import Token
+from lmworks.model.sampling import Token
 from lmworks.serve.text import Placement
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ class Vocabulary:
         self.size = tokenizer.vocab_size
         self.stop_ids = tuple(sorted(tokenizer.stop_ids))
         self.eos_id = tokenizer.eos_id
+        self.special = tokenizer.special
+        self.special_ids = frozenset(self.special.values())
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; text that looks like a special token is encoded as text."""
@@ -30,6 +32,11 @@ class Vocabulary:
     ) -> list[int]:
         """Ids of a conversation up to the start of the assistant's answer. Raises `UserError` if the template rejects it."""
         return self._tokenizer.encode_chat(messages, tools, add_generation_prompt=True, thinking=thinking)[0]
+
+    @property
+    def template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return self._tokenizer.chat_template if self._tokenizer.has_chat_template else ""
 
     def decoder(self) -> StreamDecoder:
         """A new decoder for one answer, in which control tokens have no text."""

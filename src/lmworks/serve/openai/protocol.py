@@ -50,6 +50,7 @@ class Sampling(BaseModel):
     stop: str | ListOf[str] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    cache_salt: str = Field("", max_length=1000)
     presence_penalty: Any = None
     frequency_penalty: Any = None
     logit_bias: Any = None
@@ -125,7 +126,7 @@ class CompletionRequest(Sampling):
         if len(prompts) > MAX_ANSWERS:
             raise BadRequest(f"prompts times n is {len(prompts)}; at most {MAX_ANSWERS} answers per request are allowed", "prompt")
         options = self.options(engine, self.max_tokens, self.logprobs)
-        return Request(prompts, options, self.seed, self.stops, score_prompts=self.echo and self.logprobs is not None)
+        return Request(prompts, options, self.seed, self.stops, self.echo and self.logprobs is not None, salt=self.cache_salt)
 
     def _prompts(self, engine: Engine) -> list[tuple[int, ...]]:
         given = self.prompt
@@ -233,4 +234,4 @@ class ChatRequest(Sampling):
         prompt = tuple(engine.vocabulary.chat_prompt(messages, self.offered_tools, self.thinking))
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
-        return Request((prompt,) * self.n, options, self.seed, self.stops)
+        return Request((prompt,) * self.n, options, self.seed, self.stops, salt=self.cache_salt)
