@@ -99,7 +99,9 @@ def document_bits(
 
 
 def by_domain(documents: Sequence[DocumentBits]) -> dict[str, BitsPerByte]:
-    """Domain (and `overall`) -> bits per byte."""
+    """Domain (and `overall`) -> bits per byte; nothing without documents."""
+    if not documents:
+        return {}
     parts: dict[str, list[BitsPerByte]] = {}
     for one in documents:
         parts.setdefault(one.domain, []).append(BitsPerByte(one.bits, one.bytes, one.tokens, 1))

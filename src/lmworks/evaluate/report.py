@@ -80,8 +80,8 @@ def evaluate(
     path = out_dir / "results.json"
     later = name != BASE.model
     results = files.read_json(path) if later and path.exists() else {"models": {}}
-    texts = held_out(corpus_dir)
-    if recipe.evaluate.references and "references" not in results:
+    texts = held_out(corpus_dir) if recipe.has_text else {}
+    if texts and recipe.evaluate.references and "references" not in results:
         marks = references.references(texts, training_texts(corpus_dir))
         results["references"] = {"bits_per_byte": marks, "how": references.HOW, "missing": references.missing()}
     was_training, was_dtype = model.training, model.compute_dtype
@@ -131,7 +131,8 @@ def _measure(
     start = time.perf_counter()
     documents = bits_per_byte.document_bits(texts, tokenizer, tokenizer.vocab_size, logprobs, context, f"{subject.name}: held-out text")
     bpb = bits_per_byte.by_domain(documents)
-    speed = {"scored_tokens_per_second": sum(b.tokens for d, b in bpb.items() if d != references.OVERALL) / (time.perf_counter() - start)}
+    scored_tokens = sum(one.tokens for domain, one in bpb.items() if domain != references.OVERALL)
+    speed = {"scored_tokens_per_second": scored_tokens / (time.perf_counter() - start)} if bpb else {}
     measured: dict[str, Any] = {"context": context, "dtype": str(model.compute_dtype).removeprefix("torch."),
                                 "bits_per_byte": {domain: value.to_json() for domain, value in bpb.items()}}
     found = measure(subject, wanted.benchmarks, wanted.benchmark_items, training_flops(recipe, model.config), paired)
@@ -164,10 +165,15 @@ def _forms(scores: Iterable[dict[str, Any]]) -> tuple[Form, ...]:
     return tuple(form for form in FORMS if form in chosen)
 
 
+_UNTOLD = 2048  # tokens
+
+
 def context_length(recipe: Recipe, model: Transformer) -> int:
     """Tokens that the model was trained to look back on: the last phase's sequence length, or what the model states."""
     if recipe.train.phases:
         return int(recipe.train.phases[-1].sequence_length)
+    if recipe.tune and not recipe.trains_base:  # a base model may reach much further than there is memory for
+        return min(int(model.config.max_position_embeddings or _UNTOLD), max(_UNTOLD, int(recipe.tune.sequence_length)))
     return int(model.config.max_position_embeddings or 2048)
 
 

@@ -13,13 +13,19 @@ from lmworks.evaluate.references import OVERALL
 
 def printable(results: dict[str, Any]) -> Group:
     """All that a terminal should show of `results.json`."""
-    return Group(bits_table(results), *scores(results), "", samples_table(results))
+    return Group(*bits(results), *scores(results), samples_table(results))
+
+
+def bits(results: dict[str, Any]) -> list[RenderableType]:
+    """The table of bits per byte before an empty line; nothing where there was no held-out text."""
+    measured = any(model["bits_per_byte"] for model in results["models"].values())
+    return [bits_table(results), ""] if measured else []
 
 
 def scores(results: dict[str, Any]) -> list[RenderableType]:
-    """The table of scores behind an empty line; nothing where no benchmark or task was asked for."""
+    """The table of scores before an empty line; nothing where no benchmark or task was asked for."""
     asked = any(model["scores"] or model["unavailable"] for model in results["models"].values())
-    return ["", scores_table(results)] if asked else []
+    return [scores_table(results), ""] if asked else []
 
 
 def samples_table(results: dict[str, Any]) -> Table:

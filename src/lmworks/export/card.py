@@ -77,6 +77,8 @@ def _what(recipe: Recipe, model: Transformer) -> str:
     ]  # fmt: skip
     begun = f"from the weights of `{recipe.start_from}`" if recipe.start_from else "from scratch"
     text = f"A language model trained {begun} with lmworks {__version__}: " + ", ".join(phases) + "." + tuned
+    if recipe.start_from and not phases:
+        text = f"The base model is `{recipe.start_from}`, as it is; the run was made with lmworks {__version__}.{tuned}"
     return text + "\n\n" + _markdown(("", ""), rows)
 
 
@@ -118,8 +120,9 @@ def _scores(results: dict[str, Any]) -> str:
     domains = next(iter(models.values()))["bits_per_byte"]
     columns = [{domain: value["bits_per_byte"] for domain, value in model["bits_per_byte"].items()} for model in models.values()]
     rows = [(domain, *(f"{column[domain]:.3f}" for column in [*columns, *marks.values()])) for domain in domains]
-    parts.append("Bits per byte of held-out text (lower is better):")
-    parts.append(_markdown(("domain", *models, *marks), rows))
+    if rows:
+        parts.append("Bits per byte of held-out text (lower is better):")
+        parts.append(_markdown(("domain", *models, *marks), rows))
     scored = list(dict.fromkeys(one for model in models.values() for one in model["scores"]))
     if scored:
         rows = [(one, *_chances(models, one), *(_score(model["scores"].get(one)) for model in models.values())) for one in scored]
@@ -170,14 +173,17 @@ def _use(recipe: Recipe, gguf: bool) -> str:
     if gguf:
         blocks.append("```\nllama-server -m ../gguf/model.gguf --jinja\n```")
     if talk:
-        blocks.append("The chat template is that of GLM-4.x. Generation stops at any of the three ids in `generation_config.json`.")
+        whose = "the base model's own" if recipe.tokenizer.keep else "that of GLM-4.x"
+        blocks.append(f"The chat template is {whose}. Generation stops at any of the ids in `generation_config.json`.")
     return "\n\n".join(blocks)
 
 
 def _limits(recipe: Recipe) -> str:
     seen = sum(int(phase.tokens) for phase in recipe.train.phases)
-    text = f"The model was pretrained on {seen:,} tokens."
-    if seen < 10**9:
+    text = f"The model was pretrained on {seen:,} tokens{', after those of the base model' if recipe.start_from else ''}."
+    if recipe.start_from:
+        text = text if seen else "The limitations of the base model apply."
+    elif seen < 10**9:
         text += " This is enough to learn the style of its training texts but not their facts: do not rely on its statements."
     return f"## Limitations\n\n{text} It was not trained to avoid harmful or wrong answers."
 

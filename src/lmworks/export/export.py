@@ -95,7 +95,7 @@ def export(recipe: Recipe, run_dir: Path, out_dir: Path) -> Report:
         directory = _fresh(out_dir / "huggingface")
         write_huggingface(model, tokenizer, directory, dtype)
         write_card(recipe, model, run_dir, directory, gguf=options.gguf)
-        tokens_BT = held_out_tokens(recipe, run_dir / "shards")
+        tokens_BT = held_out_tokens(recipe, run_dir / "shards") if recipe.has_text else drawn_tokens(recipe, tokenizer)
         parity = compare(model, directory, tokens_BT, dtype)
         require_parity(parity, directory)
         values |= {"architecture": class_for(model.config), "huggingface": parity, "sequences": len(tokens_BT)}
@@ -150,10 +150,17 @@ def _write_foreign(
 def held_out_tokens(recipe: Recipe, shards_dir: Path) -> Tensor:
     """(B, T) token ids of held-out documents, the same number of sequences from every domain."""
     manifest = Manifest.load(shards_dir)
-    length = min(_LONGEST, *(int(phase.sequence_length) for phase in recipe.train.phases[-1:]))
+    length = min([_LONGEST, *(int(phase.sequence_length) for phase in recipe.train.phases[-1:])])
     rows = -(-_ROWS // len(manifest.domains()))
     found = [Validation(shards_dir, manifest, domain, length, rows).batch(0) for domain in manifest.domains()]
     return torch.from_numpy(np.concatenate([batch.tokens for batch in found])).long()
+
+
+def drawn_tokens(recipe: Recipe, tokenizer: Tokenizer) -> Tensor:
+    """(B, T) ids of random words, for a run without a corpus; what they say makes no difference to a comparison."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    length = min(_LONGEST, int(recipe.model.max_position_embeddings or _LONGEST))
+    return torch.randint(tokenizer.vocab_size, (_ROWS, length), generator=generator)
 
 
 def _fresh(directory: Path) -> Path:

@@ -14,6 +14,7 @@ from lmworks.plan.layout import MARGIN, Placement, choose, describe, devices
 from lmworks.plan.memory import GIB, kv_cache_bytes, kv_cache_shrink
 from lmworks.plan.overheads import Overheads, overheads
 from lmworks.plan.pipeline import bubble, micro_batches_for
+from lmworks.plan.tuning import tuning_as_phase
 from lmworks.recipe.derivation.parameters import parameters
 from lmworks.recipe.derivation.positions import positions, warnings
 from lmworks.recipe.schema.cluster import Cluster
@@ -190,6 +191,7 @@ def make_plan(
     `measured_mfu` replaces the cluster's assumption. With `one_machine` it was measured on one machine, so communication between machines
     is added to the time. Raises `UserError` for a layout that is not legal or does not fit.
     """
+    recipe = tuning_as_phase(recipe)
     named = cluster.layout if cluster.layout and not cluster.layout.auto else None
     given = layout or named or (recipe.layout if world_size(recipe.layout) > 1 else None)
     if given is None and recipe.layout.auto:

@@ -211,7 +211,7 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
     on_event(StageEvent(stage.name, "begin", printable=_describe_redo(context.run_dir, stage, recipe, reason, state)))
     write_stamp(folder, stage, made_from)
     _record_stage(context.run_dir, stage, "stage_began")
-    if stage.name == "pretrain":
+    if stage.name == "pretrain" and recipe.trains_base:
         record_prediction(recipe, context.run_dir)
     began = time.monotonic()
     if stage.all_ranks and context.ranks is not None:
@@ -223,7 +223,7 @@ def _run_stage(context: StageContext, stage: Stage, recipe: Recipe, state: _Stat
         write_page(context.run_dir)
         raise
     seconds = time.monotonic() - began
-    if stage.name == "pretrain":
+    if stage.name == "pretrain" and recipe.trains_base:
         record_error(context.run_dir)
     write_stamp(folder, stage, made_from, seconds)
     _record_stage(context.run_dir, stage, "stage_ended", seconds=round(seconds, 1))

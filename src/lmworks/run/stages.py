@@ -105,7 +105,11 @@ def _tokenizer(context: StageContext) -> RenderableType | None:
     from lmworks.train.data.frozen_tokenizer import weights_of
 
     trained = weights_of(context.run_dir)
-    return table(train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)["evaluation"])
+    report = train(context.recipe, context.run_dir / "corpus", context.run_dir / "tokenizer", trained=trained)
+    if context.recipe.has_text:
+        return table(report["evaluation"])
+    stops = f"; answers end at {' or '.join(report['stop_tokens'])}" if "stop_tokens" in report else ""
+    return f"{report['vocab_size']:,} entries, from {report['origin']}{stops}"
 
 
 def _shards(context: StageContext) -> RenderableType | None:
@@ -134,11 +138,15 @@ def _pretrain(context: StageContext) -> RenderableType | None:
     from lmworks.evaluate.in_loop import make_evaluation
     from lmworks.run.start_weights import load_start_weights
     from lmworks.train.pretrain import pretrain
+    from lmworks.train.start import save_start
 
     if context.ranks is None or context.ranks.is_first:
         folder = context.run_dir / "checkpoints"
         before = [folder] if any(folder.glob("step-*")) else []  # earlier training text may have been searched for fewer items
         record.save(folder, record.common_items([*search_records(context.run_dir, context.recipe, "corpus", "shards"), *before]))
+    if not context.recipe.trains_base:
+        save_start(context.recipe, context.run_dir, load_start_weights, context.ranks)
+        return None
     pretrain(
         context.recipe, context.run_dir, _flops_per_token(context.recipe), context.resume_command, context.allow_other_data,
         context.ranks, context.heartbeat, load_start_weights, make_evaluation,
@@ -225,6 +233,8 @@ STAGES = (
 def stages_for(recipe: Recipe, last: str | None = None) -> list[Stage]:
     """The stages of this recipe, up to and including `last`. Raises `UserError` if it has no such stage."""
     optional = [one.stage for one in MODEL_STAGES[1:] if getattr(recipe, one.stage) is None]
+    if not recipe.has_text:
+        optional += ["corpus", "shards"]
     chosen = [stage for stage in STAGES if stage.name not in optional]
     names = [stage.name for stage in chosen]
     if last is not None and last not in names:

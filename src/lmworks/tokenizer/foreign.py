@@ -90,8 +90,9 @@ class ForeignTokenizer(Tokenizer):
 
     def _find_eos(self) -> tuple[int, ...]:
         found: list[int] = []
-        for given in (self._optional("generation_config.json").get("eos_token_id"), self._optional("config.json").get("eos_token_id")):
-            found += [int(one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)]
+        for name in ("generation_config.json", "config.json"):  # the second counts where the first says nothing, as in transformers
+            given = self._optional(name).get("eos_token_id")
+            found = found or [int(one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)]
         eos = self.special.get(self.tokens.get("eos_token", ""))
         return tuple(dict.fromkeys([*found, *([] if eos is None else [eos])]))
 

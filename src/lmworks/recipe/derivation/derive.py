@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lmworks.recipe.derivation import scaling_laws
 from lmworks.recipe.derivation.parameters import count_active_parameters, count_parameters
 from lmworks.recipe.schema.model import Model, Moe
 from lmworks.recipe.schema.recipe import Recipe
+from lmworks.recipe.schema.train import Phase
+from lmworks.recipe.schema.tune import Tune
 from lmworks.recipe.schema.units import Seconds, Tokens
 from lmworks.recipe.tree.paths import Keys, get, put
 
@@ -193,8 +196,9 @@ def derive_missing(recipe: Recipe, base: Path, corpus_only: bool = False) -> tup
     )
 
     replicas = recipe.layout.dp_replicate * recipe.layout.dp_shard
-    per_rank = gcd(*(max(1, phase.global_batch_size // phase.sequence_length // replicas) for phase in recipe.train.phases)) or 1
-    longest = max((phase.sequence_length for phase in recipe.train.phases), default=_FORWARD_TOKENS)
+    parts: Sequence[Phase | Tune] = recipe.train.phases or ([recipe.tune] if recipe.tune else [])
+    per_rank = gcd(*(max(1, part.global_batch_size // part.sequence_length // replicas) for part in parts)) or 1
+    longest = max((part.sequence_length for part in parts), default=_FORWARD_TOKENS)
     most = max(1, _FORWARD_TOKENS // longest)
     micro = max(n for n in range(1, min(most, per_rank) + 1) if per_rank % n == 0)
     derive(("train", "micro_batch_size"), micro, f"the most sequences within {_FORWARD_TOKENS} tokens that divide every step")

@@ -30,6 +30,11 @@ def problems(recipe: Recipe) -> Iterator[tuple[Keys, str]]:
     for index, name in enumerate(bodies):
         if name in bodies[:index]:
             yield ("tune", "data", index, "name"), f"two bodies of conversations are called {name!r}; give each its own name"
+    if not recipe.trains_base:
+        if recipe.time is not None:
+            yield ("time",), "time sets the budgets of pretraining, and this recipe has no train.phases; set tune.tokens instead"
+        if recipe.tune and recipe.tune.ewc:
+            yield ("tune", "ewc"), "ewc weighs what pretraining read in its last phase; add train.phases, or leave it out"
     known = [*sources, *outputs, *recipe.shards.imported]
     phases = [phase.name for phase in recipe.train.phases]
     for index, phase in enumerate(recipe.train.phases):

@@ -67,6 +67,16 @@ class Recipe(Node):
     launch: Launch = Launch()
 
     @property
+    def trains_base(self) -> bool:
+        """Whether there is pretraining; otherwise the base model is that of `start_from`, as it is."""
+        return bool(self.train.phases) or self.start_from is None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is text for a corpus and for token files. A recipe that only tunes a base model needs none."""
+        return self.trains_base or bool(self.corpus.sources or self.shards.imported)
+
+    @property
     def training_seed(self) -> int:
         """The seed of the data order and of dropout."""
         return self.seed if self.train.seed is None else self.train.seed

@@ -1,0 +1,96 @@
+"""Tuning a base model of another origin from the command line: no pretraining, its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command import Lmworks
+
+from base_models import KINDS, write_model, write_tokenizer
+from lmworks.checkpoint import listing
+from lmworks.export.huggingface import read_model
+from lmworks.files import read_json
+from lmworks.metrics.log import read
+from lmworks.train.load import load_model
+from lmworks.watch.ledger import read_ledger
+
+ROWS = 448
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": f"It is {a + b}."}]}
+        for a in range(12) for b in range(12)
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("chats") / "sums.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def write_recipe(folder: Path, base: Path, chats: Path, **changes: Any) -> Path:
+    tree = {
+        "name": "tuned", "threads": 1, "start_from": str(base), "run_dir": str(folder / "run"),
+        "optimizer": {"learning_rate": 0.003, "adam_learning_rate": 0.003},
+        "tune": {
+            "data": [{"name": "sums", "kind": "jsonl", "path": str(chats), "count": 100}], "tokens": "2Ki", "sequence_length": "64 tokens",
+            "global_batch_size": "256 tokens",
+        },
+        "train": {"precision": "fp32", "compile": False, "micro_batch_size": 2},
+        "evaluate": {"benchmarks": [], "questions": ["What is 1 + 2?"]},
+        "export": {"huggingface": True, "gguf": False, "dtype": "fp32"},
+    } | changes  # fmt: skip
+    path = folder / "tune.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def _base(folder: Path, kind: str) -> Path:
+    write_tokenizer(folder, kind)
+    write_model(folder, ROWS, rope_theta=50000.0)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen", *(pytest.param(name, marks=pytest.mark.slow) for name in KINDS if name != "qwen")])
+def test_a_base_model_is_tuned_evaluated_exported_and_served(lmworks: Lmworks, kind: str, chats: Path, tmp_path: Path) -> None:
+    import transformers
+
+    from lmworks.serve.loading import load_engine
+
+    base = _base(tmp_path / "base", kind)
+    recipe = write_recipe(tmp_path, base, chats)
+    done = lmworks("run", recipe)
+    assert done.code == 0, done.err
+    run_dir = tmp_path / "run"
+    assert not (run_dir / "corpus").exists() and not (run_dir / "shards").exists()
+    assert [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
+    given, ours = read_model(base).state_dict(), load_model(run_dir, "base").state_dict()
+    assert all(torch.equal(given[name], ours[name]) for name in given)
+    tuned = load_model(run_dir, "tuned").state_dict()
+    assert not torch.equal(tuned["embedding.weight"], given["embedding.weight"])
+    event = next(line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from")
+    assert event["path"] == str(base) and set(event["blake3"]) == {"config.json", "model.safetensors"}
+    losses = [line["train/loss"] for line in read(run_dir / "tune") if "train/loss" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3, losses
+
+    exported = run_dir / "export" / "huggingface"
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        assert (exported / name).read_bytes() == (base / name).read_bytes()
+    stops = set(read_json(exported / "generation_config.json")["eos_token_id"])
+    assert stops >= set(read_json(base / "generation_config.json")["eos_token_id"])
+    question = [{"role": "user", "content": "What is 3 + 4?"}]
+    peer = transformers.AutoTokenizer.from_pretrained(exported)
+    engine = load_engine(run_dir)
+    prompt = engine.vocabulary.chat_prompt(question)
+    assert prompt == list(peer.apply_chat_template(question, add_generation_prompt=True, return_dict=False))
+    assert set(engine.vocabulary.stop_ids) == stops
+    results = read_json(run_dir / "evaluate" / "results.json")
+    assert results["models"].keys() == {"base", "tuned"}
+    again = lmworks("run", recipe)
+    assert again.code == 0 and [path.name for path in listing.directories(run_dir / "checkpoints")] == ["step-00000000"]
+    assert len([line for line in read_ledger(run_dir / "ledger.jsonl") if line["event"] == "start_from"]) == 1
