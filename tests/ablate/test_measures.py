@@ -33,22 +33,15 @@ def test_a_run_that_diverged_has_no_value(tmp_path: Path) -> None:
     assert read_run(write(tmp_path / "run", lines), [BITS]).values == {}
 
 
-@pytest.mark.parametrize("layout", ["by kind", "by form"])
-def test_scores_and_their_items(tmp_path: Path, layout: str) -> None:
-    """The evaluation stage writes scores by kind, or by set and form."""
+def test_scores_and_their_items(tmp_path: Path) -> None:
     run, folder = write(tmp_path / "run", [{"step": 1}]), tmp_path / "run" / "evaluate"
     folder.mkdir()
     right = {f"sums/{number}": number % 4 != 0 for number in range(40)}
     record = {"score": 0.75, "baseline": 0.25, "set": "sums", "chosen": True}
-    bits = {"bits_per_byte": {"overall": {"bits_per_byte": 2.5}}}
-    if layout == "by kind":
-        model = bits | {"benchmarks": {}, "tasks": {"sums": record}}
-        (folder / "outcomes-base.json").write_text(json.dumps({"sums": right}))
-    else:
-        name = "sums/generate/0-shot"
-        model = bits | {"scores": {name: record}}
-        records = [{"score": name, "id": item, "correct": value} for item, value in right.items()]
-        (folder / "outcomes-base.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    name = "sums/generate/0-shot"
+    model = {"bits_per_byte": {"overall": {"bits_per_byte": 2.5}}, "scores": {name: record}}
+    records = [{"score": name, "id": item, "correct": value} for item, value in right.items()]
+    (folder / "outcomes-base.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     (folder / "results.json").write_text(json.dumps({"models": {"base": model}}))
     overall = Measure("evaluation/bits_per_byte", "bits/byte", "lower")
     found = read_run(run, [SCORE, overall])

@@ -185,7 +185,7 @@ def _read_evaluation(folder: Path, measures: Sequence[Measure], reading: Reading
     with explain_damage(path, "delete it and run the same command again"):
         model = read_json(path)["models"]["base"]
         bits = {name: record[_BITS] for name, record in model[_BITS].items()}
-        scores = {**model.get("benchmarks", {}), **model.get("tasks", {}), **model.get("scores", {})}
+        scores = model.get("scores", {})
     outcomes = _outcomes(folder)
     for measure in measures:
         if not measure.name.startswith(EVALUATION):
@@ -213,10 +213,6 @@ def _score_of(name: str, scores: Mapping[str, Any]) -> str | None:
 def _outcomes(folder: Path) -> dict[str, dict[str, float]]:
     """Right (1) or wrong (0) per item, by score."""
     found: dict[str, dict[str, float]] = {}
-    if (folder / "outcomes-base.json").exists():
-        document = read_json(folder / "outcomes-base.json")
-        with explain_damage(folder / "outcomes-base.json"):
-            found = {score: {item: float(right) for item, right in of.items()} for score, of in document.items()}
     for line in jsonl.read(folder / "outcomes-base.jsonl"):
         with explain_damage(folder / "outcomes-base.jsonl"):
             found.setdefault(line["score"], {})[line["id"]] = float(line["correct"])

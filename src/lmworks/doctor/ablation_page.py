@@ -6,20 +6,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import Any
 
 from lmworks import __version__
 from lmworks.doctor.charts import Axis, dots, path
 from lmworks.doctor.formatting import compact, significant, size, span
+from lmworks.doctor.templates import source, template
 from lmworks.files import explain_damage, read_json, write_text
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 FILE = "ablation.html"
 Json = Mapping[str, Any]
@@ -41,7 +35,7 @@ def write_ablation_page(out: Path) -> Path:
 def render(document: Json) -> str:
     """The page as text."""
     tones = {name: f"c{index % _TONES}" for index, name in enumerate(document["arms"])}
-    return _template().render(
+    return template("ablation.html").render(
         name=document["name"],
         kind=document["kind"],
         state=_state(document),
@@ -54,7 +48,7 @@ def render(document: Json) -> str:
         conclusion=_conclusion(document["conclusion"]),
         quality=list(_quality(document)),
         cost=list(_cost(document["cost"])),
-        style=Markup(_text("page.css") + _text("corpus.css") + _text("ablation.css")),
+        style=source("page.css", "corpus.css", "ablation.css"),
         written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
         version=__version__,
     )
@@ -206,18 +200,3 @@ def _cost(cost: Json) -> Iterator[tuple[str, str, str]]:
     predicted = cost["predicted_hours_of_finished"]
     yield "training time of the finished runs", "–" if predicted is None else span(3600 * predicted), span(3600 * cost["measured_hours"])
     yield "disk", size(cost["disk"]), size(cost["measured_disk"])
-
-
-@cache
-def _text(name: str) -> str:
-    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    import jinja2
-
-    loader = jinja2.DictLoader({"ablation.html": _text("ablation.html")})
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
-    return environment.get_template("ablation.html")

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import Any
 
 from lmworks import __version__
+from lmworks.doctor.templates import source, template
 from lmworks.files import write_text
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 Json = Mapping[str, Any]
 
@@ -28,7 +22,7 @@ def write_comparison_page(path: Path, document: Json) -> None:
 def render(document: Json) -> str:
     """The page as text."""
     first, *others = [model["name"] for model in document["models"]]
-    return _template().render(
+    return template("comparison.html").render(
         first=first,
         others=others,
         models=document["models"],
@@ -36,7 +30,7 @@ def render(document: Json) -> str:
         failures=[(model, _failures(scores)) for model, scores in document["failures"].items() if scores],
         tests=document["tests"],
         how=document["how"],
-        style=Markup(_text("page.css") + _text("comparison.css")),
+        style=source("page.css", "comparison.css"),
         written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
         version=__version__,
     )
@@ -94,18 +88,3 @@ def _failures(scores: Json) -> list[dict[str, Any]]:
 def _counts(name: str, row: Json, kinds: list[str]) -> dict[str, Any]:
     shares = [100 * row["kinds"].get(kind, 0) / row["n"] for kind in kinds]
     return {"name": name, "n": f"{row['n']:,}", "failed": 100 * row["failed"] / row["n"], "shares": shares}
-
-
-@cache
-def _text(name: str) -> str:
-    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["percent"] = lambda value: f"{value:.1f}" if value else "–"
-    environment.filters["place"] = lambda value: f"{value:.2f}%"
-    return environment.from_string(_text("comparison.html"))

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from typing import Any
 
 from lmworks import __version__
 from lmworks.doctor.distributions import Distribution
 from lmworks.doctor.formatting import compact, percent, significant, size
+from lmworks.doctor.templates import source, template
 from lmworks.files import write_text
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 Json = Mapping[str, Any]
 _MOST_DOMAINS = 9
@@ -31,7 +25,7 @@ def write_corpus_page(path: Path, analysis: Json) -> None:
 
 def render(analysis: Json) -> str:
     """The page as text."""
-    return _template().render(
+    return template("corpus.html").render(
         name=analysis["name"],
         tiles=_tiles(analysis),
         funnel=_funnel(analysis),
@@ -43,7 +37,7 @@ def render(analysis: Json) -> str:
         languages=_languages(analysis["whole"]),
         sources=[_source(source) for source in analysis["sources"]],
         notes=list(_notes(analysis)),
-        style=Markup(_text("page.css") + _text("corpus.css")),
+        style=source("page.css", "corpus.css"),
         written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
         version=__version__,
     )
@@ -218,18 +212,3 @@ def _notes(analysis: Json) -> Iterator[str]:
         yield f"What was dropped of {name} could not be looked at: {why}."
     for name, why in analysis["missing"].items():
         yield f"{name} could not be had: {why}."
-
-
-@cache
-def _text(name: str) -> str:
-    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    import jinja2
-
-    loader = jinja2.DictLoader({"corpus.html": _text("corpus.html")})
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
-    return environment.get_template("corpus.html")

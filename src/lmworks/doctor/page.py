@@ -12,10 +12,8 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 
@@ -26,13 +24,11 @@ from lmworks.doctor.curves import Curves
 from lmworks.doctor.heatmap import Heatmap
 from lmworks.doctor.read_run import read_run
 from lmworks.doctor.run_records import Run, Training
+from lmworks.doctor.templates import source, template
 from lmworks.doctor.timeline import timeline
 from lmworks.files import write_text
 from lmworks.model_stages import BASE, MODEL_STAGES
 from lmworks.recipe.schema.cluster import Cluster
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 FILE, COMPARISON = "report.html", "comparison.html"
 
@@ -74,8 +70,8 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     data: dict[str, Any] = {"charts": {chart.id: chart.data(grid) for part in charts.values() for chart in part}}
     data["axes"] = {stage: [_axes(one.training[stage], grid) for one in (run, *others)] for stage in run.training}
     data |= {"steps": grid.steps, "running": run.state == "running"}
-    style, script = _source("page.css"), _source("page.js")
-    return _template().render(
+    style, script = source("page.css"), source("page.js")
+    return template("page.html").render(
         heading=overview.heading(run),
         comparison=overview.comparison([run, *others]),
         stale={stage: run.stale(stage) for stage in ("evaluate", "export")},
@@ -92,8 +88,8 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
         timeline=timeline(run),
         recipe=json.dumps(run.tree, indent=2, ensure_ascii=False) if run.tree else "",
         data=Markup(_json_for_html(data)),
-        style=Markup(style),
-        script=Markup(script),
+        style=style,
+        script=script,
         script_hash=_hash(script),
         written=time.strftime("%d %B %Y, %H:%M", time.localtime()),
         written_at=int(time.time()),
@@ -114,21 +110,6 @@ def _views(charts: list[Chart | Heatmap]) -> list[tuple[str, dict[str, Any]]]:
     narrow = [chart for chart in charts if not getattr(chart, "wide", False)]
     alone = narrow[-1] if len(narrow) % 2 else None
     return [("heat" if isinstance(chart, Heatmap) else "lines", chart.view() | {"alone": chart is alone}) for chart in charts]
-
-
-@cache
-def _source(name: str) -> str:
-    return files("lmworks.doctor").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Template:
-    import jinja2
-
-    loader = jinja2.DictLoader({name: _source(name) for name in ("page.html", "charts.html")})
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["share"] = lambda value: f"{100 * value:.2f}%"
-    return environment.get_template("page.html")
 
 
 def _json_for_html(value: Any) -> str:

@@ -22,7 +22,6 @@ from lmworks.recipe.schema.cluster import Cluster
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Phase
-from lmworks.recipe.schema.units import Duration
 
 _BYTES_PER_TOKEN = 4.0  # of validation text; most tokenizers reach 3 to 4.5
 _GRADIENT = 4  # bytes of a number: gradients are reduced in fp32
@@ -124,16 +123,11 @@ def _data_parallel(recipe: Recipe, layout: Layout, each: int) -> tuple[float, fl
     return step, micro
 
 
-def _times(every: Duration, steps: int, tokens: int) -> int:
-    """How often something that is due every `every` is done in a phase."""
-    return -(-steps // max(1, every.steps(step_tokens=max(1, tokens // max(1, steps)), phase_tokens=tokens)))
-
-
 def _validation(recipe: Recipe, phase: Phase, compute: float, steps: int) -> float:
     """A forward pass, a third of a training step, over the validation text of every domain."""
     domains = len({source.domain for source in recipe.corpus.sources})
     tokens = domains * recipe.train.validate_bytes_per_domain / _BYTES_PER_TOKEN
-    return _times(recipe.train.validate_every, steps, int(phase.tokens)) * tokens / max(1, int(phase.tokens)) * compute / 3
+    return recipe.train.validate_every.times(steps, int(phase.tokens)) * tokens / max(1, int(phase.tokens)) * compute / 3
 
 
 def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, steps: int, checkpoint: float) -> float:
@@ -144,5 +138,5 @@ def _saves(recipe: Recipe, cluster: Cluster, phase: Phase, compute: float, steps
     if not cluster.disk_gb_per_second:
         return 0.0
     one = checkpoint / (cluster.disk_gb_per_second * 1e9)
-    number = _times(phase.save_every or recipe.train.save_every, steps, int(phase.tokens))
+    number = (phase.save_every or recipe.train.save_every).times(steps, int(phase.tokens))
     return number * (max(0.0, one - compute / max(1, number)) if recipe.checkpoints.asynchronous else one)

@@ -7,7 +7,6 @@ was measured when pretraining has ended (event `prediction_error`). The run page
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lmworks.checkpoint.listing import directories
 from lmworks.doctor.read_run import read_run
@@ -16,16 +15,15 @@ from lmworks.plan.machine import machine_for
 from lmworks.plan.plan import make_plan
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.run.time_budget import planned_and_actual_seconds
-from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 PREDICTION, ERROR = "prediction", "prediction_error"
-_LEDGER = "ledger.jsonl"
 
 
 def record_prediction(recipe: Recipe, run_dir: Path) -> None:
     """Write the prediction of pretraining, if there is none for these budgets and the layout can be planned for."""
     tokens = sum(int(phase.tokens) for phase in recipe.train.phases)
-    if any(event["tokens"] == tokens for event in _events(run_dir, PREDICTION)):
+    if any(event["tokens"] == tokens for event in events_of(run_dir, PREDICTION)):
         return
     try:
         plan = make_plan(recipe, "", machine_for(recipe))
@@ -38,14 +36,14 @@ def record_prediction(recipe: Recipe, run_dir: Path) -> None:
         "perf/tokens_per_second": tokens / seconds, "seconds": seconds,
         "perf/memory": max(phase.placed.memory.total for phase in plan.phases), "checkpoint_bytes": plan.disk.checkpoint,
     }  # fmt: skip
-    with Ledger(run_dir / _LEDGER) as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         ledger.write(PREDICTION, stage="pretrain", tokens=tokens, source=source, figures={k: float(f"{v:.6g}") for k, v in figures.items()})
 
 
 def record_error(run_dir: Path) -> None:
     """Write how far the newest prediction was from what finished pretraining has measured, once for each prediction."""
-    predictions = _events(run_dir, PREDICTION)
-    if not predictions or len(_events(run_dir, ERROR)) >= len(predictions):
+    predictions = events_of(run_dir, PREDICTION)
+    if not predictions or len(events_of(run_dir, ERROR)) >= len(predictions):
         return
     measured = read_run(run_dir).pretrain.measured()
     for newest in directories(run_dir / "checkpoints")[-1:]:  # not verified: that would read every byte of it
@@ -55,10 +53,5 @@ def record_error(run_dir: Path) -> None:
         for name, predicted in predictions[-1]["figures"].items()
         if (found := measured.get(name))
     }
-    with Ledger(run_dir / _LEDGER) as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         ledger.write(ERROR, stage="pretrain", source=predictions[-1]["source"], figures=figures)
-
-
-def _events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    path = run_dir / _LEDGER
-    return [line for line in read_ledger(path) if line["event"] == name] if path.exists() else []

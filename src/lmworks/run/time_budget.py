@@ -25,7 +25,7 @@ from lmworks.recipe.schema.units import Tokens
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.recipe.tree.paths import display, get
 from lmworks.run.time_estimate import FEW_ITEMS, FixedWork, fixed_work, predict_seconds, total_seconds, training_seconds
-from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.ledger import LEDGER, Ledger, events_of
 
 if TYPE_CHECKING:
     from lmworks.parallel.mesh import Ranks
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 EVENT = "budget"
 BEFORE = "data, start and measuring"
-_LEDGER = "ledger.jsonl"
 _SLACK = 0.03  # fraction of the time reserved for saves, metrics, the run page and everything that is not predicted
 _LEAST = 0.25  # fraction of the time that training gets before evaluation is reduced
 
@@ -47,8 +46,7 @@ def recorded_budget(resolved: Resolved, run_dir: Path) -> Resolved | None:
     recipe = resolved.recipe
     if recipe.time is None:
         return resolved
-    path = run_dir / _LEDGER
-    events = [line for line in read_ledger(path) if line["event"] == EVENT] if path.exists() else []
+    events = events_of(run_dir, EVENT)
     begun = listing.begun(run_dir / "checkpoints")
     if not events:
         return resolved if begun else None
@@ -148,7 +146,7 @@ def _write_ledger(resolved: Resolved, run_dir: Path, numbers: Numbers, planned: 
         {"key": display(tree, keys), "keys": list(keys), "old": get(tree, keys), "new": value, "why": reason}
         for keys, (value, reason) in numbers.items()
     ]
-    with Ledger(run_dir / _LEDGER) as ledger:
+    with Ledger(run_dir / LEDGER) as ledger:
         ledger.write(
             EVENT, seconds=float(resolved.recipe.time or 0), why=why, numbers=listed, given_up=given_up,
             planned={name: round(seconds, 1) for name, seconds in planned.items()},
@@ -211,7 +209,6 @@ def _describe_speed(speed: Speed) -> str:
 
 def planned_and_actual_seconds(run_dir: Path, actual: Mapping[str, float | None]) -> dict[str, tuple[float, float | None]]:
     """Planned and actual seconds by stage; empty for a run without `time`."""
-    path = run_dir / _LEDGER
-    events = [line for line in read_ledger(path) if line["event"] == EVENT] if path.exists() else []
+    events = events_of(run_dir, EVENT)
     planned = events[-1]["planned"] if events else {}
     return {name: (seconds, seconds if name == BEFORE else actual.get(name)) for name, seconds in planned.items()}

@@ -119,7 +119,6 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     """Predicted seconds of each stage after the data."""
     from lmworks.evaluate.sets.registry import GENERATION, is_generated
     from lmworks.train.calibrate import ROWS
-    from lmworks.train.curriculum import interval_in_steps
 
     def forward(tokens: float, length: int) -> float:
         return tokens * flops_per_token(recipe.model, length).total / 3 / speed.forward
@@ -129,11 +128,8 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
 
     def course(steps: int, tokens: int, validation: int, length: int) -> float:
         """Seconds of a trainer besides its steps: validation and samples."""
-
-        def times(every: Duration) -> int:
-            return -(-steps // interval_in_steps(every, steps, tokens))  # the last step always counts
-
-        return times(train.validate_every) * forward(validation, length) + times(train.sample_every) * generate(_ON_THE_WAY, length)
+        validations, samples = train.validate_every.times(steps, tokens), train.sample_every.times(steps, tokens)
+        return validations * forward(validation, length) + samples * generate(_ON_THE_WAY, length)
 
     train, tune, wanted = recipe.train, recipe.tune, recipe.evaluate
     phases = [PhaseSteps.of(phase) for phase in train.phases]
@@ -142,7 +138,7 @@ def predict_seconds(recipe: Recipe, speed: Speed, work: FixedWork) -> dict[str, 
     found["pretrain"] += course(steps, tokens, work.validation, phases[0].sequence_length)
     if isinstance(wanted.every, Duration):
         items = sum(work.items[one.name] * min(one.items or wanted.every_items, wanted.every_items) for one in wanted.benchmarks)
-        found["pretrain"] += -(-steps // interval_in_steps(wanted.every, steps, tokens)) * forward(items, phases[0].sequence_length)
+        found["pretrain"] += wanted.every.times(steps, tokens) * forward(items, phases[0].sequence_length)
     if tune is not None:
         length, batch = int(tune.sequence_length), int(tune.global_batch_size)
         found["tune"] = _step_seconds(recipe, speed, int(tune.tokens), length)

@@ -17,7 +17,6 @@ from lmworks.optim.schedules import Schedules
 from lmworks.recipe.schema.model import Rope
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.train import Ewc, Phase
-from lmworks.recipe.schema.units import Duration
 from lmworks.shards.read.batch import Batch
 from lmworks.shards.read.batches import Batches
 from lmworks.shards.read.tuning_batches import TuningBatches
@@ -122,7 +121,7 @@ def phase_settings(recipe: Recipe, batches: Batches) -> list[PhaseSettings]:
         bias_update_rate = bias_update_rate if phase.bias_update_rate is None else phase.bias_update_rate
         first_step = timeline.first_step(index)
         steps, tokens = timeline.first_step(index + 1) - first_step, timeline.phases[index].tokens
-        save_every = None if phase.save_every is None else interval_in_steps(phase.save_every, steps, tokens)
+        save_every = None if phase.save_every is None else phase.save_every.interval(steps, tokens)
         settings.append(PhaseSettings(
             index, phase.name, first_step, int(phase.sequence_length), rope, bias_update_rate, mtp_loss_weight, phase.ewc, save_every,
         ))  # fmt: skip
@@ -184,8 +183,3 @@ class TuningCurriculum:
         """Sequences of the last phase of pretraining."""
         batches = Batches(self._recipe, self._shards, read_changes(self._shards.parent).applied)
         return sample_sequences(batches, len(self._recipe.train.phases) - 1, count)
-
-
-def interval_in_steps(interval: Duration, steps: int, tokens: int) -> int:
-    """Steps between two events that happen every `interval`, in a curriculum of `steps` and `tokens`; at least 1."""
-    return max(1, interval.steps(step_tokens=max(1, tokens // steps), phase_tokens=tokens))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.recipe.schema.units import Duration
-from lmworks.train.curriculum import Curriculum, interval_in_steps
+from lmworks.train.curriculum import Curriculum
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Intervals:
     @classmethod
     def of(cls, recipe: Recipe, curriculum: Curriculum) -> Intervals:
         def steps(interval: Duration) -> int:
-            return interval_in_steps(interval, curriculum.steps, curriculum.tokens)
+            return interval.interval(curriculum.steps, curriculum.tokens)
 
         train, recheck, detail = recipe.train, recipe.stability.recheck_every, recipe.metrics.detail_every
         evaluate = recipe.evaluate.every if isinstance(recipe.evaluate.every, Duration) else None

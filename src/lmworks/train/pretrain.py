@@ -33,7 +33,7 @@ from lmworks.tokenizer import load as load_tokenizer
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.curriculum import PretrainingCurriculum
 from lmworks.train.data.frozen_tokenizer import META, digest, require_same
-from lmworks.train.data.mixture import LEDGER, MixtureUpdates, read_changes
+from lmworks.train.data.mixture import MixtureUpdates, read_changes
 from lmworks.train.observe.long_context import LongContextEvaluator
 from lmworks.train.observe.prompts import prompts
 from lmworks.train.observe.sampling import Sampler
@@ -41,7 +41,7 @@ from lmworks.train.observe.validation import validate
 from lmworks.train.trainer import StageFiles, Trainer
 from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
-from lmworks.watch.ledger import Ledger, NoLedger
+from lmworks.watch.ledger import LEDGER, Ledger, NoLedger
 
 START_FROM = "start_from"  # under this key a checkpoint's meta says which weights its run began with
 _QUICKLY_READ = 1 << 32  # bytes that are hashed in a few seconds

@@ -13,6 +13,8 @@ from lmworks.errors import UserError
 from lmworks.files import explain_os_errors
 from lmworks.masking import map_strings, mask
 
+LEDGER = "ledger.jsonl"
+
 
 class Ledger:
     """Append-only lines `{"time": seconds since 1970, "event": name, ...}`, each synced to disk when `write` returns.
@@ -62,6 +64,12 @@ class NoLedger(Ledger):
 
     def read(self) -> list[dict[str, Any]]:
         return []
+
+
+def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The events of this name in the ledger of a run, oldest first; none if it has no ledger yet."""
+    path = run_dir / LEDGER
+    return [event for event in read_ledger(path) if event["event"] == name] if path.exists() else []
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:

@@ -177,6 +177,14 @@ class Duration(Quantity):
             int(self.value) if self.unit == "steps" else -(-self.tokens(step_tokens=step_tokens, phase_tokens=phase_tokens) // step_tokens)
         )
 
+    def interval(self, steps: int, tokens: int) -> int:
+        """Steps between two events that happen every so often, in a course of `steps` and `tokens`; at least 1."""
+        return max(1, self.steps(step_tokens=max(1, tokens // max(1, steps)), phase_tokens=tokens))
+
+    def times(self, steps: int, tokens: int) -> int:
+        """How often such an event happens in the course, at its last step too."""
+        return -(-steps // self.interval(steps, tokens))
+
     def text(self) -> str:
         number = _exact(float(self.value)) if self.unit == "%" else f"{int(self.value)}"
         return f"{number}%" if self.unit == "%" else f"{number} {self.unit}"

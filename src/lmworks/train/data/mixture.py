@@ -18,10 +18,9 @@ from lmworks.files import explain_damage
 from lmworks.parallel.mesh import Ranks
 from lmworks.shards.order.order import MixtureOverride
 from lmworks.shards.read.batches import Batches
-from lmworks.watch.ledger import Ledger, read_ledger
+from lmworks.watch.ledger import LEDGER, Ledger, read_ledger
 from lmworks.watch.lock import RunLock
 
-LEDGER = "ledger.jsonl"
 _ASKED, _TAKEN, _REFUSED = "mixture_asked", "mixture_changed", "mixture_refused"
 
 
