@@ -13,7 +13,7 @@ import numpy as np
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    model = llama_cpp.Llama(asked["model"], n_ctx=1024, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
+    model = llama_cpp.Llama(asked["model"], n_ctx=2048, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
                             type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)  # the cache is fp16 otherwise
     answers = []
     for text in asked["texts"]:

@@ -14,7 +14,7 @@ from random_configs import random_config
 from small_models import SOFTMAX
 
 from lmworks.errors import UserError
-from lmworks.export.gguf import architecture_for, check_gguf, write_gguf
+from lmworks.export.gguf import architecture_for, check_gguf, load_gguf, write_gguf
 from lmworks.files import read_json, write_json
 from lmworks.model import Transformer
 from lmworks.model.init import initialize
@@ -38,6 +38,12 @@ GLM_NAMES = {
     "layers.0.ffn.down.weight": "blk.0.ffn_down.weight", "layers.1.ffn.experts.gate": "blk.1.ffn_gate_exps.weight",
     "layers.1.ffn.experts.down": "blk.1.ffn_down_exps.weight", "layers.1.ffn.shared.up.weight": "blk.1.ffn_up_shexp.weight",
     "layers.1.ffn.router.weight": "blk.1.ffn_gate_inp.weight", "layers.1.ffn.router.bias": "blk.1.exp_probs_b.bias",
+}  # fmt: skip
+
+
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 2, "head_dim": 24, "rms_norm_eps": 1e-6,
+    "mla": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
 }  # fmt: skip
 
 
@@ -160,6 +166,9 @@ def test_embedding_rows_beyond_the_tokenizer_are_unused_tokens(make_run: Callabl
             {"use_qk_norm": True, "rope": {"scaling": "llama3", "original_max_position_embeddings": "8 tokens"}},
             "for its architecture llama and not for qwen3",
         ),
+        (MLA | {"rms_norm_eps": 1e-5}, "norm_eps 1e-05, with which llama.cpp would normalize latents"),
+        (MLA | {"num_hidden_layers": 27}, "decides by the number of layers whether there is a q_lora_rank"),
+        (MLA | {"rope": {"scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": "8 tokens"}}, "rope.scaling yarn"),
         ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 1}}, "llama.cpp's qwen3moe has experts in all"),
         ({"use_qk_norm": True, "moe": SOFTMAX | {"first_k_dense_replace": 0, "norm_topk_prob": False}}, "not normalized"),
     ],
@@ -169,6 +178,34 @@ def test_what_llama_cpp_cannot_express_is_refused(change: dict[str, Any], reason
     model = Model.model_validate(shape | change)
     with pytest.raises(UserError, match=rf"no architecture of llama.cpp expresses this model: .*{reason}.*export.gguf=false"):
         architecture_for(model)
+
+
+def test_latent_attention_is_split_by_head(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Keys transposed and values, head by head, and rotated rows in pairs (2i, 2i + 1), as llama.cpp's converter writes them."""
+    run = make_run("deepseek")
+    reader, state, mla = written(run, tmp_path / "model.gguf"), run.model.state_dict(), run.model.config.mla
+    heads, nope, rope = run.model.config.num_attention_heads, mla.qk_nope_head_dim, mla.qk_rope_head_dim
+    both = state["layers.1.attention.kv_up.weight"].view(heads, nope + mla.v_head_dim, mla.kv_lora_rank).numpy()
+    np.testing.assert_array_equal(values(reader, "blk.1.attn_k_b.weight")[0], both[:, :nope].swapaxes(1, 2))
+    np.testing.assert_array_equal(values(reader, "blk.1.attn_v_b.weight")[0], both[:, nope:])
+    down, ours = values(reader, "blk.1.attn_kv_a_mqa.weight")[0], state["layers.1.attention.kv_down.weight"].numpy()
+    np.testing.assert_array_equal(down[: mla.kv_lora_rank], ours[: mla.kv_lora_rank])
+    np.testing.assert_array_equal(down[mla.kv_lora_rank :: 2], ours[mla.kv_lora_rank : mla.kv_lora_rank + rope // 2])
+    found = {key: reader.get_field(f"deepseek2.attention.{key}").contents() for key in ("head_count_kv", "key_length", "key_length_mla")}
+    assert found == {"head_count_kv": 1, "key_length": mla.kv_lora_rank + rope, "key_length_mla": nope + rope}
+    assert reader.get_field("deepseek2.rope.dimension_count").contents() == rope
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek", "llama", "qwen3", "smollm3"])
+def test_weights_come_back_from_the_file(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    run = make_run(name)
+    written(run, tmp_path / "model.gguf")
+    other = initialize(Transformer(run.model.config), 99)
+    load_gguf(other, tmp_path / "model.gguf")
+    expected = run.model.state_dict()
+    for key, tensor in other.state_dict().items():
+        if not key.startswith("mtp."):
+            assert torch.equal(tensor, expected[key]), key
 
 
 def test_another_split_rule_is_refused(make_run: Callable[..., Any], tmp_path: Path) -> None:

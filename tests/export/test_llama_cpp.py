@@ -31,7 +31,7 @@ from lmworks.model.generate import GenerateOptions, generate
 pytestmark = [pytest.mark.slow, pytest.mark.needs("llama")]
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "deepseek"])  # llama.cpp gets no latent attention
+@pytest.mark.parametrize("name", MODELS)
 def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path, name: str) -> None:
     python, server = engine("LMWORKS_LLAMA_PYTHON"), engine("LMWORKS_LLAMA_SERVER")
     run, path = make_run(name, STEPS), tmp_path / "model.gguf"
@@ -49,7 +49,8 @@ def test_ids_and_log_probabilities(make_run: Callable[..., Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4moe", "glm4moe-groups", "qwen3", "qwen3moe", "olmo2", "qwen2", "llama", "llama-yarn", "llama-llama3", "smollm3"]
+    "name",
+    ["glm4moe", "glm4moe-groups", "deepseek", "qwen3", "qwen3moe", "olmo2", "qwen2", "llama", "llama-yarn", "llama-llama3", "smollm3"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_llama_cpps_own_converter_writes_the_same(make_run: Callable[..., Any], tmp_path: Path, name: str, dtype: torch.dtype) -> None:

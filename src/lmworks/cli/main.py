@@ -46,6 +46,7 @@ def _register() -> None:
         ladder_commands,
         launch_commands,
         preflight_commands,
+        quantize_commands,
         recipe_commands,
         run_commands,
         serve_commands,
@@ -53,7 +54,7 @@ def _register() -> None:
 
     for commands in (
         run_commands, comparison_commands, ablate_commands, launch_commands, recipe_commands, advice_commands, ladder_commands,
-        preflight_commands, data_commands, serve_commands,
+        preflight_commands, data_commands, quantize_commands, serve_commands,
     ):  # fmt: skip
         commands.register(app)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lmworks.errors import UserError
-from lmworks.export.names import huggingface_name, is_exported
+from lmworks.export.names import from_interleaved, huggingface_name, is_exported, is_interleaved, to_interleaved
 from lmworks.files import atomic_path, read_json
 from lmworks.model import Transformer
 from lmworks.model.generate import SAMPLING
@@ -35,18 +35,23 @@ from lmworks.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import gguf
 
+_LATENT_KEYS_AND_VALUES = re.compile(r"layers\.(\d+)\.attention\.kv_up\.weight\Z")
 _QUERY_OR_KEY = re.compile(r"layers\.\d+\.attention\.(query|key)\.(weight|bias)\Z")
 
 
 @dataclass(frozen=True)
 class _GgufTensor:
-    """A tensor to write: its name in the file, our tensor, the dtype in the file, and the number of heads whose rows are reordered (0 for
-    no reordering)."""
+    """A tensor to write: its name in the file, our tensor or a view of a part of it, and the dtype in the file.
+
+    `heads` is the number of heads whose rows are reordered (0 for no reordering). `rotated` names our tensor if it has rows of latent
+    attention that llama.cpp wants interleaved, and `model` is then the config."""
 
     name: str
     tensor: Tensor
     dtype: torch.dtype
-    heads: int
+    heads: int = 0
+    rotated: str = ""
+    model: Model | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +60,23 @@ class _GgufTensor:
     def bits(self) -> np.ndarray:
         """The values as stored in the file; bfloat16, which numpy lacks, as int16."""
         tensor = self.tensor.detach().cpu()
+        if self.rotated and self.model:
+            tensor = to_interleaved(self.rotated, tensor, self.model)
         if self.heads:
             rows = len(tensor) // self.heads
             tensor = tensor.reshape(self.heads, 2, rows // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         tensor = tensor.to(self.dtype).contiguous()
         return (tensor.view(torch.int16) if self.dtype == torch.bfloat16 else tensor).numpy()
+
+    @torch.no_grad()
+    def store(self, values: Tensor) -> None:
+        """Copy values of the file, in its order, into our tensor: the inverse of `bits`."""
+        if self.heads:
+            rows = len(values) // self.heads
+            values = values.reshape(self.heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        if self.rotated and self.model:
+            values = from_interleaved(self.rotated, values, self.model)
+        self.tensor.copy_(values)
 
 
 def architecture_for(model: Model) -> str:
@@ -122,6 +139,22 @@ def check_gguf(model: Transformer, path: Path, dtype: torch.dtype) -> int:
     return len(expected)
 
 
+def load_gguf(model: Transformer, path: Path) -> None:
+    """Copy the weights of a GGUF file of `model`, quantized or not, into it. Raises `UserError` if a tensor is missing or of another shape.
+
+    Quantized values are dequantized to fp32 by llama.cpp's own Python package.
+    """
+    gguf = _package()
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for item in _items(model, torch.float32):
+        if item.name not in found:
+            raise UserError(f"{path} has no tensor {item.name}; it is not this model, or it is damaged")
+        one = found[item.name]
+        if list(reversed(one.shape.tolist())) != list(item.tensor.shape):
+            raise UserError(f"{path}: tensor {item.name} has another shape than in the model; it is not this model, or it is damaged")
+        item.store(torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(item.tensor.shape))
+
+
 def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path} differs from the trained model: {why}; delete it and export again")
 
@@ -147,6 +180,9 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
             continue  # llama.cpp would load multi-token prediction but not run it
         if not is_exported(ours, family):
             continue
+        if (split := _LATENT_KEYS_AND_VALUES.match(ours)) is not None:
+            yield from _split_latents(int(split[1]), tensor, dtype, config)
+            continue
         # the package maps Hugging Face's names, with stacked experts and the bias as a separate tensor
         theirs = huggingface_name(ours, family).replace(".{e}", "").replace("e_score_correction_bias", "e_score_correction.bias")
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
@@ -154,12 +190,22 @@ def _items(model: Transformer, dtype: torch.dtype) -> Iterator[_GgufTensor]:
         is_matrix = tensor.dim() > 1 and not name.endswith("ffn_gate_inp.weight")
         match = _QUERY_OR_KEY.match(ours) if known.interleaved_rope else None
         heads = 0 if match is None else model.config.num_attention_heads if match[1] == "query" else model.config.num_key_value_heads
-        yield _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0)
+        rotated = ours if is_interleaved(ours, config) else ""
+        yield _GgufTensor(name, tensor, dtype if is_matrix else torch.float32, heads or 0, rotated, config)
     if model.rope.scaling == "llama3":  # llama.cpp divides each frequency by a stored factor
         assert config.head_dim
         plain = model.rope.model_copy(update={"scaling": "none", "factor": 1.0})
         factors = frequencies(plain, config.head_dim)[0] / frequencies(model.rope, config.head_dim)[0]
-        yield _GgufTensor("rope_freqs.weight", factors, torch.float32, 0)
+        yield _GgufTensor("rope_freqs.weight", factors, torch.float32)
+
+
+def _split_latents(layer: int, tensor: Tensor, dtype: torch.dtype, config: Model) -> Iterator[_GgufTensor]:
+    """The expansion of latents to keys, transposed, and to values: llama.cpp multiplies queries and outputs by them, head by head."""
+    mla = config.mla
+    assert mla is not None
+    key, value = tensor.unflatten(0, (config.num_attention_heads or 1, -1)).split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+    yield _GgufTensor(f"blk.{layer}.attn_k_b.weight", key.transpose(1, 2), dtype)
+    yield _GgufTensor(f"blk.{layer}.attn_v_b.weight", value, dtype)
 
 
 def _add_general(writer: gguf.GGUFWriter, name: str, dtype: torch.dtype) -> None:
@@ -183,13 +229,15 @@ def _add_model(writer: gguf.GGUFWriter, model: Transformer) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    if config.mla is None:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     rope = rope_parameters(family, config, model.rope)
-    writer.add_rope_dimension_count(int(config.head_dim * model.rope.partial_rotary_factor))
+    if config.mla is None:
+        writer.add_rope_dimension_count(int(config.head_dim * model.rope.partial_rotary_factor))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)

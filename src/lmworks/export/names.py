@@ -134,6 +134,12 @@ def is_interleaved(name: str, model: Model) -> bool:
     return model.mla is not None and _ROTATED.match(_number_mtp_layers(name, model.num_hidden_layers)) is not None
 
 
+def to_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
+    """Reorder the rows of one of our full tensors to Hugging Face's order."""
+    assert model.num_hidden_layers
+    return _interleave(_number_mtp_layers(name, model.num_hidden_layers), tensor, model)
+
+
 def from_interleaved(name: str, tensor: Tensor, model: Model) -> Tensor:
     """Reorder the rows of a full Hugging Face tensor to our order."""
     assert model.num_hidden_layers

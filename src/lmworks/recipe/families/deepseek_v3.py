@@ -34,7 +34,11 @@ def _to_config(model: Model, _: Rope) -> dict[str, Any]:
     assert mla is not None
     experts: dict[str, Any] = {}
     if model.moe is not None:
-        experts = common.experts_to_config(model.moe) | {"num_nextn_predict_layers": model.mtp.num_nextn_predict_layers if model.mtp else 0}
+        experts = common.experts_to_config(model.moe) | {
+            "num_nextn_predict_layers": model.mtp.num_nextn_predict_layers if model.mtp else 0,
+            # as in the published config: transformers assumes both, vLLM and llama.cpp's converter assume softmax and no bias without them
+            "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        }  # fmt: skip
     return experts | {
         "q_lora_rank": mla.q_lora_rank, "kv_lora_rank": mla.kv_lora_rank, "qk_rope_head_dim": mla.qk_rope_head_dim,
         "qk_nope_head_dim": mla.qk_nope_head_dim,
@@ -56,13 +60,43 @@ def _from_config(config: dict[str, Any]) -> dict[str, Any]:
     return values if dense else values | common.experts_from_config(config)
 
 
-def _gguf(_: Model) -> Gguf:
-    raise NoClass("it has latent attention (mla), whose weights llama.cpp needs split and transposed, which lmworks does not support")
+_LITE = (26, 27)
+"""Numbers of layers by which llama.cpp recognizes the models without `q_lora_rank`; no others may be without it, and these must be."""
+
+
+def _gguf(model: Model) -> Gguf:
+    mla, moe = model.mla, model.moe
+    assert mla is not None
+    if model.rms_norm_eps != mla.rms_norm_eps:
+        eps = f"{model.rms_norm_eps:g}, with which llama.cpp would normalize latents too ({mla.rms_norm_eps:g} here)"
+        raise NoClass(f"it has norm_eps {eps}")
+    if (model.num_hidden_layers in _LITE) == bool(mla.q_lora_rank):
+        raise NoClass("it has latent attention (mla), for which llama.cpp decides by the number of layers whether there is a q_lora_rank")
+    if model.rope.scaling == "yarn":
+        raise NoClass("it has latent attention (mla) with rope.scaling yarn, whose factor of the scores lmworks does not write")
+    # llama.cpp computes latent attention as attention with one key-value head, which is the latent and the rotated key
+    metadata: dict[str, Any] = {
+        "head_count_kv": 1, "key_length": mla.kv_lora_rank + mla.qk_rope_head_dim, "value_length": mla.kv_lora_rank,
+        "key_length_mla": mla.qk_nope_head_dim + mla.qk_rope_head_dim, "value_length_mla": mla.v_head_dim,
+        "kv_lora_rank": mla.kv_lora_rank, "rope_dimension_count": mla.qk_rope_head_dim,
+        "leading_dense_block_count": moe.first_k_dense_replace if moe else model.num_hidden_layers,
+        "expert_feed_forward_length": moe.moe_intermediate_size if moe else model.intermediate_size,
+        "expert_shared_count": moe.n_shared_experts if moe else 0,
+    } | ({"q_lora_rank": mla.q_lora_rank} if mla.q_lora_rank else {})  # fmt: skip
+    if moe is not None:
+        grouped = moe.topk_group < moe.n_group  # llama.cpp rejects groups that are all selected
+        metadata |= {
+            "expert_count": moe.n_routed_experts, "expert_used_count": moe.num_experts_per_tok, "expert_gating_func": "SIGMOID",
+            "expert_group_count": moe.n_group if grouped else 1, "expert_group_used_count": moe.topk_group if grouped else 1,
+            "expert_weights_scale": moe.routed_scaling_factor, "expert_weights_norm": moe.norm_topk_prob,
+        }  # fmt: skip
+    return common.gguf(model, "deepseek2", metadata=metadata)
 
 
 FAMILY = Family(
     name="DeepseekV3ForCausalLM", model_type="deepseek_v3", about="latent attention (MLA), dense or with experts; `norm_eps` 1e-6",
     names=(*common.LLAMA, *_LATENT, *common.EXPERTS, *common.SHARED_EXPERTS, *common.SELECTION_BIAS, *common.MTP), mtp=True,
     requires=frozenset({"MLA"}), allows=frozenset({"experts", "shared experts", "selection bias", "expert groups", "routed scale"}),
-    differs=_differs, to_config=_to_config, omits=("head_dim",), from_config=_from_config, gguf=_gguf, without_gguf="all",
+    differs=_differs, to_config=_to_config, omits=("head_dim",), from_config=_from_config, architectures=("deepseek2",), gguf=_gguf,
+    without_gguf="rope.scaling yarn; other norm_eps than 1e-6; without q_lora_rank but with 26 or 27 layers",
 )  # fmt: skip

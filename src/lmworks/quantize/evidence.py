@@ -1,0 +1,141 @@
+"""Makes one quantized form and collects what can be found about it, by the engine that it is for where that runs here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks import machine
+from lmworks.quantize import compressed, gguf
+from lmworks.quantize.accounting import TensorRecord
+from lmworks.quantize.agreement import Agreement, Scorer, measure_agreement
+from lmworks.quantize.benchmarks import Comparison
+from lmworks.quantize.certificate import Evidence, not_measured
+from lmworks.quantize.child import Crashed
+from lmworks.quantize.coverage import expert_tokens
+from lmworks.quantize.dequantized import OwnScorer
+from lmworks.quantize.schemes import Scheme
+from lmworks.quantize.source import Source
+from lmworks.quantize.texts import Texts
+
+_PROMPT, _FOLLOWING = 256, 32  # tokens, of the measurement of speed
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheme is applied to. `python` has the scheme's library, if one is needed or there; `working` holds unfinished files that all
+    schemes share, `folder` becomes the result."""
+
+    source: Source
+    texts: Texts
+    comparison: Comparison
+    python: Path | None
+    working: Path
+    folder: Path
+
+
+def gguf_evidence(scheme: Scheme, job: Job) -> Evidence:
+    """Quantize to GGUF. Logits and speed are llama.cpp's where its library is installed, else logits are those of dequantized weights."""
+    original, target = job.working / "original.gguf", job.folder / "model.gguf"
+    if not original.exists():
+        gguf.write_original(job.source, original)
+    made_by = gguf.quantize(scheme, original, target, job.python)
+    records = gguf.account(scheme, job.source, original, target)
+    evidence = Evidence(
+        made_by, "", target.stat().st_size, original.stat().st_size, records, None, gguf.check_fields(job.source, original, target),
+        calibration={"used": False, "why": "the scheme needs no calibration"}, mtp=gguf.mtp(job.source.model),
+    )  # fmt: skip
+    if _is_lost(records, evidence):
+        return evidence
+    ours = gguf.dequantized(job.source, target)
+    if job.python is None:
+        _score(evidence, OwnScorer(ours), scheme, job)
+        evidence.speed = not_measured("llama.cpp is not installed: pip install 'lmworks[llama]'")
+    else:
+        longest = max(len(window.ids) for window in job.texts.measured)
+        try:
+            with gguf.llama_scorer(job.python, target, job.source.model.config.vocab_size or 0, longest, job.working) as scorer:
+                _score(evidence, scorer, scheme, job)
+            evidence.speed = _gguf_speed(job, original, target)
+        except Crashed as error:
+            evidence.structure.append(f"llama.cpp does not run it: {error}")
+            evidence.speed = not_measured("llama.cpp does not run it")
+    evidence.benchmarks = job.comparison.against(ours, scheme.name)
+    return evidence
+
+
+def compressed_evidence(scheme: Scheme, job: Job) -> Evidence:
+    """Quantize to compressed-tensors. Logits are those of transformers if it loads every tensor, else those of dequantized weights."""
+    assert job.python is not None
+    source, target = job.source, job.folder
+    original = source.directory or job.working / "huggingface"
+    if not original.exists():
+        source.write_huggingface(original)
+    made_by = compressed.quantize(scheme, source, original, target, job.python, job.texts.calibration)
+    records = compressed.account(scheme, original, target)
+    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (target, original)]
+    evidence = Evidence(
+        made_by, "", sizes[0], sizes[1], records, None, compressed.check_files(original, target), calibration=_calibration(scheme, job),
+        speed=not_measured("vLLM, the engine of this format, was not asked"), mtp=_mtp(source, records),
+    )  # fmt: skip
+    if _is_lost(records, evidence):
+        return evidence
+    ours = compressed.dequantized(source, target, job.working)
+    try:
+        with compressed.transformers_scorer(job.python, target, source.model.config.vocab_size or 0, job.working) as scorer:
+            _score(evidence, scorer, scheme, job)
+    except Crashed as error:
+        evidence.notes.append(f"not asked in transformers: {error}")
+        _score(evidence, OwnScorer(ours), scheme, job)
+    evidence.benchmarks = job.comparison.against(ours, scheme.name)
+    return evidence
+
+
+def _is_lost(records: list[TensorRecord], evidence: Evidence) -> bool:
+    """Whether a tensor is missing, so that nothing can be computed."""
+    if not any(one.fate == "missing" for one in records):
+        return False
+    evidence.speed = evidence.benchmarks = not_measured("a tensor is missing")
+    return True
+
+
+def _score(evidence: Evidence, scorer: Scorer, scheme: Scheme, job: Job) -> None:
+    evidence.agreement = _agreement(job, scorer, scheme)
+    evidence.scored_by = scorer.name
+
+
+def _agreement(job: Job, scorer: Scorer, scheme: Scheme) -> Agreement:
+    return measure_agreement(job.source.model, scorer, job.texts.measured, f"{scheme.name}: compare")
+
+
+def _gguf_speed(job: Job, original: Path, target: Path) -> dict[str, Any]:
+    assert job.python is not None
+    ids = [token for window in job.texts.measured for token in window.ids]
+    most = min(_PROMPT, max(2, job.source.opened.context - _FOLLOWING))
+    prompt, following = ids[:most], (ids * _FOLLOWING)[most : most + _FOLLOWING]
+    measured, reference = (gguf.measure_speed(job.python, path, prompt, following) for path in (target, original))
+    return {
+        "engine": "llama.cpp on the CPU", "threads": machine.threads(), "prompt": len(prompt), "new_tokens": len(following),
+        **measured, "original": reference,
+    }  # fmt: skip
+
+
+def _calibration(scheme: Scheme, job: Job) -> dict[str, Any]:
+    if not scheme.calibrated:
+        return {"used": False, "why": "the scheme needs no calibration"}
+    windows = job.texts.calibration
+    found: dict[str, Any] = {"used": True, "from": job.texts.calibration_from, "tokens": sum(len(one.ids) for one in windows)}
+    if (experts := expert_tokens(job.source.model, windows, scheme.limits.expert_tokens)) is not None:
+        found["experts"] = experts | {"how": "tokens that the router sends to the expert; in calibration every expert sees all tokens"}
+    return found
+
+
+def _mtp(source: Source, records: list[TensorRecord]) -> str:
+    if source.model.config.mtp is None:
+        return ""
+    first = source.model.config.num_hidden_layers or 0
+    own = [one for one in records if one.name.startswith(f"model.layers.{first}.")]
+    if not own:
+        return "the original has none"
+    return "kept as they are" if all(one.fate == "kept" for one in own) else "not all kept"

@@ -1,0 +1,117 @@
+"""The model to quantize: its weights as they are exported, its tokenizer, and a fingerprint of its files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lmworks.checkpoint import listing
+from lmworks.errors import UserError
+from lmworks.evaluate.opening import OpenModel, open_model
+from lmworks.export.export import DTYPES, write_huggingface
+from lmworks.export.huggingface import files_of
+from lmworks.files import read_json
+from lmworks.model import Transformer
+from lmworks.recipe.loading.load import load_resolved
+from lmworks.train.load import folder
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with its weights rounded to `dtype`, the type of its export; it computes in fp32, as the reference of every certificate.
+
+    `directory` is its Hugging Face directory, or None for a run; `run_dir` the run, or None. `bytes` is the size of the weights in
+    `dtype`, `fingerprint` a hash of names, sizes and times of its files.
+    """
+
+    opened: OpenModel
+    dtype: torch.dtype
+    directory: Path | None
+    run_dir: Path | None
+    fingerprint: str
+
+    @property
+    def model(self) -> Transformer:
+        return self.opened.model
+
+    @property
+    def bytes(self) -> int:
+        state = self.model.state_dict()
+        tied = self.model.config.tie_word_embeddings
+        return sum(tensor.numel() for name, tensor in state.items() if not (tied and name == "head.weight")) * self.dtype.itemsize
+
+    @property
+    def template(self) -> str | None:
+        """The chat template, or None."""
+        path = self.opened.tokenizer.directory / "chat_template.jinja"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    def write_huggingface(self, directory: Path) -> Path:
+        """The Hugging Face directory of the model: its own, or one written to `directory`."""
+        if self.directory is not None:
+            return self.directory
+        write_huggingface(self.model, self.opened.tokenizer, directory, self.dtype)
+        return directory
+
+
+def open_source(where: str) -> Source:
+    """Open a run or a Hugging Face directory on the CPU. Raises `UserError` if it is neither, or holds weights that run code."""
+    path = Path(where).expanduser()
+    _refuse_what_cannot_be(path, where)
+    opened = open_model(where, torch.device("cpu"))
+    opened.model.compute_dtype = torch.float32
+    opened.model.eval()
+    run_dir = _run_of(path)
+    if (path / "config.json").is_file():
+        described = read_json(path / "config.json")
+        stored = str(described.get("dtype") or described.get("torch_dtype"))
+        dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
+        directory, files = path, [*files_of(path), path / "config.json", path / "tokenizer.json"]
+    else:
+        assert run_dir is not None
+        dtype, directory = DTYPES[load_resolved(run_dir / "resolved.json").export.dtype], None
+        files = [*_checkpoint_files(run_dir), run_dir / "tokenizer" / "tokenizer.json"]
+    with torch.no_grad():
+        for name, tensor in opened.model.state_dict().items():
+            if not name.endswith("router.bias"):  # exported in fp32
+                tensor.copy_(tensor.to(dtype))
+    return Source(replace(opened, precision="fp32"), dtype, directory, run_dir, _fingerprint(files, opened.name))
+
+
+def _refuse_what_cannot_be(path: Path, where: str) -> None:
+    if path.is_dir() and not any((path / name).is_file() for name in ("resolved.json", "meta.json")):
+        pickled = next((file.name for pattern in _PICKLED for file in sorted(path.glob(pattern))), None)
+        if pickled and not any(path.glob("*.safetensors")):
+            raise UserError(f"{where} holds pickled weights ({pickled}), which can run code when opened; convert them to safetensors")
+        if not (path / "config.json").is_file():
+            raise UserError(f"{where} is neither a run (resolved.json) nor a Hugging Face directory (config.json)")
+        if "quantization_config" in read_json(path / "config.json"):
+            raise UserError(f"{where} is quantized already; quantize the model that it was made from")
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run of RUN or RUN@WHICH; None for a Hugging Face directory, also for the export of a run."""
+    if not path.exists():
+        path = Path(str(path).rpartition("@")[0])
+    return path if (path / "resolved.json").is_file() else None
+
+
+def _checkpoint_files(run_dir: Path) -> Iterator[Path]:
+    for kind in ("base", "tuned"):
+        for checkpoint in listing.directories(folder(run_dir, kind)):
+            yield checkpoint / "manifest.json"
+
+
+def _fingerprint(files: list[Path], name: str) -> str:
+    found = hashlib.sha256(name.encode())
+    for file in sorted(files):
+        if file.is_file():
+            stat = file.stat()
+            found.update(f"\n{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,241 @@
+"""`lmworks quantize` from the command line, with Q8_0 by llama.cpp's Python package: certificates, planted faults, and bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Lmworks
+
+from lmworks.export.export import write_huggingface
+from lmworks.quantize import gguf as quantize_gguf
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'lmworks[export]'")
+
+
+@pytest.fixture
+def lmworks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Lmworks:
+    # llama.cpp's library is not installed, whatever the machine of the test has
+    monkeypatch.setattr(quantize_gguf, "find_python", lambda modules, given: None)
+    return Lmworks(monkeypatch, capfd)
+
+
+@pytest.fixture
+def run(make_run: Callable[..., Any]) -> Any:
+    return make_run("glm4moe")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def quantize(lmworks: Lmworks, run: Any, out: Path, *options: str) -> Any:
+    return lmworks("quantize", run.directory, "--to", "gguf-q8_0", "--out", out, "--tokens", "256", *options)
+
+
+def test_a_result_is_certified_and_the_model_untouched(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    before = files(run.directory)
+    done = quantize(lmworks, run, tmp_path / "out", "--json")
+    assert done.code == 0, done.err
+    assert files(run.directory) == before
+    (found,) = json.loads(done.out)["results"]
+    assert found == json.loads((tmp_path / "out" / "gguf-q8_0" / "certificate.json").read_text())
+    assert found["verdict"] == "passed" and not found["failures"]
+    assert found["agreement"]["tokens"] == 256 and 0 < found["agreement"]["kl_mean"] < 0.005
+    low, high = found["agreement"]["perplexity_interval"]
+    assert low <= found["agreement"]["perplexity_ratio"] <= high
+    assert set(found["agreement"]["by_domain"]) == {"code", "docs"}
+    assert found["bytes"] < 0.3 * found["original_bytes"], "8.5 bits for 32"
+    matrices = sum(t.dim() > 1 and "router" not in name for name, t in run.model.state_dict().items())
+    assert found["tensors"]["fates"] == {"quantized": matrices, "kept": len(run.model.state_dict()) - matrices}
+    assert found["tensors"]["sensitive"] == {"router": ["F32"], "embedding": ["Q8_0"], "head": ["Q8_0"]}
+    assert found["template"] == "equal" and "dequantized" in found["scored_by"] and "lmworks[llama]" in found["speed"]["not_measured"]
+    records = json.loads((tmp_path / "out" / "gguf-q8_0" / "tensors.json").read_text())
+    assert all(0 < one["error"] < 0.01 for one in records if one["fate"] == "quantized")
+    page = (tmp_path / "out" / "quantization.html").read_text()
+    assert "gguf-q8_0" in page and "<script" not in page and "not measured" in page
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gguf-q8_0", "quantization.html", "quantization.json"]
+
+
+def test_a_certified_result_is_kept_until_something_changes(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    made = tmp_path / "gguf-q8_0" / "model.gguf"
+    times = []
+    for options in ((), (), ("--limit", "kl=0.1")):
+        assert quantize(lmworks, run, tmp_path, *options).code == 0
+        times.append(made.stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2]
+
+
+def zero_router(path: Path) -> None:
+    tensor(path, "blk.1.ffn_gate_inp.weight").data[:] = 0
+
+
+def drop_tensor(path: Path) -> None:
+    data = path.read_bytes()
+    assert data.count(b"blk.2.attn_k.weight") == 1
+    path.write_bytes(data.replace(b"blk.2.attn_k.weight", b"blk.2.attn_K.weight"))
+
+
+def wrong_scale(path: Path) -> None:
+    """Blocks of 34 bytes, of which the first two are the scale in fp16: one tensor of them is a tenth too large."""
+    blocks = tensor(path, "blk.1.attn_v.weight").data
+    scales = blocks.reshape(-1, 34)[:, :2].copy().view("float16")
+    blocks.reshape(-1, 34)[:, :2] = (scales * 1.1).astype("float16").view("uint8")
+
+
+def other_template(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"<|assistant|>", b"<|assistent|>", 1) if data.count(b"<|assistant|>") else data)
+
+
+def zero_expert(path: Path) -> None:
+    tensor(path, "blk.2.ffn_up_exps.weight").data[3] = 0
+
+
+def tensor(path: Path, name: str) -> Any:
+    return next(one for one in gguf.GGUFReader(path, "r+").tensors if one.name == name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (zero_router, r"blk\.1\.ffn_gate_inp\.weight was to be kept, but its values differ"),
+        (drop_tensor, r"blk\.2\.attn_k\.weight is missing"),
+        (wrong_scale, r"blk\.1\.attn_v\.weight \(Q8_0\) has an error of 10\.\d%, more than 2%"),
+        (zero_expert, r"blk\.2\.ffn_up_exps\.weight \(Q8_0\) has an error of 3\d\.\d%"),
+        (other_template, r"the chat template differs|tokenizer\.ggml\.tokens differs"),
+    ],
+)
+def test_a_planted_fault_fails(
+    lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], says: str
+) -> None:
+    honest = quantize_gguf.quantize
+
+    def damaged(scheme: Any, original: Path, target: Path, python: Any) -> str:
+        made_by = honest(scheme, original, target, python)
+        damage(target)
+        return made_by
+
+    monkeypatch.setattr(quantize_gguf, "quantize", damaged)
+    done = quantize(lmworks, run, tmp_path)
+    assert done.code == 1 and re.search(says, done.out), done.out + done.err
+    assert not (tmp_path / "gguf-q8_0").exists()
+    certificate = json.loads((tmp_path / "gguf-q8_0.failed" / "certificate.json").read_text())
+    assert certificate["verdict"] == "failed"
+    assert "failed" in (tmp_path / "quantization.html").read_text()
+    monkeypatch.undo()
+    monkeypatch.setattr(quantize_gguf, "find_python", lambda modules, given: None)
+    assert lmworks("quantize", run.directory, "--to", "gguf-q8_0", "--out", tmp_path, "--tokens", "300").code == 0
+    assert not (tmp_path / "gguf-q8_0.failed").exists(), "a result replaces the one before it"
+
+
+def test_the_limits_decide(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    done = quantize(lmworks, run, tmp_path, "--limit", "kl=1e-9", "--limit", "perplexity_ratio=0.5", "--limit", "same_choice=1.1")
+    assert done.code == 1
+    for what in ("mean KL divergence", "first choice", "perplexity"):
+        assert what in done.out
+    assert "one of the names kl, same_choice" in quantize(lmworks, run, tmp_path, "--limit", "size=3").error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_half_written_counts(
+    lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    before = files(run.directory)
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_gguf, "check_fields", stop)
+        done = quantize(lmworks, run, tmp_path)
+    assert done.code == (130 if isinstance(error, KeyboardInterrupt) else 2), done.err
+    assert "interrupted" in done.err or "is full" in done.error
+    assert not list(tmp_path.iterdir()) and files(run.directory) == before
+    assert quantize(lmworks, run, tmp_path).code == 0
+
+
+def test_what_a_killed_process_left_is_removed(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    left = tmp_path / ".working-99999999"
+    left.mkdir()
+    (left / "original.gguf").write_bytes(b"x")
+    assert quantize(lmworks, run, tmp_path).code == 0
+    assert not left.exists()
+
+
+def test_a_hugging_face_directory_needs_text(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    model, text = tmp_path / "model", tmp_path / "text.jsonl"
+    write_huggingface(run.model, run.tokenizer, model, torch.bfloat16)
+    assert "--held-out FILE" in lmworks("quantize", model, "--to", "gguf-q8_0").error
+    text.write_text("".join(json.dumps({"text": f"def f{n}(x): return x + {n}\n" * 9}) + "\n" for n in range(6)))
+    before = files(model)
+    done = lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--tokens", "128", "--json")
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["results"]
+    assert found["verdict"] == "passed" and found["made_from"]["dtype"] == "bfloat16"
+    assert (tmp_path / "model-quantized" / "gguf-q8_0" / "model.gguf").is_file() and files(model) == before
+    assert "share a document" in lmworks("quantize", model, "--to", "gguf-q8_0", "--held-out", text, "--calibration", text).error
+
+
+def test_benchmarks_of_both_models_are_compared(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "arc-easy.jsonl"
+    choices = {"text": ["a list", "a tuple", "a dict"], "label": ["A", "B", "C"]}
+    questions = [{"id": f"q{n}", "question": f"What is number {n}?", "choices": choices, "answerKey": "ABC"[n % 3]} for n in range(12)]
+    rows.write_text("".join(json.dumps(one) + "\n" for one in questions))
+    done = quantize(lmworks, run, tmp_path / "out", "--tasks", "arc-easy", "--data", str(tmp_path), "--json")
+    assert done.code == 0, done.err
+    (score,) = json.loads(done.out)["results"][0]["benchmarks"]["scores"]
+    assert score["score"] == "arc-easy/cloze/0-shot" and score["n"] == 12
+    assert score["interval"][0] <= score["difference"] <= score["interval"][1]
+    assert "arc-easy/cloze" in (tmp_path / "out" / "quantization.html").read_text()
+
+
+def test_bad_input_is_one_line(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    out, model = ("--out", tmp_path / "out"), tmp_path / "model"
+    assert "no such scheme" in lmworks("quantize", run.directory, "--to", "gguf-q3", *out).error
+    assert "names no scheme" in lmworks("quantize", run.directory, "--to", ",", *out).error
+    assert "lmworks[llama]" in lmworks("quantize", run.directory, "--to", "gguf-q4_k_m", *out).error
+    assert "neither a run" in lmworks("quantize", tmp_path, "--to", "gguf-q8_0", *out).error
+    assert "does not exist" in lmworks("quantize", tmp_path / "no", "--to", "gguf-q8_0", *out).error
+    write_huggingface(run.model, run.tokenizer, model, torch.bfloat16)
+    text = ("--held-out", tmp_path / "text.txt")
+    assert "text.txt does not exist" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    text[1].write_text("\n\n")
+    assert "holds no text" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    text[1].write_bytes(b"\xff\xfe\x00")
+    assert "damaged" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    assert "quantized already" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "pickled weights" in lmworks("quantize", model, "--to", "gguf-q8_0", *text, *out).error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_python_that_does_not_run_is_named(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    command = Lmworks(monkeypatch, capfd)
+    done = command("quantize", run.directory, "--to", "gguf-q8_0", "--out", tmp_path, "--python", tmp_path / "python")
+    assert "is not a Python that runs" in done.error
+
+
+def test_a_full_disk_is_noticed_before(lmworks: Lmworks, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_MACHINE", "disk=1000")
+    assert "are free" in quantize(lmworks, run, tmp_path / "out").error
+    assert not (tmp_path / "out").exists()
+
+
+def test_shutil_is_not_followed_out_of_the_folder(lmworks: Lmworks, run: Any, tmp_path: Path) -> None:
+    """A result under the name of a scheme is replaced; what lies beside it is not touched."""
+    (tmp_path / "notes.txt").write_text("mine")
+    assert quantize(lmworks, run, tmp_path).code == 0
+    shutil.rmtree(tmp_path / "gguf-q8_0")
+    assert quantize(lmworks, run, tmp_path).code == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"
