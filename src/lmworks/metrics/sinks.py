@@ -96,6 +96,11 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+def prometheus_name(name: str) -> str:
+    """The name of a metric in Prometheus: `train/loss` becomes `lmworks_train_loss`."""
+    return "lmworks_" + re.sub(r"[^a-zA-Z0-9]", "_", name)
+
+
 class Prometheus:
     """The newest value of each metric at http://127.0.0.1:PORT/metrics, as `lmworks_train_loss` and so on."""
 
@@ -116,7 +121,7 @@ class Prometheus:
 
     def _gauge(self, name: str, meaning: str) -> Any:
         if name not in self._gauges:
-            self._gauges[name] = self._client.Gauge("lmworks_" + re.sub(r"[^a-zA-Z0-9]", "_", name), meaning, registry=self._registry)
+            self._gauges[name] = self._client.Gauge(prometheus_name(name), meaning, registry=self._registry)
         return self._gauges[name]
 
     def rewind(self, step: int) -> None:

@@ -1,0 +1,139 @@
+"""Writes the directory of a deployment: engine, check, monitoring."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lmworks
+from lmworks.deploy import check
+from lmworks.deploy.compose import HEAD, address, compose
+from lmworks.deploy.engines.common import Request
+from lmworks.deploy.engines.registry import engine_of
+from lmworks.deploy.flags import Launch
+from lmworks.deploy.hardware import Hardware
+from lmworks.deploy.monitoring import alerts, grafana
+from lmworks.deploy.monitoring.panels import serving_panels, training_panels
+from lmworks.deploy.monitoring.scraping import PROMETHEUS_PORT, scraping
+from lmworks.deploy.quoting import compose_yaml, plain_yaml
+from lmworks.deploy.readme import readme
+from lmworks.deploy.record import record, tolerance_for
+from lmworks.deploy.sizing import fit, scenario_of
+from lmworks.deploy.source import Source
+from lmworks.deploy.start_script import start_script
+from lmworks.errors import UserError
+from lmworks.files import explain_os_errors, write_json, write_text
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What was decided: the request of the engine, and how the engine is started."""
+
+    engine: str
+    request: Request
+    launch: Launch
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`: the division and every flag with its reason."""
+        request = self.request
+        return {
+            "engine": self.engine, "scenario": request.scenario.name, "hardware": asdict(request.hardware), "model": request.source.name,
+            "fit": asdict(request.fit), "flags": [asdict(flag) for flag in self.launch.flags],
+        }  # fmt: skip
+
+
+def plan_deployment(
+    source: Source, engine: str, scenario: str, hardware: Hardware, *, context: int | None = None, host: str = "127.0.0.1", port: int = 8000
+) -> Deployment:
+    """Decide how `source` is served. Raises `UserError` for unknown names, and for a model that does not fit `hardware`."""
+    kind, purpose = engine_of(engine), scenario_of(scenario)
+    if kind.gguf and source.gguf is None:
+        raise UserError("llama.cpp reads a GGUF file: export one (--set export.gguf=true), or give --gguf FILE")
+    if not kind.gguf and not source.weight_bytes:
+        raise UserError(f"{engine} reads .safetensors files, and {source.directory} has none; use --engine llama.cpp")
+    found = fit(source, hardware, purpose, whole_cache=kind.whole_cache, single=kind.single, gguf=kind.gguf, context=context)
+    request = Request(source, hardware, purpose, found, host, port)
+    return Deployment(engine, request, kind.launch(request))
+
+
+def write_deployment(
+    plan: Deployment, out: Path, *, key_file: Path | None = None, expected: Path | None = None, trainer: str | None = None
+) -> None:
+    """Write all files to `out`, which must not exist or be empty. Answers are recorded from the model, or copied from `expected`.
+
+    Nothing is left of a deployment that could not be written. Raises `UserError`.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
+    try:
+        key = check.read_key(key_file) or secrets.token_urlsafe(32)
+        answers = record(plan.request.source) if expected is None else check.read_expected(expected)
+    except check.Refused as error:
+        raise UserError(str(error)) from None
+    answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), plan.request.source.bits), "name": plan.request.source.name}
+    with explain_os_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            _write(plan, aside, key, answers, trainer)
+            aside.chmod(0o755)
+            if out.is_dir():
+                out.rmdir()
+            os.replace(aside, out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write(plan: Deployment, out: Path, key: str, answers: dict[str, Any], trainer: str | None) -> None:
+    request, launch, engine = plan.request, plan.launch, plan.engine
+    (out / "secrets").mkdir(mode=0o700)
+    write_text(out / "secrets" / "api_key", key + "\n", private=True)
+    write_text(out / "secrets" / "grafana_password", secrets.token_urlsafe(24), private=True)
+    for name in ("prometheus", "grafana"):
+        (out / "data" / name).mkdir(parents=True, mode=0o700)
+    write_json(out / "expected.json", answers)
+    shutil.copyfile(check.__file__, out / "check.py")
+    write_text(out / "start.sh", start_script(request, launch))
+    (out / "start.sh").chmod(0o755)
+    write_text(out / "Containerfile", launch.containerfile)
+    write_text(out / ".dockerignore", "secrets\ndata\n")
+    write_text(out / "compose.yaml", compose_yaml(compose(request, launch), HEAD))
+    write_text(out / "prometheus.yml", plain_yaml(scraping(engine, address(request), trainer)))
+    write_text(out / "rules.yml", plain_yaml(alerts.rules(engine, training=trainer is not None)))
+    folder = out / "grafana" / "provisioning"
+    write_text(folder / "datasources" / "prometheus.yaml", plain_yaml(grafana.datasources(f"http://127.0.0.1:{PROMETHEUS_PORT}")))
+    write_text(folder / "dashboards" / "lmworks.yaml", plain_yaml(grafana.providers("/dashboards")))
+    dashboards = out / "grafana" / "dashboards"
+    write_json(dashboards / "serving.json", grafana.dashboard("lmworks-serving", "Serving", serving_panels(engine)))
+    if trainer is not None:
+        write_json(dashboards / "training.json", grafana.dashboard("lmworks-training", "Training", training_panels(request.source.model)))
+    if engine == "lmworks":
+        _copy_package(out)
+    write_json(out / "decisions.json", plan.as_json())
+    write_text(out / "README.md", readme(plan.engine, request, launch, trainer))
+
+
+def _copy_package(out: Path) -> None:
+    """The package of lmworks, and the versions of what it needs, for its container."""
+    package = Path(lmworks.__file__).parent
+    shutil.copytree(package, out / "package" / "lmworks", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    write_text(out / "requirements.txt", "\n".join(_requirements()) + "\n")
+
+
+def _requirements() -> Iterator[str]:
+    """Direct requirements of the base install and of the extra `serve`, in the installed versions."""
+    from packaging.requirements import Requirement
+
+    for text in metadata.requires("lmworks") or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "serve"}):
+            version = metadata.version(requirement.name).partition("+")[0]  # without the label of a local build
+            yield f"{requirement.name}=={version}"

@@ -1,0 +1,189 @@
+"""How a model is divided over devices, and how many sequences fit: weights and KV cache are computed from its config.
+
+The memory of a device is divided into the fraction that the engine may use, and in it: weights, working memory of one batch, KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, floor
+
+from lmworks.deploy.hardware import GB, GPUS, Hardware
+from lmworks.deploy.source import Source
+from lmworks.errors import UserError
+from lmworks.plan.counts import count_by_component
+from lmworks.plan.memory import kv_cache_bytes
+from lmworks.recipe.schema.model import Model
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SHORTEST = 2048  # tokens: a shorter context is not worth a server, unless the model has no longer one
+_TYPICAL = 4  # a sequence has on average a quarter of the context: engines allocate the cache in pages as it grows
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a deployment is for. `fraction`: share of GPU memory that the engine may use; `sequences`: most at once on a GPU and on a CPU;
+    `batch_tokens`: tokens of one forward pass; `room`: full sequences for which one replica must have memory; `widest`: whether all GPUs
+    work on each token; `speculate`: whether layers of multi-token prediction draft tokens."""
+
+    name: str
+    about: str
+    fraction: float
+    sequences: int
+    cpu_sequences: int
+    batch_tokens: int
+    room: int
+    widest: bool
+    speculate: bool
+
+
+SCENARIOS = {
+    one.name: one
+    for one in (
+        Scenario("throughput", "most tokens per second over all requests", 0.92, 256, 16, 8192, 16, False, False),
+        Scenario("balanced", "many users who wait for their answers", 0.90, 64, 8, 4096, 4, False, True),
+        Scenario("latency", "few users, the shortest time per token", 0.88, 8, 2, 2048, 1, True, True),
+    )
+}
+
+
+def scenario_of(name: str) -> Scenario:
+    """The scenario of this name. Raises `UserError` for an unknown one."""
+    if name not in SCENARIOS:
+        known = "; ".join(f"{one.name} ({one.about})" for one in SCENARIOS.values())
+        raise UserError(f"--scenario {name!r} is not known; it is one of: {known}")
+    return SCENARIOS[name]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A division that fits. `tensor` x `data` devices; `expert`: experts are distributed over all of them. `weights`, `working` and `cache`
+    are bytes per device; `kv_token` is bytes of cache per token and device; `sequences` may run at once per replica."""
+
+    tensor: int
+    data: int
+    expert: bool
+    context: int
+    sequences: int
+    batch_tokens: int
+    fraction: float
+    speculate: int
+    weights: float
+    working: float
+    cache: float
+    kv_token: float
+
+
+def element_bytes(source: Source) -> int:
+    """Bytes of one number of the KV cache: of the type of the model."""
+    return _BYTES.get(source.dtype, 2)
+
+
+def fit(source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int | None) -> Fit:
+    """The division of `source` over `hardware` for `scenario`.
+
+    `whole_cache`: the engine allocates the cache of all sequences at their full length (llama.cpp). `single`: the engine computes on one
+    device. `gguf`: it reads the GGUF file, and divides layers instead of matrices. Raises `UserError` with hardware that would do if the
+    model does not fit.
+    """
+    asked = context or source.context
+    if asked > source.context:
+        raise UserError(f"--context {asked} exceeds the {source.context} tokens of the model")
+    choices = [one for tensor in _tensor_sizes(source.model, hardware.count, single or gguf) if (one := _try(
+        source, hardware, scenario, tensor, asked, whole_cache=whole_cache, single=single, gguf=gguf))]  # fmt: skip
+    if not choices:
+        raise UserError(_refusal(source, hardware, scenario, whole_cache=whole_cache, single=single, gguf=gguf, context=asked))
+    if scenario.widest:
+        return choices[-1]
+    roomy = [one for one in choices if one.context == asked and one.cache >= scenario.room * one.kv_token * asked]
+    longest = max(one.context for one in choices)
+    return next(iter(roomy), next(one for one in choices if one.context == longest))
+
+
+def _tensor_sizes(model: Model, count: int, one: bool) -> list[int]:
+    """Degrees of tensor parallelism, ascending, that divide the model's heads and widths."""
+    heads, kv = model.num_attention_heads or 1, model.num_key_value_heads or 1
+    sizes = []
+    for size in range(1, count + 1):
+        widths = [model.intermediate_size or size] + ([model.moe.moe_intermediate_size] if model.moe else [])
+        fits = count % size == 0 and heads % size == 0 and (model.mla is not None or kv % size == 0 or size % kv == 0)
+        if fits and not any(width % size for width in widths):
+            sizes.append(size)
+    return [1] if one else sizes
+
+
+def _try(
+    source: Source, hardware: Hardware, scenario: Scenario, tensor: int, context: int, *, whole_cache: bool, single: bool, gguf: bool
+) -> Fit | None:
+    model = source.model
+    devices = 1 if single else hardware.count
+    data = 1 if gguf else devices // tensor
+    expert = model.moe is not None and devices > 1 and not gguf
+    weights = _weights(source, tensor, data, devices, expert, gguf)
+    most = scenario.cpu_sequences if hardware.on_cpu else scenario.sequences
+    speculate = source.mtp if scenario.speculate and not gguf and not single else 0
+    element = 2 if gguf else element_bytes(source)
+    layers = (model.num_hidden_layers or 1) + speculate
+    kv_token = kv_cache_bytes(model.model_copy(update={"sliding_window": None, "layer_types": ()}), 1, element) * layers / (layers - speculate)
+    if gguf:
+        kv_token /= devices
+    elif model.mla is None:
+        kv_token /= min(tensor, model.num_key_value_heads or 1)
+    fraction = 0.8 if hardware.on_cpu else scenario.fraction
+    batch = max(scenario.batch_tokens // (4 if hardware.on_cpu else 1), 512)
+    working = _working(model, batch, most, tensor, on_cpu=hardware.on_cpu)
+    room = hardware.memory * fraction - weights - working
+    if room <= 0:
+        return None
+    longest = floor(room / kv_token)
+    if longest < context:
+        context = longest // 1024 * 1024
+        if context < min(_SHORTEST, source.context):
+            return None
+    typical = context if whole_cache else max(context / _TYPICAL, min(context, 1024))
+    sequences = max(1, min(most, floor(room / (kv_token * typical))))
+    cache = min(room, sequences * context * kv_token) if whole_cache or hardware.on_cpu else room
+    return Fit(tensor, data, expert, context, sequences, batch, fraction, speculate, weights, working, cache, kv_token)
+
+
+def _weights(source: Source, tensor: int, data: int, devices: int, expert: bool, gguf: bool) -> float:
+    if gguf:
+        return source.gguf_bytes / devices
+    counts = count_by_component(source.model)
+    shared = counts.components.get("experts", 0) / counts.total if expert else 0.0
+    return source.weight_bytes * ((1 - shared) / tensor + shared / (tensor * data))
+
+
+def _working(model: Model, batch: int, sequences: int, tensor: int, *, on_cpu: bool) -> float:
+    """Working memory, estimated: hidden states and the widest intermediate of one batch, logits of the sequences in fp32, and what the
+    libraries of a GPU and captured graphs take."""
+    assert model.hidden_size and model.vocab_size and model.intermediate_size
+    width = 8 * model.hidden_size + 3 * model.intermediate_size / tensor
+    if model.moe:
+        width += 3 * model.moe.num_experts_per_tok * (model.moe.moe_intermediate_size + model.hidden_size)
+    return 2.0 * batch * width + 8.0 * sequences * model.vocab_size + (0.3 if on_cpu else 2.0) * GB
+
+
+def _refusal(
+    source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int
+) -> str:
+    size = (source.gguf_bytes if gguf else source.weight_bytes) / GB
+    text = f"{source.name} has {size:.1f} GB of weights and does not fit {hardware.text}"
+    found = []
+    for name, (memory, fp8) in GPUS.items():
+        for count in (1,) if single else (1, 2, 4, 8):
+            other = Hardware(name, count, memory * GB, fp8)
+            tensors = _tensor_sizes(source.model, count, single or gguf)
+            if any(_try(source, other, scenario, one, context, whole_cache=whole_cache, single=single, gguf=gguf) for one in tensors):
+                found.append((count * memory, f"{count}x{name}"))
+                break
+    if found and not hardware.on_cpu:
+        return f"{text}; these would do: {', '.join(one for _, one in sorted(found)[:4])}; or quantize it"
+    need = replace(hardware, memory=0.0)
+    while need.memory < 1e15:
+        need = replace(need, memory=max(need.memory * 1.05, GB))
+        if any(_try(source, need, scenario, one, context, whole_cache=whole_cache, single=single, gguf=gguf) for one in (1,)):
+            break
+    where = f" or {sorted(found)[0][1]}" if found else ""
+    kind = "a CPU" if hardware.on_cpu else "one device"
+    return f"{text}; {kind} with {ceil(need.memory / GB)} GB would do{where}; or quantize it"

@@ -1,0 +1,121 @@
+"""The model that is deployed: what its files say about it, without reading weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks.errors import UserError
+from lmworks.files import explain_damage, read_json
+from lmworks.recipe.families.registry import family_in
+from lmworks.recipe.loading.huggingface import from_config
+from lmworks.recipe.schema.model import Model
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in Hugging Face's format, and its GGUF file if there is one.
+
+    `weight_bytes`: size of the files that the engine reads. `mtp`: layers of multi-token prediction whose weights are there.
+    `quantization`: `quant_method` of config.json, or "". `dtype`: as config.json says. `template`: text of the chat template.
+    """
+
+    name: str
+    directory: Path
+    gguf: Path | None
+    model: Model
+    family: str
+    weight_bytes: int
+    gguf_bytes: int
+    mtp: int
+    quantization: str
+    bits: int
+    dtype: str
+    template: str
+    context: int
+
+
+def open_source(path: Path, gguf: Path | None = None, name: str | None = None) -> Source:
+    """Read a run directory with an export, or a directory in Hugging Face's format. Raises `UserError` if it is neither."""
+    path = Path(path)
+    directory, found = _places(path)
+    gguf = gguf or found
+    if gguf is not None and not gguf.is_file():
+        raise UserError(f"--gguf {gguf} is not a file")
+    config = read_json(directory / "config.json")
+    with explain_damage(directory / "config.json"):
+        model = from_config(config)
+        quantization, bits = _quantization(config)
+    name = name if name is not None else (path.resolve().name or "model")
+    for text in (name, str(directory.resolve()), str(gguf.resolve() if gguf else "")):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{text!r} is not UTF-8; rename it, or give --name") from None
+    if not name.strip() or len(name) > 200:
+        raise UserError("the name of the model must have 1 to 200 characters; give --name")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files and gguf is None:
+        raise UserError(f"{directory} has no .safetensors file and no GGUF file; export a model: lmworks export RECIPE")
+    template = directory / "chat_template.jinja"
+    return Source(
+        name=name, directory=directory.resolve(), gguf=gguf.resolve() if gguf else None, model=model, family=family_in(config).name,
+        weight_bytes=sum(file.stat().st_size for file in files), gguf_bytes=gguf.stat().st_size if gguf else 0,
+        mtp=_mtp_layers(directory, files, model), quantization=quantization, bits=bits,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        template=template.read_text(encoding="utf-8", errors="replace") if template.is_file() else _embedded_template(directory),
+        context=int(model.max_position_embeddings or 2048),
+    )  # fmt: skip
+
+
+def _places(path: Path) -> tuple[Path, Path | None]:
+    if (path / "config.json").is_file():
+        near = [*sorted(path.glob("*.gguf")), path.parent / "gguf" / "model.gguf"]
+        return path, next((one for one in near if one.is_file()), None)
+    if (path / "resolved.json").is_file():
+        export = path / "export"
+        if not (export / "huggingface" / "config.json").is_file():
+            raise UserError(f"{path} has no export for engines; make one with: lmworks export RECIPE --set export.huggingface=true")
+        gguf = export / "gguf" / "model.gguf"
+        return export / "huggingface", gguf if gguf.is_file() else None
+    raise UserError(f"{path} is neither a run directory (resolved.json) nor a model in Hugging Face's format (config.json)")
+
+
+def _embedded_template(directory: Path) -> str:
+    path = directory / "tokenizer_config.json"
+    found = read_json(path).get("chat_template") if path.is_file() else None
+    return found if isinstance(found, str) else ""
+
+
+def _quantization(config: dict[str, Any]) -> tuple[str, int]:
+    """`quant_method` and the bits of its weights; ("", 16) without quantization."""
+    found = config.get("quantization_config")
+    if not found:
+        return "", 16
+    text = str(found)
+    bits = found.get("bits") or (match := re.search(r"'num_bits': (\d+)", text)) and match[1] or 8
+    return str(found.get("quant_method") or "unknown"), int(bits)
+
+
+def _mtp_layers(directory: Path, files: list[Path], model: Model) -> int:
+    """How many layers of multi-token prediction have weights: the config may state layers that another program has dropped."""
+    if model.mtp is None:
+        return 0
+    layers = range(model.num_hidden_layers or 0, (model.num_hidden_layers or 0) + model.mtp.num_nextn_predict_layers)
+    wanted = [f"model.layers.{layer}.eh_proj.weight" for layer in layers]
+    names: set[str] = set()
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(read_json(index).get("weight_map", ()))
+    else:
+        from safetensors import SafetensorError, safe_open
+
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    names.update(handle.keys())
+            except SafetensorError as error:
+                raise UserError(f"{file} is damaged ({error}); export it again") from None
+    return sum(name in names for name in wanted)
