@@ -70,7 +70,8 @@ def write(
     from lmworks.deploy.source import open_source
     from lmworks.deploy.targets import require_host, require_target
 
-    engine_of(engine), scenario_of(scenario), require_host(host)
+    engine_of(engine), scenario_of(scenario)
+    require_host(host)
     if gpus is not None and cpu:
         raise UserError("--gpus and --cpu exclude each other; give one of them")
     hardware = parse_gpus(gpus) if gpus is not None else cpu_of() if cpu else detect()

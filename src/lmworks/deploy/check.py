@@ -86,7 +86,7 @@ def differences(tokens: list[dict[str, Any]], answer: list[tuple[str, float]]) -
     """
     found = []
     for position, token in enumerate(tokens):
-        top = {text: value for text, value in reversed(token["top"])}
+        top = dict(reversed(token["top"]))  # the likelier one of two tokens with equal text
         first, best = token["top"][0]
         if position >= len(answer):
             found.append(MISSING)
@@ -100,7 +100,9 @@ def differences(tokens: list[dict[str, Any]], answer: list[tuple[str, float]]) -
     return [value if math.isfinite(value) else 100.0 for value in found]
 
 
-def check(url: str, expected: dict[str, Any], key: str | None = None, tolerance: float | None = None, timeout: float = 60) -> dict[str, Any]:
+def check(
+    url: str, expected: dict[str, Any], key: str | None = None, tolerance: float | None = None, timeout: float = 60
+) -> dict[str, Any]:
     """Ask the server at `url` (without /v1) all recorded prompts.
 
     Returns `ok`, `difference` (mean over the tokens, nats), `tolerance`, `worst` (the prompt with the largest mean), and `reason`: empty,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -78,7 +79,8 @@ def write_deployment(
         answers = record(plan.request.source) if expected is None else check.read_expected(expected)
     except check.Refused as error:
         raise UserError(str(error)) from None
-    answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), plan.request.source.bits), "name": plan.request.source.name}
+    source = plan.request.source
+    answers = answers | {"tolerance": tolerance_for(float(answers["tolerance"]), source.bits), "name": source.name}
     with explain_os_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -130,10 +132,8 @@ def _copy_package(out: Path) -> None:
 
 def _requirements() -> Iterator[str]:
     """Direct requirements of the base install and of the extra `serve`, in the installed versions."""
-    from packaging.requirements import Requirement
-
     for text in metadata.requires("lmworks") or ():
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": "serve"}):
-            version = metadata.version(requirement.name).partition("+")[0]  # without the label of a local build
-            yield f"{requirement.name}=={version}"
+        requirement, _, marker = text.partition(";")
+        if not marker or re.search(r"extra == .serve.", marker):
+            name = re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+            yield f"{name}=={metadata.version(name).partition('+')[0]}"  # without the label of a local build

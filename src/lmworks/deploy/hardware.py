@@ -33,7 +33,10 @@ class Hardware:
 
     @property
     def text(self) -> str:
-        return f"{self.count} x {self.device.upper()} of {self.memory / GB:.0f} GB" if not self.on_cpu else f"a CPU with {self.memory / GB:.0f} GB"
+        """For people: number, name and memory."""
+        if self.on_cpu:
+            return f"a CPU with {self.memory / GB:.3g} GB"
+        return f"{self.count} x {self.device.upper()} of {self.memory / GB:.0f} GB"
 
 
 def parse_gpus(text: str) -> Hardware:
@@ -61,6 +64,7 @@ def detect() -> Hardware:
         return cpu()
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     if len({one.name for one in found}) > 1:
-        raise UserError(f"this machine has GPUs of several kinds ({', '.join(sorted({one.name for one in found}))}); say which: --gpus 2xh100")
+        kinds = ", ".join(sorted({one.name for one in found}))
+        raise UserError(f"this machine has GPUs of several kinds ({kinds}); say which: --gpus 2xh100")
     fp8 = (found[0].major, found[0].minor) >= (8, 9)
     return Hardware(found[0].name.removeprefix("NVIDIA ").lower(), len(found), float(found[0].total_memory), fp8)

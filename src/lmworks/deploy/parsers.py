@@ -27,7 +27,12 @@ _TOOLS = (
     _Form(("<｜tool▁calls▁begin｜>",), "deepseek_v3", "deepseekv3", "the template has DeepSeek-V3's marks of tool calls"),
     _Form(("[TOOL_CALLS]",), "mistral", "mistral", "the template has Mistral's [TOOL_CALLS]"),
     _Form(("<|python_tag|>",), "llama3_json", "llama3", "the template has Llama 3's <|python_tag|>"),
-    _Form(("<tool_call>", '"arguments"'), "hermes", "qwen25", "the template writes tool calls as JSON inside <tool_call>, as Hermes and Qwen do"),
+    _Form(
+        ("<tool_call>", '"arguments"'),
+        "hermes",
+        "qwen25",
+        "the template writes tool calls as JSON inside <tool_call>, as Hermes and Qwen do",
+    ),
 )
 _REASONING = (
     _Form(("<think>", "<arg_key>"), "glm45", "glm45", "the template puts thoughts into <think>, as GLM-4.5 does"),

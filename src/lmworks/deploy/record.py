@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +16,19 @@ from lmworks.serve.vocabulary import Vocabulary
 from lmworks.tokenizer import load
 
 PROMPTS = (
-    "The capital of France is", "Water boils at a temperature of", "def fibonacci(n):\n    ", "import os\nimport sys\n\n\ndef main():\n",
-    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =", "Once upon a time there was a", '{"name": "Alice", "age": 30, "city": "', "The following is a list of the months:",
-    "A B C D E F G", "In the beginning", "# Introduction\n\nThis document describes", "for i in range(10):\n    print(",
-)  # fmt: skip
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n",
+    "1 + 1 = 2\n2 + 2 = 4\n3 + 3 =",
+    "Once upon a time there was a",
+    '{"name": "Alice", "age": 30, "city": "',
+    "A B C D E F G",
+    "The following is a list of the months:",
+    "In the beginning",
+    "# Introduction\n\nThis document describes",
+    "for i in range(10):\n    print(",
+)
 _LENGTH = 8  # tokens generated for each prompt
 _TOP = 10  # alternatives kept for each token
 _ROUNDING = 4  # a server may differ by so many times the difference that 16-bit arithmetic makes
@@ -45,8 +53,8 @@ def record(source: Source) -> dict[str, Any]:
         raise UserError("answers are recorded from .safetensors files, and there are none; give a file of recorded answers with --expect")
     if need > machine.available_memory():
         raise UserError(
-            f"recording answers of {source.name} takes {need / 1e9:.1f} GB of memory, and {machine.available_memory() / 1e9:.1f} GB are free; "
-            "run lmworks deploy record on a larger machine, and give the file with --expect"
+            f"recording answers of {source.name} takes {need / 1e9:.2f} GB of memory, and {machine.available_memory() / 1e9:.2f} GB are "
+            "free; run lmworks deploy record on a larger machine, and give the file with --expect"
         )
     model = read_model(source.directory)
     vocabulary = Vocabulary(load(source.directory))

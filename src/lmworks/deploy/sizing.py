@@ -124,7 +124,7 @@ def _try(
     speculate = source.mtp if scenario.speculate and not gguf and not single else 0
     element = 2 if gguf else element_bytes(source)
     layers = (model.num_hidden_layers or 1) + speculate
-    kv_token = kv_cache_bytes(model.model_copy(update={"sliding_window": None, "layer_types": ()}), 1, element) * layers / (layers - speculate)
+    kv_token = kv_cache_bytes(model, 1, element) * layers / (layers - speculate)  # sliding windows, which need less later, not counted
     if gguf:
         kv_token /= devices
     elif model.mla is None:
@@ -164,9 +164,7 @@ def _working(model: Model, batch: int, sequences: int, tensor: int, *, on_cpu: b
     return 2.0 * batch * width + 8.0 * sequences * model.vocab_size + (0.3 if on_cpu else 2.0) * GB
 
 
-def _refusal(
-    source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int
-) -> str:
+def _refusal(source: Source, hardware: Hardware, scenario: Scenario, *, whole_cache: bool, single: bool, gguf: bool, context: int) -> str:
     size = (source.gguf_bytes if gguf else source.weight_bytes) / GB
     text = f"{source.name} has {size:.1f} GB of weights and does not fit {hardware.text}"
     found = []

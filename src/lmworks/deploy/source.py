@@ -94,8 +94,8 @@ def _quantization(config: dict[str, Any]) -> tuple[str, int]:
     found = config.get("quantization_config")
     if not found:
         return "", 16
-    text = str(found)
-    bits = found.get("bits") or (match := re.search(r"'num_bits': (\d+)", text)) and match[1] or 8
+    stated = re.findall(r"'num_bits': (\d+)", str(found))  # compressed-tensors: of each group of layers
+    bits = found.get("bits") or (min(map(int, stated)) if stated else 8)
     return str(found.get("quant_method") or "unknown"), int(bits)
 
 

@@ -11,7 +11,10 @@ _HEAD = """#!/bin/sh
 set -eu
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
 """
-_ARGV = "import runpy, sys; key = open(sys.argv.pop(1)).read().strip(); sys.argv += [sys.argv.pop(1), key]; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+_ARGV = (
+    "import runpy, sys; key = open(sys.argv.pop(1)).read().strip(); sys.argv += [sys.argv.pop(1), key]; "
+    "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+)
 
 
 def start_script(request: Request, launch: Launch) -> str:

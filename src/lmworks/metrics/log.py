@@ -22,16 +22,17 @@ class MetricLog:
 
     `resume_step` is the first step that will be written: lines of it and of later steps, left by a run that got further than its
     last checkpoint, are cut, so that the curve has each step once. Only what is cut is read. Every line is with the operating
-    system when `write` returns (a killed process loses none) and on the disk after `flush`.
+    system when `write` returns (a killed process loses none) and on the disk after `flush`. `heartbeats` is the folder of the ranks'
+    heartbeats, which the Prometheus sink reads.
     """
 
-    def __init__(self, run_dir: Path, options: Metrics, resume_step: int = 0) -> None:
+    def __init__(self, run_dir: Path, options: Metrics, resume_step: int = 0, heartbeats: Path | None = None) -> None:
         self.path = Path(run_dir) / FILE
         with explain_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = jsonl.open_append(self.path)
         self.dropped = jsonl.cut_tail(self._fd, lambda record: record["step"] >= resume_step)
-        self._sinks: list[Sink] = open_sinks(Path(run_dir), options, resume_step)
+        self._sinks: list[Sink] = open_sinks(Path(run_dir), options, resume_step, heartbeats)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of a step. Names are those of `metrics.names` (`KeyError` otherwise); steps never fall."""

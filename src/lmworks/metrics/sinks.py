@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from lmworks import machine
 from lmworks.errors import UserError
 from lmworks.files import write_text
 from lmworks.metrics.names import describe
 from lmworks.recipe.schema.metrics import Metrics
+from lmworks.watch.heartbeat import read_beats
 
 
 class Sink(Protocol):
@@ -26,15 +30,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(run_dir: Path, options: Metrics, resume_step: int) -> list[Sink]:
-    """The sinks that the recipe asks for; `UserError` names the extra that one of them needs."""
+def open_sinks(run_dir: Path, options: Metrics, resume_step: int, heartbeats: Path | None = None) -> list[Sink]:
+    """The sinks that the recipe asks for; `UserError` names the extra that one of them needs. `heartbeats`: their folder."""
     sinks: list[Sink] = []
     if options.tensorboard:
         sinks.append(TensorBoard(run_dir, resume_step))
     if options.wandb_project:
         sinks.append(WeightsAndBiases(run_dir, options.wandb_project))
     if options.prometheus_port:
-        sinks.append(Prometheus(options.prometheus_port))
+        sinks.append(Prometheus(options.prometheus_port, run_dir, heartbeats))
     return sinks
 
 
@@ -102,12 +106,15 @@ def prometheus_name(name: str) -> str:
 
 
 class Prometheus:
-    """The newest value of each metric at http://127.0.0.1:PORT/metrics, as `lmworks_train_loss` and so on."""
+    """The newest value of each metric at http://127.0.0.1:PORT/metrics, as `lmworks_train_loss` and so on; and what is measured when
+    somebody asks, so that it is right while training stands still: free disk space of the run directory, and for how long each rank has
+    given no sign of life."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, run_dir: Path, heartbeats: Path | None = None) -> None:
         self._client = _import("prometheus_client", "metrics.prometheus_port", "prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
+        self._registry.register(_Live(self._client, run_dir, heartbeats))
         try:
             self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except OSError as error:
@@ -134,3 +141,22 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Live:
+    """Values that are measured at every scrape: a collector of prometheus_client."""
+
+    def __init__(self, client: ModuleType, run_dir: Path, heartbeats: Path | None) -> None:
+        self._client, self._run_dir, self._heartbeats = client, run_dir, heartbeats
+
+    def collect(self) -> Iterator[Any]:
+        gauge = self._client.core.GaugeMetricFamily
+        yield gauge("lmworks_disk_free_bytes", "free space of the run directory's file system", machine.free_disk(self._run_dir))
+        silent = gauge("lmworks_rank_silent_seconds", "time since a rank last showed that its process is alive", labels=["rank", "host"])
+        beats = read_beats(self._heartbeats) if self._heartbeats is not None else []
+        for beat in beats:
+            if beat.state != "left":
+                silent.add_metric([str(beat.rank), beat.host], max(0.0, time.time() - beat.seen))
+        if not beats:  # the only rank is this process, which answers
+            silent.add_metric(["0", socket.gethostname()], 0.0)
+        yield silent

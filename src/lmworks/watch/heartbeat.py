@@ -61,6 +61,7 @@ class Heartbeat:
 
     def __init__(self, directory: Path | None, rank: int = 0) -> None:
         self._fd, self._lock, machine = -1, threading.Lock(), socket.gethostname()
+        self.directory = directory
         self._last = Beat(rank, os.environ.get(HOST, machine), machine, os.getpid(), time=time.time())
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,8 @@ class Request:
         fit, source = self.fit, self.source
         if fit.context == source.context:
             return "the model's whole context"
-        return f"of the {source.context:,} tokens of the model; {fit.kv_token * fit.context / GB:.2f} GB of KV cache per sequence and device"
+        cache = fit.kv_token * fit.context / GB
+        return f"of the {source.context:,} tokens of the model; {cache:.2f} GB of KV cache per sequence and device"
 
     @property
     def sequences_reason(self) -> str:

@@ -12,7 +12,9 @@ _PACKAGE = "llama_cpp_python-0.3.36"
 _SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _BUILD = """# llama.cpp from one pinned source package of the Python package index: the version that lmworks tests.
 FROM {base} AS build
-RUN apt-get update && apt-get install -y --no-install-recommends build-essential cmake ninja-build python3-pip && rm -rf /var/lib/apt/lists/*
+RUN apt-get update \\
+    && apt-get install -y --no-install-recommends build-essential cmake ninja-build python3-pip \\
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 RUN pip3 download -q --no-deps --no-build-isolation --no-binary=:all: llama-cpp-python==0.3.36 --break-system-packages \\
     && echo "{sha256}  {package}.tar.gz" | sha256sum -c - && tar -xzf {package}.tar.gz
@@ -38,9 +40,13 @@ def launch(request: Request) -> Launch:
         Flag("--host", request.host, "loopback unless asked: an address of this machine alone"),
         Flag("--port", str(request.port), "the port of the API"),
         Flag("--parallel", str(slots), request.sequences_reason),
-        Flag("--ctx-size", str(slots * fit.context), f"the cache of all {slots} sequences of {fit.context} tokens each, allocated at the start"),
+        Flag("--ctx-size", str(slots * fit.context), f"{slots} sequences of {fit.context} tokens each, allocated at the start"),
         Flag("--batch-size", str(fit.batch_tokens), "tokens of one forward pass: more fills the device, fewer shortens the wait"),
-        Flag("--jinja", None, "the model's own chat template, by which llama.cpp also reads tool calls: " + tool_parser(source.template).reason),
+        Flag(
+            "--jinja",
+            None,
+            "the model's own chat template, which also decides how tool calls are read: " + tool_parser(source.template).reason,
+        ),
         Flag("--metrics", None, "Prometheus reads /metrics"),
         Flag("--no-ui", None, "an API alone: the page is one more thing that the port would offer"),
         Flag("prompt cache", None, "the cache of equal beginnings is used again by default", note=True),
@@ -54,7 +60,8 @@ def launch(request: Request) -> Launch:
             flags.append(Flag("--split-mode", "layer", f"the layers are divided over {hardware.count} GPUs"))
     cuda = not hardware.on_cpu
     container = _BUILD.format(
-        base="nvidia/cuda:12.6.3-devel-ubuntu24.04" if cuda else "debian:12.11-slim", package=_PACKAGE, sha256=_SHA256,
-        runtime="nvidia/cuda:12.6.3-runtime-ubuntu24.04" if cuda else "debian:12.11-slim", options="-DGGML_CUDA=ON -DGGML_NATIVE=OFF" if cuda else "-DGGML_NATIVE=OFF",
+        base="nvidia/cuda:12.6.3-devel-ubuntu24.04" if cuda else "debian:12.11-slim",
+        runtime="nvidia/cuda:12.6.3-runtime-ubuntu24.04" if cuda else "debian:12.11-slim",
+        options="-DGGML_NATIVE=OFF -DGGML_CUDA=ON" if cuda else "-DGGML_NATIVE=OFF", package=_PACKAGE, sha256=_SHA256,
     )  # fmt: skip
     return Launch(("llama-server",), ("--model",), ("option", "--api-key-file"), tuple(flags), container, gpu_devices=cuda)

@@ -14,7 +14,7 @@ _CPU = "public.ecr.aws/q9t5s3a7/vllm-cpu-release-repo"
 
 def launch(request: Request) -> Launch:
     """Flags of `vllm serve`."""
-    source, hardware, scenario, fit = request.source, request.hardware, request.scenario, request.fit
+    source, hardware, fit = request.source, request.hardware, request.fit
     dtype, why = dtype_of(source)
     flags = [
         Flag("--served-model-name", source.name, "the name by which clients ask for the model"),
@@ -23,14 +23,21 @@ def launch(request: Request) -> Launch:
         Flag("--dtype", dtype, why),
         Flag("--max-model-len", str(fit.context), request.context_reason),
         Flag("--max-num-seqs", str(fit.sequences), request.sequences_reason),
-        Flag("--max-num-batched-tokens", str(fit.batch_tokens), "tokens of one forward pass: more fills the device, fewer shortens the wait"),
+        Flag(
+            "--max-num-batched-tokens", str(fit.batch_tokens), "tokens of one forward pass: more fills the device, fewer shortens the wait"
+        ),
         Flag("--enable-chunked-prefill", None, "long prompts are computed in pieces between the tokens of other answers"),
         Flag("--enable-prefix-caching", None, "the cache of equal beginnings, such as system prompts, is used again"),
     ]
     if hardware.on_cpu:
         flags += [
             Flag("--enforce-eager", None, "without compilation, which needs a compiler and minutes at the start"),
-            Flag("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(fit.cache / GB))), "memory of the KV cache in GB, from the model's config", env=True),
+            Flag(
+                "VLLM_CPU_KVCACHE_SPACE",
+                str(max(1, round(fit.cache / GB))),
+                "memory of the KV cache in GB, from the model's config",
+                env=True,
+            ),
         ]
     else:
         flags += [

@@ -67,10 +67,14 @@ ENGINE_METRICS: dict[str, EngineMetrics] = {
         panels=(
             _requests("lmworks_answers_running", "lmworks_answers_waiting"),
             _tokens("lmworks_prompt_tokens_total", "lmworks_generated_tokens_total"),
-            Panel("Requests per second by status", "reqps",
-                  (Query(f"sum by (status) (rate(lmworks_requests_total[{_RATE}]))", "{{status}}"),)),
-            Panel("Mean duration of a request", "s", (Query(
-                f"sum(rate(lmworks_request_seconds_total[{_RATE}])) / sum(rate(lmworks_requests_total[{_RATE}]))", "mean"),)),
+            Panel(
+                "Requests per second by status", "reqps", (Query(f"sum by (status) (rate(lmworks_requests_total[{_RATE}]))", "{{status}}"),)
+            ),
+            Panel(
+                "Mean duration of a request",
+                "s",
+                (Query(f"sum(rate(lmworks_request_seconds_total[{_RATE}])) / sum(rate(lmworks_requests_total[{_RATE}]))", "mean"),),
+            ),
         ),
         waiting="sum(lmworks_answers_waiting)",
         errors=_share('lmworks_requests_total{status=~"5.."}', "lmworks_requests_total"),
@@ -83,11 +87,19 @@ ENGINE_METRICS: dict[str, EngineMetrics] = {
             Panel("Time per output token", "s", _quantiles("vllm:inter_token_latency_seconds")),
             Panel("Duration of a request", "s", _quantiles("vllm:e2e_request_latency_seconds")),
             Panel("KV cache in use", "percentunit", (Query("max(vllm:kv_cache_usage_perc)", "share"),)),
-            Panel("Prefix cache", "percentunit", (Query(
-                f"sum(rate(vllm:prefix_cache_hits_total[{_RATE}])) / (sum(rate(vllm:prefix_cache_queries_total[{_RATE}])) > 0) or vector(0)",
-                "hits per prompt token"),)),
-            Panel("Requests per second by status", "reqps",
-                  (Query(f"sum by (status) (rate(http_requests_total[{_RATE}]))", "{{status}}"),)),
+            Panel(
+                "Prefix cache",
+                "percentunit",
+                (
+                    Query(
+                        _share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total", _RATE),
+                        "hits per prompt token",
+                    ),
+                ),
+            ),
+            Panel(
+                "Requests per second by status", "reqps", (Query(f"sum by (status) (rate(http_requests_total[{_RATE}]))", "{{status}}"),)
+            ),
         ),
         waiting="sum(vllm:num_requests_waiting)",
         errors=_share('http_requests_total{status="5xx"}', "http_requests_total"),
@@ -102,29 +114,45 @@ ENGINE_METRICS: dict[str, EngineMetrics] = {
             Panel("Prefix cache", "percentunit", (Query("avg(sglang:cache_hit_rate)", "hit rate"),)),
         ),
         waiting="sum(sglang:num_queue_reqs)",
-        errors=None, no_errors="SGLang does not count failed requests; the check reports a server that does not answer",
+        errors=None,
+        no_errors="SGLang does not count failed requests; the check reports a server that does not answer",
     ),
     "llama.cpp": EngineMetrics(
         panels=(
             _requests("llamacpp:requests_processing", "llamacpp:requests_deferred"),
             _tokens("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total"),
-            Panel("Speed of computation", "short", (
-                Query("avg(llamacpp:prompt_tokens_seconds)", "prompt tokens per second"),
-                Query("avg(llamacpp:predicted_tokens_seconds)", "answer tokens per second"),
-            )),
+            Panel(
+                "Speed of computation",
+                "short",
+                (
+                    Query("avg(llamacpp:prompt_tokens_seconds)", "prompt tokens per second"),
+                    Query("avg(llamacpp:predicted_tokens_seconds)", "answer tokens per second"),
+                ),
+            ),
             Panel("Busy slots per step", "short", (Query("avg(llamacpp:n_busy_slots_per_decode)", "slots"),)),
         ),
         waiting="sum(llamacpp:requests_deferred)",
-        errors=None, no_errors="llama.cpp does not count failed requests; the check reports a server that does not answer",
+        errors=None,
+        no_errors="llama.cpp does not count failed requests; the check reports a server that does not answer",
     ),
-}  # fmt: skip
+}
 
 CHECK_PANELS = (
-    Panel("Server and check answer", "short", (Query('min(up{job="engine"})', "metrics answer"), Query("min(lmworks_check_ok)", "answers agree")),
-          "1 is good. The check asks the server fixed questions and compares log-probabilities with recorded ones."),
-    Panel("Difference from the recorded answers", "short", (
-        Query("max(lmworks_check_difference_nats)", "difference in nats"), Query("max(lmworks_check_tolerance_nats)", "largest that passes"))),
-)  # fmt: skip
+    Panel(
+        "Server and check answer",
+        "short",
+        (Query('min(up{job="engine"})', "metrics answer"), Query("min(lmworks_check_ok)", "answers agree")),
+        "1 is good. The check asks the server fixed questions and compares log-probabilities with recorded ones.",
+    ),
+    Panel(
+        "Difference from the recorded answers",
+        "short",
+        (
+            Query("max(lmworks_check_difference_nats)", "difference in nats"),
+            Query("max(lmworks_check_tolerance_nats)", "largest that passes"),
+        ),
+    ),
+)
 
 
 def serving_panels(engine: str) -> list[tuple[str, tuple[Panel, ...]]]:
@@ -132,7 +160,14 @@ def serving_panels(engine: str) -> list[tuple[str, tuple[Panel, ...]]]:
     return [("Health", CHECK_PANELS), ("Engine", ENGINE_METRICS[engine].panels)]
 
 
-_ROWS = {"train": "Loss and progress", "optim": "Optimizer", "validation": "Validation", "perf": "Speed", "experts": "Experts", "system": "Machine"}
+_ROWS = {
+    "train": "Loss and progress",
+    "optim": "Optimizer",
+    "validation": "Validation",
+    "perf": "Speed",
+    "experts": "Experts",
+    "system": "Machine",
+}
 _UNITS = {"s": "s", "bytes": "bytes", "%": "percent", "degrees C": "celsius", "W": "watt"}
 _ALL_LAYERS = "{layer}"
 
@@ -148,9 +183,13 @@ def training_panels(model: Model | None) -> list[tuple[str, tuple[Panel, ...]]]:
     rows["perf"].append(Panel("Step", "short", (Query('lmworks_step{job="trainer"}', "step"),)))
     rows["system"] += [
         Panel("Free disk space of the run directory", "bytes", (Query('lmworks_disk_free_bytes{job="trainer"}', "free"),)),
-        Panel("Silence of the ranks", "s", (Query('max by (rank) (lmworks_rank_silent_seconds{job="trainer"})', "rank {{rank}}"),),
-              "Seconds since each rank last showed that its process is alive."),
-    ]  # fmt: skip
+        Panel(
+            "Silence of the ranks",
+            "s",
+            (Query('max by (rank) (lmworks_rank_silent_seconds{job="trainer"})', "rank {{rank}}"),),
+            "Seconds since each rank last showed that its process is alive.",
+        ),
+    ]
     return [(_ROWS[group], tuple(rows[group])) for group in _ROWS if rows[group]]
 
 

@@ -1,0 +1,199 @@
+"""`lmworks deploy` from the command line: what it writes, hostile names, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import Lmworks
+
+from deployable import GLM, export, serving
+from tiny_run import Tiny
+
+HOSTILE = 'it\'s "a"; $(touch /tmp/pwned) `x` $HOME ${LMWORKS_MODEL}\n- b: {c}\u2028#é \\'
+
+
+@pytest.fixture(scope="session")
+def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny, tmp_path_factory.mktemp("models"), GLM | {"mtp": {}}, gguf=True)
+
+
+@pytest.fixture(scope="session")
+def answers(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recorded answers, so that not every test records them."""
+    from lmworks.deploy.record import record
+    from lmworks.deploy.source import open_source
+
+    path = tmp_path_factory.mktemp("answers") / "expected.json"
+    path.write_text(json.dumps(record(open_source(exported))))
+    return path
+
+
+def arguments(script: Path, program: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """With which arguments and environment start.sh starts its program."""
+    fake = folder / "bin" / program
+    fake.parent.mkdir()
+    fake.write_text(f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n")
+    fake.chmod(0o755)
+    environment = {"PATH": f"{fake.parent}:/usr/bin:/bin"}
+    done = subprocess.run([str(script)], env=environment, capture_output=True, encoding="utf-8", cwd="/")
+    assert done.returncode == 0, done.stderr
+    words, variables = json.loads(done.stdout)
+    return words, variables
+
+
+def test_vllm(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "d"
+    done = lmworks(
+        "deploy", exported, "--engine", "vllm", "--scenario", "latency", "--gpus", "8xh100", "--out", out, "--trainer", "127.0.0.1:9400"
+    )
+    assert done.code == 0, done.err
+    key = (out / "secrets/api_key").read_text().strip()
+    assert (out / "secrets/api_key").stat().st_mode & 0o777 == 0o600 and len(key) >= 32
+    words, variables = arguments(out / "start.sh", "vllm", tmp_path)
+    assert words[:2] == ["serve", str(exported.resolve())]
+    options = dict(zip(words, [*words[1:], ""], strict=True))
+    assert options["--host"] == "127.0.0.1" and options["--tool-call-parser"] == "glm45" and options["--tensor-parallel-size"] == "4"
+    assert json.loads(options["--speculative-config"])["method"] == "mtp"
+    assert options["--dtype"] == "float32" and options["--max-model-len"] == "512"
+    assert variables["VLLM_API_KEY"] == key
+    for path in out.rglob("*"):
+        if path.is_file() and path.parent.name != "secrets":
+            assert key not in path.read_text(), path
+    assert not any(key in word for word in words) and key not in done.out
+    compose = yaml.safe_load((out / "compose.yaml").read_text())
+    assert set(compose["services"]) == {"engine", "check", "prometheus", "grafana"}
+    assert all(":" in service["image"].rpartition("/")[2] for service in compose["services"].values() if "image" in service)
+    assert re.search(r"^FROM \S+:v\d", (out / "Containerfile").read_text(), flags=re.M)
+    jobs = {job["job_name"] for job in yaml.safe_load((out / "prometheus.yml").read_text())["scrape_configs"]}
+    assert jobs == {"engine", "check", "trainer"}
+    every = json.loads((out / "decisions.json").read_text())["flags"]
+    assert all(flag["reason"] for flag in every)
+    for flag in every:
+        assert flag["reason"] in (out / "start.sh").read_text() and flag["reason"] in (out / "README.md").read_text()
+
+
+def test_the_built_in_server_is_started_by_its_script_and_passes_the_check(
+    lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "d"
+    assert lmworks("deploy", exported, "--engine", "lmworks", "--cpu", "--out", out, "--expect", answers).code == 0
+    assert (out / "package/lmworks/cli/main.py").is_file()
+    wanted = (out / "requirements.txt").read_text()
+    assert re.search(r"^torch==\d", wanted, flags=re.M) and "uvicorn==" in wanted and "trafilatura" not in wanted
+    with serving(exported) as url:
+        done = lmworks("deploy", "check", url, "--expect", out / "expected.json")
+        assert done.code == 0 and done.out.startswith("ok: "), done.out
+    with serving(exported, noise=1.0) as url:
+        done = lmworks("deploy", "check", url, "--expect", out / "expected.json", "--json")
+        assert done.code == 1 and json.loads(done.out)["ok"] is False
+
+
+def test_llama_cpp_gets_the_key_as_a_file(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("my-own-key\n")
+    key.chmod(0o600)
+    out = tmp_path / "d"
+    done = lmworks("deploy", exported, "--engine", "llama.cpp", "--cpu", "--out", out, "--expect", answers, "--api-key-file", key, "--json")
+    assert json.loads(done.out)["fit"]["sequences"] >= 1
+    words, variables = arguments(out / "start.sh", "llama-server", tmp_path)
+    assert words[:2] == ["--model", str((exported.parent / "gguf/model.gguf").resolve())]
+    assert words[words.index("--api-key-file") + 1] == str(out / "secrets/api_key")
+    assert (out / "secrets/api_key").read_text() == "my-own-key\n"
+    assert "my-own-key" not in [*words, *variables.values()]
+
+
+def test_sglangs_key_is_in_no_command_line(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    """The words of the start script reach the module with the key, which /proc shows nowhere."""
+    out = tmp_path / "d"
+    assert lmworks("deploy", exported, "--engine", "sglang", "--gpus", "h100", "--out", out, "--expect", answers).code == 0
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "launch_server.py").write_text("import json, sys; print(json.dumps([sys.argv, open('/proc/self/cmdline').read()]))")
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([str(out / "start.sh")], env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    words, shown = json.loads(done.stdout)
+    key = (out / "secrets/api_key").read_text().strip()
+    assert words[words.index("--api-key") + 1] == key and key not in shown
+    assert words[words.index("--model-path") + 1] == str(exported.resolve())
+
+
+def test_hostile_names(lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path) -> None:
+    folder = tmp_path / HOSTILE.replace("/", "_")
+    folder.symlink_to(exported)
+    renamed = tmp_path / "real" / HOSTILE.replace("/", "_")
+    renamed.parent.mkdir()
+    renamed.mkdir()
+    for file in exported.iterdir():
+        (renamed / file.name).symlink_to(file)
+    out = tmp_path / "d"
+    done = lmworks("deploy", renamed, "--gpus", "h100", "--out", out, "--expect", answers, "--name", HOSTILE)
+    assert done.code == 0, done.err
+    words, _ = arguments(out / "start.sh", "vllm", tmp_path)
+    assert words[1] == str(renamed.resolve()) and words[words.index("--served-model-name") + 1] == HOSTILE
+    compose = yaml.safe_load((out / "compose.yaml").read_text())
+    (mounted,) = [one["source"] for one in compose["services"]["engine"]["volumes"] if one["target"] == "/model"]
+    assert mounted.replace("$$", "$") == str(renamed.resolve()) and "$" not in mounted.replace("$$", "")
+    assert json.loads((out / "expected.json").read_text())["name"] == HOSTILE
+    assert "\n- b" not in (out / "README.md").read_text()
+    assert not Path("/tmp/pwned").exists()
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "engine": (["--engine", "tgi"], "--engine 'tgi' is not known; it is one of: vllm, sglang, llama.cpp, lmworks"),
+    "scenario": (["--scenario", "fast"], "--scenario 'fast' is not known"),
+    "gpu": (["--gpus", "8xv100"], "--gpus '8xv100' is not known"),
+    "none": (["--gpus", "0xh100"], "from 1 to 64"),
+    "both": (["--gpus", "h100", "--cpu"], "exclude each other"),
+    "context": (["--gpus", "h100", "--context", "100000"], "exceeds the 512 tokens"),
+    "host": (["--gpus", "h100", "--host", "a b"], "neither an IP address nor a host name"),
+    "trainer": (["--gpus", "h100", "--trainer", "9400"], "must be HOST:PORT"),
+    "gguf": (["--gpus", "h100", "--engine", "llama.cpp", "--gguf", "/nonexistent.gguf"], "is not a file"),
+    "expect": (["--gpus", "h100", "--expect", "/nonexistent.json"], "has no recorded answers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_one_line(lmworks: Lmworks, exported: Path, tmp_path: Path, case: str) -> None:
+    options, message = BAD[case]
+    assert message in lmworks("deploy", exported, "--out", tmp_path / "d", *options).error
+    assert not (tmp_path / "d").exists()
+
+
+def test_what_lies_around_is_refused(
+    lmworks: Lmworks, exported: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(*options: Any) -> str:
+        return lmworks("deploy", exported, "--gpus", "h100", "--expect", answers, *options).error
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("mine")
+    assert "is not an empty directory" in error("--out", tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["a"]
+    key = tmp_path / "key"
+    key.write_text("k")
+    key.chmod(0o644)
+    assert f"can be read by other users; run: chmod 600 {key}" in error("--out", tmp_path / "d", "--api-key-file", key)
+    key.chmod(0o600)
+    key.write_text("two words")
+    assert "one key of printable ASCII" in error("--out", tmp_path / "d", "--api-key-file", key)
+    monkeypatch.setenv("LMWORKS_MACHINE", f"{os.environ['LMWORKS_MACHINE']},memory=1e8")
+    refused = lmworks("deploy", exported, "--cpu", "--out", tmp_path / "d", "--expect", answers).error
+    assert "does not fit a CPU with 0.1 GB" in refused and "would do" in refused
+    assert not (tmp_path / "d").exists()
+    assert "neither a run directory" in lmworks("deploy", tmp_path, "--gpus", "h100", "--out", tmp_path / "d").error
+
+
+def test_recorded_answers_are_a_file_of_their_own(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
+    done = lmworks("deploy", "record", exported, "--out", tmp_path / "e.json", "--json")
+    assert json.loads(done.out)["tokens"] >= 15 and (tmp_path / "e.json").is_file()
+    assert "is no address" in lmworks("deploy", "check", "localhost", "--expect", tmp_path / "e.json").error
