@@ -67,6 +67,11 @@ def _libaio() -> str | None:
     return None if AsyncIOBuilder().is_compatible(verbose=False) else "no libaio: apt-get install libaio-dev"
 
 
+def _prometheus() -> str | None:
+    found = shutil.which("prometheus") and shutil.which("promtool")
+    return None if found else "no prometheus: apt-get install prometheus"
+
+
 NEEDS = {
     need.name: need
     for need in (
@@ -75,6 +80,7 @@ NEEDS = {
         Need("slurm", slurm_cluster.missing, ("slurm-wlm", "munge")),
         Need("sshd", _sshd, ("openssh-server",)),
         Need("libaio", _libaio, ("libaio-dev",)),
+        Need("prometheus", _prometheus, ("prometheus",)),
     )
 }
 

@@ -17,7 +17,8 @@ from lmworks.recipe.schema.model import Model
 LLAMA_70B = Model(vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
                   intermediate_size=28672, max_position_embeddings="131072 tokens")  # fmt: skip
 GLM_355B = Model.model_validate({
-    "vocab_size": 151552, "hidden_size": 5120, "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151552, "hidden_size": 5120, "num_hidden_layers": 92, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128,
     "intermediate_size": 12288, "attention_bias": True, "use_qk_norm": True, "rope": {"partial_rotary_factor": 0.5},
     "moe": {"n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "first_k_dense_replace": 3},
     "mtp": {}, "max_position_embeddings": "131072 tokens",
@@ -28,7 +29,8 @@ def source(model: Model, bits: int = 16, **changes: Any) -> Source:
     counts = count_by_component(model)
     size = (counts.total + counts.mtp) * bits // 8
     values: dict[str, Any] = {
-        "name": "m", "directory": Path("/m"), "gguf": Path("/m.gguf"), "model": model, "family": "", "weight_bytes": size, "gguf_bytes": size,
+        "name": "m", "directory": Path("/m"), "gguf": Path("/m.gguf"), "model": model, "family": "", "weight_bytes": size,
+        "gguf_bytes": size,
         "mtp": 1 if model.mtp else 0, "quantization": "compressed-tensors" if bits < 16 else "", "bits": bits, "dtype": "bfloat16",
         "template": "<tool_call> <arg_key> <think>", "context": int(model.max_position_embeddings or 0),
     }  # fmt: skip
@@ -41,7 +43,7 @@ def flags(*arguments: Any, **options: Any) -> dict[str, str | None]:
 
 
 def test_70b_on_eight_h100() -> None:
-    """141 GB of weights and 327,680 bytes of cache per token: two GPUs hold the weights alone; four hold a full sequence of 43 GB too, and no
+    """141 GB of weights and 327,680 bytes of cache per token: two GPUs hold the weights alone; four hold a full sequence of 43 GB too; no
     number of GPUs has room for 16 of them."""
     plan = plan_deployment(source(LLAMA_70B), "vllm", "throughput", parse_gpus("8xh100"))
     fit = plan.request.fit

@@ -114,7 +114,9 @@ class Prometheus:
         self._client = _import("prometheus_client", "metrics.prometheus_port", "prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
-        self._registry.register(_Live(self._client, run_dir, heartbeats))
+        self._registry.register(
+            _Live(_import("prometheus_client.core", "metrics.prometheus_port", "prometheus").GaugeMetricFamily, run_dir, heartbeats)
+        )
         try:
             self._server, self._thread = self._client.start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except OSError as error:
@@ -146,11 +148,11 @@ class Prometheus:
 class _Live:
     """Values that are measured at every scrape: a collector of prometheus_client."""
 
-    def __init__(self, client: ModuleType, run_dir: Path, heartbeats: Path | None) -> None:
-        self._client, self._run_dir, self._heartbeats = client, run_dir, heartbeats
+    def __init__(self, family: Any, run_dir: Path, heartbeats: Path | None) -> None:
+        self._family, self._run_dir, self._heartbeats = family, run_dir, heartbeats
 
     def collect(self) -> Iterator[Any]:
-        gauge = self._client.core.GaugeMetricFamily
+        gauge = self._family
         yield gauge("lmworks_disk_free_bytes", "free space of the run directory's file system", machine.free_disk(self._run_dir))
         silent = gauge("lmworks_rank_silent_seconds", "time since a rank last showed that its process is alive", labels=["rank", "host"])
         beats = read_beats(self._heartbeats) if self._heartbeats is not None else []

@@ -177,5 +177,6 @@ def pretrain(
         if first_rank and not recipe.shards.cache and _size(batches.manifest) <= _QUICKLY_READ:
             verify(run_dir / "shards", batches.manifest)
         pieces = held_out(batches, recipe, length, rows)  # opened only now: files that are cut short are the hashes' to name
-        with MetricLog(run_dir, recipe.metrics, first + 1, heartbeat.directory if heartbeat else None) if first_rank else NoMetrics() as metrics:
+        beats = heartbeat.directory if heartbeat else None
+        with MetricLog(run_dir, recipe.metrics, first + 1, beats) if first_rank else NoMetrics() as metrics:
             trainer.run(metrics)

@@ -72,7 +72,8 @@ def tune(
             stage="tune", meta={"recipe": fingerprint(recipe), "base": base.name, META: digest(run_dir)},
         )  # fmt: skip
         first = trainer.resume()
-        with MetricLog(folder, recipe.metrics, first + 1, heartbeat.directory if heartbeat else None) if ranks.is_first else NoMetrics() as metrics:
+        beats = heartbeat.directory if heartbeat else None
+        with MetricLog(folder, recipe.metrics, first + 1, beats) if ranks.is_first else NoMetrics() as metrics:
             trainer.run(metrics)
 
 
