@@ -224,13 +224,13 @@ def test_every_query_of_every_dashboard_returns_data(exported: Path, tiny: Tiny,
                 watch.update(check.check(server, expected, "key"), 0.1)
                 time.sleep(1)
                 empty = [query for query in empty if not ask(url, query[1])]
-            assert not empty
+            assert not empty, empty
             assert [float(one["value"][1]) for one in ask(url, "min(lmworks_check_ok)")] == [1.0]
             assert not ask(url, 'ALERTS{alertstate="firing"}')
             asked.append(step)
 
         before_each_step(monkeypatch, before_step)
-        run.pretrain(f"metrics.prometheus_port={trainer_port}")
+        run.pretrain(f"metrics.prometheus_port={trainer_port}", "model.mtp.num_nextn_predict_layers=1")
         listener.shutdown()
         listener.server_close()
     assert asked

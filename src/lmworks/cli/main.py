@@ -44,6 +44,7 @@ def _register() -> None:
         comparison_commands,
         data_commands,
         deploy_commands,
+        handover_commands,
         ladder_commands,
         launch_commands,
         preflight_commands,
@@ -55,7 +56,7 @@ def _register() -> None:
 
     for commands in (
         run_commands, comparison_commands, ablate_commands, launch_commands, recipe_commands, advice_commands, ladder_commands,
-        preflight_commands, data_commands, quantize_commands, serve_commands, deploy_commands,
+        preflight_commands, data_commands, quantize_commands, serve_commands, deploy_commands, handover_commands,
     ):  # fmt: skip
         commands.register(app)
 

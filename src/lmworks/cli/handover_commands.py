@@ -1,0 +1,55 @@
+"""`lmworks handover slime`: what another trainer needs, and the check of what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmworks.cli.options import JsonOption
+from lmworks.cli.output import console, print_json
+from lmworks.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    group = typer.Typer(no_args_is_help=True, help="Hand a model over to another trainer.")
+    group.callback()(lambda: None)
+    group.command("slime")(slime)
+    app.add_typer(group, name="handover")
+
+
+def slime(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run directory with an export, or a model in Hugging Face format.")],
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompts", metavar="FILE", help="JSONL with prompts and labels, or a recipe with such tune.data.")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty.")] = None,
+    rm_type: Annotated[str, typer.Option("--rm-type", metavar="T", help="slime's reward for rows without their own.")] = "math",
+    max_response: Annotated[int | None, typer.Option("--max-response", min=1, help="Longest answer in tokens; half the context.")] = None,
+    back: Annotated[str | None, typer.Option("--back", metavar="DIR", help="Check a trained model that slime has converted.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model, MODEL_ARGS, prompts and a run script for reinforcement learning with slime; or check the result with --back."""
+    from lmworks.handover.recipes import prompt_files
+    from lmworks.handover.slime import check_back, hand_over
+
+    if back is not None:
+        found = check_back(Path(model), Path(back))
+        if as_json:
+            print_json(found)
+        else:
+            console().print(f"{found['tensors']} tensors as in {model}, {found['changed']} of them changed; use it: start_from: {back}")
+        return
+    if not prompts or out is None:
+        raise UserError("say which prompts to hand over, and where to: --prompts FILE --out DIR")
+    made = hand_over(Path(model), prompt_files(prompts), Path(out), rm_type=rm_type, max_response=max_response)
+    if as_json:
+        print_json(asdict(made) | {"directory": out})
+        return
+    terminal = console()
+    for one in [*made.arguments, *(one for group in made.run_arguments.values() for one in group)]:
+        terminal.print(f"  {one.name} {one.value or ''}  # {one.reason}")
+    terminal.print(f"{made.tensors} tensors have names in both formats; {made.prompts} prompts; written to {out}. Start it: {out}/run.sh")

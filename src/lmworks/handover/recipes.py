@@ -1,0 +1,25 @@
+"""The prompt files that the command names: JSONL files, or those of a recipe's tune.data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmworks.errors import UserError
+
+
+def prompt_files(given: Sequence[str]) -> list[Path]:
+    """The JSONL files; a recipe stands for the files of kind jsonl in its `tune.data`. Raises `UserError` for a recipe without any."""
+    from lmworks.recipe.loading.load import load_recipe
+
+    found: list[Path] = []
+    for name in given:
+        if not name.endswith((".yaml", ".yml")):
+            found.append(Path(name))
+            continue
+        recipe = load_recipe(name, []).recipe
+        files = [Path(source.path) for source in (recipe.tune.data if recipe.tune else ()) if source.kind == "jsonl" and source.path]
+        if not files:
+            raise UserError(f"{name} has no tune.data of kind jsonl; give a JSONL file with prompts and labels")
+        found += files
+    return found

@@ -1,0 +1,284 @@
+"""Writes what slime needs for reinforcement learning of a model on many GPUs, and checks what comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmworks.deploy.quoting import shell_word
+from lmworks.deploy.source import Source, open_source
+from lmworks.errors import UserError
+from lmworks.export.huggingface import files_of
+from lmworks.files import explain_os_errors, read_json, write_json, write_text
+from lmworks.handover.arguments import Argument, model_arguments
+from lmworks.handover.names import copies, mapping, require_bijection
+from lmworks.handover.prompts import Prompts, read_prompts
+from lmworks.tokenizer import load
+
+_PROMPTS_A_ROLLOUT, _SAMPLES, _STEPS_A_ROLLOUT = 128, 8, 4
+_WEIGHTS = (".safetensors", ".index.json")
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What was decided and checked. `tensors`: pairs of names in both directions; `mtp`: layers of multi-token prediction."""
+
+    arguments: list[Argument]
+    run_arguments: dict[str, list[Argument]]
+    tensors: int
+    mtp: int
+    prompts: int
+    longest: int
+
+
+def hand_over(model: Path, prompts: list[Path], out: Path, *, rm_type: str = "math", max_response: int | None = None) -> Handover:
+    """Write the Hugging Face directory, model_args.sh, prompts.jsonl, run.sh, names.json and README.md to `out`, new or empty.
+
+    `max_response` is in tokens; by default half of the context, and prompts have the rest. Raises `UserError`, and leaves nothing.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not an empty directory; choose another, or remove it")
+    source = open_source(model)
+    if source.quantization:
+        raise UserError(f"{source.name} is quantized; hand over the model before that")
+    described = _with_mtp(source)
+    arguments = model_arguments(described, source.family)
+    tensors = require_bijection(shapes(source.directory), described)
+    response = max_response or source.context // 2
+    if not 0 < response < source.context:
+        raise UserError(f"--max-response {response} leaves no room for a prompt in a context of {source.context} tokens")
+    rows = read_prompts(prompts, load(source.directory), rm_type, source.context - response)
+    run = run_arguments(source, rows, rm_type, response)
+    made = Handover(arguments, run, tensors, source.mtp, len(rows.rows), rows.longest)
+    with explain_os_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            _write(made, source, rows, aside)
+            aside.chmod(0o755)
+            if out.is_dir():
+                out.rmdir()
+            os.replace(aside, out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return made
+
+
+def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, from the headers of the files."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    with ExitStack() as stack:
+        for file in files_of(directory):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise UserError(f"{file} is damaged ({error}); export it again") from None
+            found |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    return found
+
+
+def _with_mtp(source: Source) -> Any:
+    """The model without layers of multi-token prediction that the config states and whose weights are missing."""
+    return source.model if source.mtp else source.model.model_copy(update={"mtp": None})
+
+
+def run_arguments(source: Source, rows: Prompts, rm_type: str, response: int) -> dict[str, list[Argument]]:
+    """Arguments of slime's train.py by group, each with its reason."""
+    batch = min(_PROMPTS_A_ROLLOUT, len(rows.rows))
+    stops = read_json(source.directory / "generation_config.json").get("eos_token_id", []) if _has_generation(source) else []
+    stops = [stops] if isinstance(stops, int) else list(stops)
+    experts = source.model.moe is not None
+    rollout = [
+        Argument("--prompt-data", "$here/prompts.jsonl", "checked rows"),
+        Argument("--input-key", "prompt", "a list of messages"),
+        Argument("--label-key", "label", "the right answer, as text"),
+        Argument("--metadata-key", "metadata", "rm_type of each row"),
+        Argument("--apply-chat-template", None, "the model's own template renders the messages"),
+        Argument("--rm-type", rm_type, "how answers are scored where a row does not say otherwise"),
+        Argument("--rollout-max-prompt-len", str(source.context - response), "slime drops longer prompts in silence; no row is longer"),
+        Argument("--rollout-max-response-len", str(response), "with the prompt at most the context of the model"),
+        Argument("--rollout-batch-size", str(batch), "prompts of a rollout"),
+        Argument("--n-samples-per-prompt", str(_SAMPLES), "answers per prompt, which are compared with each other"),
+        Argument("--num-steps-per-rollout", str(_STEPS_A_ROLLOUT if batch * _SAMPLES % _STEPS_A_ROLLOUT == 0 else 1),
+                 "optimizer steps of a rollout, each on a part of its answers"),
+        Argument("--rollout-temperature", "1", "samples of the policy itself: filters would be missing in the scores"),
+        Argument("--rollout-shuffle", None, "another order in each epoch"),
+    ]  # fmt: skip
+    if stops:
+        rollout.append(
+            Argument("--rollout-stop-token-ids", " ".join(map(str, stops)), "every token that ends an answer, in order of the export")
+        )
+    name, low, high, why = (
+        ("gspo", "1e-4", "2e-4", "ratios of whole answers: with experts, ratios of single tokens jump when a router changes its mind")
+        if experts
+        else (
+            "grpo",
+            "0.2",
+            "0.28",
+            "advantages within the answers to one prompt; the upper limit is wider, so that rare tokens can rise (DAPO)",
+        )
+    )
+    policy = [
+        Argument("--advantage-estimator", name, why),
+        Argument("--eps-clip", low, "lower limit of the ratio"),
+        Argument("--eps-clip-high", high, "upper limit of the ratio"),
+        Argument("--use-tis", None, "truncated importance sampling corrects the difference between SGLang's and Megatron's probabilities"),
+        Argument("--entropy-coef", "0", "no reward for randomness"),
+    ]
+    optimizer = [
+        Argument("--optimizer", "adam", "as in slime's scripts"),
+        Argument("--lr", "1e-6", "small, because the policy that samples is the one that is trained"),
+        Argument("--lr-decay-style", "constant", "the length of the run need not be known"),
+        Argument("--weight-decay", "0.1", "as in slime's scripts"),
+        Argument("--adam-beta1", "0.9", "as in slime's scripts"),
+        Argument("--adam-beta2", "0.98", "as in slime's scripts"),
+    ]
+    return {"ROLLOUT_ARGS": rollout, "POLICY_ARGS": policy, "OPTIMIZER_ARGS": optimizer}
+
+
+def _has_generation(source: Source) -> bool:
+    return (source.directory / "generation_config.json").is_file()
+
+
+def _write(made: Handover, source: Source, rows: Prompts, out: Path) -> None:
+    target = out / "huggingface"
+    target.mkdir()
+    for file in sorted(source.directory.iterdir()):
+        if file.is_file():
+            _link_or_copy(file, target / file.name)
+    if not source.mtp and source.model.mtp is not None:  # engines fail on a config that states layers without weights
+        (target / "config.json").unlink()
+        write_json(target / "config.json", read_json(source.directory / "config.json") | {"num_nextn_predict_layers": 0})
+    write_text(out / "prompts.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.rows))
+    write_text(out / "model_args.sh", _array("MODEL_ARGS", made.arguments, "Arguments of slime's Megatron for this model."))
+    write_text(out / "run.sh", _run_script(made.run_arguments))
+    (out / "run.sh").chmod(0o755)
+    model = _with_mtp(source)
+    names = {one.megatron: {"huggingface": list(one.huggingface), "kind": one.kind} for one in mapping(model)}
+    write_json(out / "names.json", {"tensors": names, "copies": copies(model)})
+    write_text(out / "README.md", _readme(made))
+
+
+def _link_or_copy(file: Path, to: Path) -> None:
+    """A second name of the same weights where the file system allows it: they may be hundreds of gigabytes and are never changed."""
+    if file.suffix == ".safetensors" and not file.is_symlink():
+        try:
+            os.link(file, to)
+            return
+        except OSError:  # another file system
+            pass
+    shutil.copyfile(file, to)
+
+
+def _array(name: str, arguments: list[Argument], head: str = "") -> str:
+    lines = [f"# {head}"] if head else []
+    lines.append(f"{name}=(")
+    for one in arguments:
+        lines.append(f"  # {one.reason}")
+        if one.value is None:
+            lines.append(f"  {one.name}")
+        elif one.value.startswith("$here/"):
+            lines.append(f'  {one.name} "{one.value}"')
+        elif one.name == "--rollout-stop-token-ids":
+            lines.append(f"  {one.name} {one.value}")
+        else:
+            lines.append(f"  {one.name} {shell_word(one.value)}")
+    return "\n".join([*lines, ")"]) + "\n"
+
+
+_RUN_HEAD = """#!/bin/bash
+# Run inside slime's image, in its repository (SLIME), with Ray started. GPUS: of this machine. Arguments that depend on the cluster
+# (tensor, pipeline and expert parallel sizes) are yours to add: ./run.sh --tensor-model-parallel-size 8 ...
+set -euo pipefail
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+: "${SLIME:=/root/slime}" "${GPUS:=8}" "${PYTHONPATH:=/root/Megatron-LM}"
+export PYTHONPATH
+source "$here/model_args.sh"
+"""
+_RUN_TAIL = """
+cd -- "$SLIME"
+# once: the weights in Megatron's format
+if [ ! -e "$here/torch_dist/latest_checkpointed_iteration.txt" ]; then
+  torchrun --nproc-per-node 1 tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" \\
+    --hf-checkpoint "$here/huggingface" --save "$here/torch_dist"
+fi
+exec python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node "$GPUS" --colocate \\
+  --hf-checkpoint "$here/huggingface" --ref-load "$here/torch_dist" --load "$here/trained" --save "$here/trained" --save-interval 20 \\
+  "${MODEL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${POLICY_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "$@"
+"""
+
+
+def _run_script(groups: dict[str, list[Argument]]) -> str:
+    return _RUN_HEAD + "\n".join(_array(name, arguments) for name, arguments in groups.items()) + _RUN_TAIL
+
+
+def _readme(made: Handover) -> str:
+    rows = [one for group in ({"MODEL_ARGS": made.arguments} | made.run_arguments).values() for one in group]
+    table = "\n".join(f"| `{one.name}` | `{one.value or ''}` | {one.reason} |" for one in rows)
+    mtp = f"{made.mtp} of multi-token prediction included" if made.mtp else "without multi-token prediction"
+    return f"""# Hand-over to slime
+
+`run.sh` starts reinforcement learning in slime's image. `huggingface/` has the model, `model_args.sh` the arguments by which Megatron
+builds it, `prompts.jsonl` {made.prompts:,} prompts of at most {made.longest:,} tokens.
+`names.json` gives the name of each of the {made.tensors:,}
+tensors in both formats (layers {mtp}); every tensor of the directory was found in it.
+
+Afterwards, convert the result with slime's `tools/convert_torch_dist_to_hf.py` (`--origin-hf-dir huggingface`), and check it:
+`lmworks handover slime MODEL --back DIR`. Then it is a base model for `start_from`, `lmworks serve` and `lmworks deploy`.
+
+| argument | value | reason |
+|---|---|---|
+{table}
+"""
+
+
+def check_back(model: Path, back: Path) -> dict[str, Any]:
+    """Check a directory that slime's converter wrote from a trained model: the same tensors with the same shapes as `model`.
+
+    Returns the numbers of tensors and of those that have changed. Raises `UserError` if something is missing, as multi-token prediction was
+    in some versions of the converter, or has another shape.
+    """
+    import torch
+    from safetensors import safe_open
+
+    before, after = open_source(model), open_source(back)
+    given, found = shapes(before.directory), shapes(after.directory)
+    own = copies(before.model)
+    missing = sorted(given.keys() - found.keys() - own.keys())
+    layers = before.model.num_hidden_layers or 0
+    if lost := [name for name in missing if name.startswith("model.layers.") and int(name.split(".")[2]) >= layers]:
+        raise UserError(
+            f"{back} has lost multi-token prediction ({len(lost)} tensors, such as {lost[0]}); convert again with --origin-hf-dir MODEL "
+            "and --mtp-num-layers in MODEL_ARGS"
+        )
+    for what, names in (("lacks", missing), ("has in addition", sorted(found.keys() - given.keys()))):
+        if names:
+            raise UserError(f"{back} {what} {names[0]} ({len(names)} tensors); it is not this model")
+    for name, shape in found.items():
+        if shape != given[name]:
+            raise UserError(
+                f"{back}: {name} has shape {shape}, but the model has {given[name]}; was the padding of the vocabulary removed?"
+            )
+    changed = 0
+    with ExitStack() as stack:
+
+        def opened(directory: Path) -> dict[str, Any]:
+            handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files_of(directory)]
+            return {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+        old, new = opened(before.directory), opened(after.directory)
+        for name in found:
+            value = new[name].get_tensor(name)
+            if not bool(torch.isfinite(value.float()).all()):
+                raise UserError(f"{back}: {name} has values that are not finite; the training has failed")
+            changed += not torch.equal(value.float(), old[name].get_tensor(name).float())
+    return {"tensors": len(found), "changed": changed, "mtp": after.mtp}

@@ -1,0 +1,147 @@
+"""`lmworks handover slime` from the command line: what it writes, and what it refuses with the number of the row."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from command import Lmworks
+from safetensors.torch import load_file, save_file
+
+from deployable import GLM, QWEN3, export
+from lmworks.files import read_json, write_json
+from tiny_run import Tiny
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "label": "5"},
+    {"question": "What is 4 + 4?", "answer": 8},
+    {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}], "metadata": {"rm_type": "f1"}},
+]
+
+
+@pytest.fixture(scope="session")
+def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny, tmp_path_factory.mktemp("models"), GLM | {"mtp": {}})
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_what_slime_gets(lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "slime"
+    done = lmworks("handover", "slime", exported, "--prompts", prompts, "--out", out)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert [(row["label"], row["metadata"]["rm_type"]) for row in rows] == [("5", "math"), ("8", "math"), ("2", "f1")]
+    assert all(row["prompt"][-1]["role"] == "user" for row in rows)
+    script = f'source "{out}/model_args.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    words = subprocess.run(["bash", "-c", script], capture_output=True, encoding="utf-8", check=True).stdout.splitlines()
+    for name, value in (
+        ("--num-layers", "3"), ("--moe-layer-freq", "[0]*1+[1]*2"), ("--kv-channels", "32"), ("--moe-router-topk-scaling-factor", "2.5"),
+        ("--rotary-percent", "0.5"), ("--mtp-num-layers", "1"), ("--moe-router-score-function", "sigmoid"),
+    ):  # fmt: skip
+        assert words[words.index(name) + 1] == value
+    assert {"--qk-layernorm", "--add-qkv-bias", "--untie-embeddings-and-output-weights", "--moe-router-enable-expert-bias"} <= set(words)
+    names = json.loads((out / "names.json").read_text())
+    assert names["tensors"]["mtp.layers.0.eh_proj.weight"]["huggingface"] == ["model.layers.3.eh_proj.weight"]
+    assert load_file(out / "huggingface" / "model.safetensors").keys() == load_file(exported / "model.safetensors").keys()
+    stops = read_json(exported / "generation_config.json")["eos_token_id"]
+    run = (out / "run.sh").read_text()
+    assert f"--rollout-stop-token-ids {' '.join(map(str, stops))}" in run and "--advantage-estimator gspo" in run
+    assert subprocess.run(["bash", "-n", str(out / "run.sh")]).returncode == 0
+
+
+def test_the_run_script_reaches_slime_with_its_arguments(lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path) -> None:
+    """Programs that print their arguments stand where slime would be."""
+    out, slime, programs = tmp_path / "with space", tmp_path / "slime", tmp_path / "bin"
+    assert lmworks("handover", "slime", exported, "--prompts", prompts, "--out", out).code == 0
+    slime.mkdir()
+    programs.mkdir()
+    for name in ("torchrun", "python3"):
+        (programs / name).write_text('#!/bin/sh\nprintf "%s|" "$@"\necho\n')
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLIME": str(slime)}
+    done = subprocess.run([str(out / "run.sh"), "--extra", "1"], env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    convert, train = [line.split("|")[:-1] for line in done.stdout.splitlines()]
+    assert convert[2] == "tools/convert_hf_to_torch_dist.py" and convert[-1] == str(out / "torch_dist")
+    assert train[0] == "train.py" and train[-2:] == ["--extra", "1"]
+    assert train[train.index("--prompt-data") + 1] == str(out / "prompts.jsonl") and "--mtp-num-layers" in train
+
+
+BAD = {
+    "malformed": ('{"prompt": ', "it is not a line of JSON"),
+    "no label": ('{"prompt": "What is 1 + 1?"}', "the label is missing or empty"),
+    "empty label": ('{"prompt": "What is 1 + 1?", "label": "  "}', "the label is missing or empty"),
+    "over-long": (json.dumps({"prompt": "word " * 400, "label": "1"}), "tokens, more than 256"),
+    "no prompt": ('{"label": "1"}', "neither prompt, nor question"),
+    "an answer": ('{"prompt": [{"role": "assistant", "content": "a"}], "label": "1"}', "ends with an answer"),
+    "role": ('{"prompt": [{"role": "root", "content": "a"}], "label": "1"}', "a message must have a role"),
+    "list": ("[1]", "it is not a JSON object"),
+    "reward": ('{"prompt": "a", "label": "1", "metadata": {"rm_type": "gold"}}', "metadata.rm_type 'gold' is not known"),
+    "empty line": ("", "it is not a line of JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_that_slime_would_drop_is_refused_with_its_number(
+    lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path, case: str
+) -> None:
+    line, message = BAD[case]
+    with prompts.open("a", encoding="utf-8") as file:
+        file.write(line + "\n" + json.dumps(ROWS[0]) + "\n" + line + "\n")
+    error = lmworks("handover", "slime", exported, "--prompts", prompts, "--out", tmp_path / "d").error
+    assert "row 4: " in error and message in error and "also wrong: row 6;" in error
+    assert not (tmp_path / "d").exists()
+
+
+def test_other_refusals_are_one_line(lmworks: Lmworks, exported: Path, prompts: Path, tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "d"
+    assert "--prompts FILE --out DIR" in lmworks("handover", "slime", exported).error
+    done = lmworks("handover", "slime", exported, "--prompts", prompts, "--out", out, "--rm-type", "gold")
+    assert "--rm-type 'gold' is not known" in done.error
+    assert "cannot be read" in lmworks("handover", "slime", exported, "--prompts", tmp_path / "no.jsonl", "--out", out).error
+    out.mkdir()
+    (out / "mine").write_text("")
+    assert "is not an empty directory" in lmworks("handover", "slime", exported, "--prompts", prompts, "--out", out).error
+    window = export(tiny, tmp_path / "window", QWEN3 | {"sliding_window": "64 tokens"})
+    refused = lmworks("handover", "slime", window, "--prompts", prompts, "--out", tmp_path / "e").error
+    assert "a sliding window" in refused and not (tmp_path / "e").exists()
+
+
+def test_lost_layers_of_multi_token_prediction_are_noticed(lmworks: Lmworks, exported: Path, tmp_path: Path) -> None:
+    back = tmp_path / "back"
+    shutil.copytree(exported, back)
+    tensors = load_file(back / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"] = tensors["model.layers.1.self_attn.q_proj.weight"] + 1
+    save_file(tensors, back / "model.safetensors", metadata={"format": "pt"})
+    done = lmworks("handover", "slime", exported, "--back", back, "--json")
+    assert json.loads(done.out) == {"tensors": len(tensors), "changed": 1, "mtp": 1}
+    without = {name: one for name, one in tensors.items() if ".layers.3." not in name}
+    save_file(without, back / "model.safetensors", metadata={"format": "pt"})
+    assert "has lost multi-token prediction" in lmworks("handover", "slime", exported, "--back", back).error
+    padded = tensors | {"lm_head.weight": torch.zeros(1024, 64)}
+    save_file(padded, back / "model.safetensors", metadata={"format": "pt"})
+    assert "padding of the vocabulary" in lmworks("handover", "slime", exported, "--back", back).error
+    broken = tensors | {"model.norm.weight": torch.full_like(tensors["model.norm.weight"], float("nan"))}
+    save_file(broken, back / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in lmworks("handover", "slime", exported, "--back", back).error
+
+
+def test_a_config_with_layers_without_weights_is_corrected(lmworks: Lmworks, exported: Path, prompts: Path, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "d"
+    shutil.copytree(exported, model)
+    tensors = {name: one for name, one in load_file(model / "model.safetensors").items() if ".layers.3." not in name}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    write_json(model / "config.json", read_json(exported / "config.json"))
+    assert lmworks("handover", "slime", model, "--prompts", prompts, "--out", out).code == 0
+    assert read_json(out / "huggingface" / "config.json")["num_nextn_predict_layers"] == 0
+    assert "--mtp-num-layers" not in (out / "model_args.sh").read_text()
