@@ -10,6 +10,7 @@ from typing import Any
 
 from lmworks.checkpoint import manifest
 from lmworks.checkpoint.retention import Saved
+from lmworks.files import explain_damage
 from lmworks.progress import bar
 from lmworks.recipe.tree.fingerprint import canonical
 
@@ -91,13 +92,15 @@ def step_of(path: Path) -> int:
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint: step, metric, permanent, identity, meta (of the caller), recipe (resolved), values.
 
-    `ValueError` for any other document.
+    Raises `UserError` for any other document.
     """
-    return parse_meta(manifest.read_document(path / META))
+    data = manifest.read_document(path / META)
+    with explain_damage(path / META, "use another checkpoint of its run"):
+        return parse_meta(data)
 
 
 def parse_meta(data: bytes) -> dict[str, Any]:
-    """`read_meta` of the bytes of the document."""
+    """`read_meta` of the bytes of the document. Raises `ValueError` for any other one."""
     try:
         document = dict(json.loads(data))
         tokens, metric = document["meta"].get("tokens", 0), document["metric"]
