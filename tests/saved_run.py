@@ -11,6 +11,7 @@ from lmworks.model import Transformer
 from lmworks.model.init import initialize
 from lmworks.recipe.tree.fingerprint import as_tree
 from lmworks.train.data.frozen_tokenizer import META
+from lmworks.train.pretrain import identity
 from tiny_run import Tiny
 
 
@@ -26,6 +27,6 @@ def save_run(tiny: Tiny, to: Path, *overrides: str) -> dict[str, Transformer]:
         models[name] = model = initialize(Transformer(recipe.model), seed=seed).eval()
         if name != "4":
             model.set_rope(recipe.train.phases[1].rope.apply(recipe.model.rope))  # type: ignore[union-attr]
-        with Checkpoints(to / place, recipe.checkpoints, {}, recipe=as_tree(recipe)) as checkpoints:
+        with Checkpoints(to / place, recipe.checkpoints, identity(recipe), recipe=as_tree(recipe)) as checkpoints:
             checkpoints.save(step, {"model": dict(model.state_dict())}, {**meta, "phase": phase}, wait=True)
     return models

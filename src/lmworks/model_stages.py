@@ -42,6 +42,7 @@ BASE = ModelStage("pretrain", "Pretraining", "base")
 MODEL_STAGES = (
     BASE,
     ModelStage("tune", "Tuning", "tuned", "tune"),
+    ModelStage("dpo", "Preference optimization", "dpo", "dpo"),
 )
 MODELS = tuple(stage.model for stage in MODEL_STAGES)
 INPUTS = tuple(stage.input for stage in MODEL_STAGES)

@@ -36,6 +36,8 @@ class Curves:
         series = self.training.series.get("train/loss")
         if series is None:
             return []
+        if self._objective:
+            return self._plain("loss", "Objective", "What the stage minimizes.", [("train/loss", "objective", "c0")], wide=True)
         hint = "Cross-entropy in nats per token. Lower is better."
         lines = [*raw_and_smooth(series, "loss", "c0"), *self._others("train/loss")]
         top = _calm_top([point for line in lines if line.kind != "raw" for point in line.points])
@@ -95,7 +97,24 @@ class Curves:
             ]
         return [self._chart(name, title, hint, list(lines.values()), wide=True, **more)] if lines else []
 
+    @property
+    def _objective(self) -> bool:
+        """Whether the stage minimizes something else than the loss of the next token."""
+        return any(name.startswith(("dpo/", "grpo/")) for name in self.training.series)
+
+    def preferences(self) -> list[Chart]:
+        """How preference optimization goes."""
+        rewards = [("dpo/reward_chosen", "chosen", "c0"), ("dpo/reward_rejected", "rejected", "c1"), ("dpo/margin", "margin", "c2")]
+        accuracy = [("validation/reward_accuracy", "held-out pairs", "c0"), ("dpo/accuracy", "pairs of the step", "c1")]
+        hint = "Share of pairs whose chosen answer has the larger reward; 0.5 at the start."
+        charts = self._plain("accuracy", "Reward accuracy", hint, accuracy, wide=True)
+        charts += self._plain("rewards", "Rewards", "beta times the log-ratio to the reference.", rewards)
+        return charts + self._plain("divergence", "Divergence", "kto's estimate, in nats.", [("dpo/divergence", "divergence", "c3")])
+
     def validation_loss(self) -> list[Chart]:
+        if self._objective:
+            wanted = [("validation/loss", "held-out loss", "c0")]
+            return self._plain("validation", "Held-out loss", "The objective on held-out pairs.", wanted)
         hint = "Held-out cross-entropy, nats per token."
         return self._plain("validation", "Held-out loss", hint, [("validation/loss", "held-out loss", "c0")], unit="nats per token")
 

@@ -27,10 +27,16 @@ _MOE = "model.moe"
 _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
+_DPO, _KTO = "dpo", "dpo.loss: kto"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE: tuple[tuple[Any, ...], ...] = (
     ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches", "", "lower"),
     ("train/perplexity", "", "exp of train/loss", "", "lower"),
+    ("dpo/reward_chosen", "", "mean reward of the chosen answers of the step, beta times the log-ratio to the reference", _DPO),
+    ("dpo/reward_rejected", "", "the same of the rejected answers", _DPO),
+    ("dpo/margin", "", "mean reward of the chosen answers minus that of the rejected ones", _DPO, "higher"),
+    ("dpo/accuracy", "", "share of the pairs of the step whose chosen answer has the larger reward; a tie counts as half", _DPO, "higher"),
+    ("dpo/divergence", "nats", "divergence from the reference that kto estimates from answers to other prompts", _KTO),
     ("train/z_loss", "nats^2/token", "squared log-partition of the head, before its weight"),
     ("train/auxiliary_loss", "", "router losses of the step, before their weight", _MOE),
     (
@@ -83,6 +89,8 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
     ("validation/loss", "nats/token", "mean over all validation tokens", "", "lower"),
+    ("validation/reward_accuracy", "", "dpo/accuracy on held-out pairs", _DPO, "higher"),
+    ("validation/reward_margin", "", "dpo/margin on held-out pairs", _DPO, "higher"),
     ("validation/bits_per_byte", "bits/byte", "over all validation text", "", "lower"),
     (
         "validation/position/{start}", "nats/token", "mean loss of the tokens from this position of their document to four times it", "",

@@ -159,14 +159,30 @@ def _tune(context: StageContext) -> RenderableType | None:
 
     recipe = context.recipe
 
+    protect = _protection_of(recipe, context.run_dir / "tune")
+    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
+    return None
+
+
+def _dpo(context: StageContext) -> RenderableType | None:
+    from lmworks.train.dpo import dpo
+
+    recipe = context.recipe
+    protect = _protection_of(recipe, context.run_dir / "dpo")
+    dpo(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
+    return None
+
+
+def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:
+    """A function that returns the evaluation's questions and what finds them in texts, and records that a stage's texts were searched."""
+
     def protect() -> tuple[set[str], Decontaminator | None]:
         protected = _protected_items(recipe)
-        _record_search(protected, recipe, context.run_dir / "tune")
+        _record_search(protected, recipe, folder)
         options = recipe.corpus.decontaminate
         return {one.text.strip() for one in protected.questions}, protected.decontaminator(options.ngram) if options else None
 
-    tune(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
-    return None
+    return protect
 
 
 def _evaluate(context: StageContext) -> RenderableType | None:
@@ -222,6 +238,7 @@ STAGES = (
     ),
     Stage("pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True),
     Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
+    Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
     Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
     Stage(
         "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,

@@ -65,6 +65,7 @@ def train_step(
     model: ParallelModel, optimizer: Updates, batch: Batch, *,
     micro_batch_size: int, lr_factor: float, max_grad_norm: float, bias_update_rate: float, scaler: LossScaler | None = None,
     sequences: int | None = None, valid_tokens: int | None = None, limits: Limits = Limits(), penalty: EwcPenalty | None = None,
+    normalizer: float | None = None,
 ) -> StepResult:  # fmt: skip
     """Update the model from one batch.
 
@@ -72,6 +73,7 @@ def train_step(
     lr_factor: multiplies the peak learning rate of every parameter group (`Curriculum.lr_factor`).
     bias_update_rate: of the expert biases (`PhaseSettings.bias_update_rate`).
     limits: loss and gradient norm above which the step is a spike.
+    normalizer: what the summed loss is divided by; the valid tokens by default.
 
     The summed loss of each micro-batch is divided by the valid tokens of the whole step, so the result does not depend on how the batch
     is divided into micro-batches and over ranks (a mean of means would give short documents more weight). Gradients are accumulated in
@@ -80,7 +82,7 @@ def train_step(
     """
     sequences = len(batch.tokens) if sequences is None else sequences
     valid_tokens = batch.valid_tokens if valid_tokens is None else valid_tokens
-    tokens = max(valid_tokens, 1)
+    tokens = max(valid_tokens, 1) if normalizer is None else normalizer
     scale = (1.0 if scaler is None else scaler.scale) / tokens
     optimizer.zero_grad()
     sums = model.sum_over_ranks(model.forward_backward(batch, sequences, micro_batch_size, scale))

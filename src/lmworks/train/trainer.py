@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from lmworks.train.faults.anomaly import FirstNonFinite
 from lmworks.train.faults.handler import FaultHandler
 from lmworks.train.faults.inspector import StepInspector
 from lmworks.train.intervals import Intervals, is_due
+from lmworks.train.objective import Objective
 from lmworks.train.observe.layer_statistics import LayerStatistics
 from lmworks.train.observe.sampling import Sampler
 from lmworks.train.observe.step_metrics import StepMetrics
@@ -48,7 +49,10 @@ from lmworks.watch.bad_steps import BadSteps
 from lmworks.watch.heartbeat import Heartbeat
 from lmworks.watch.ledger import Ledger
 from lmworks.watch.policy import RollbackRequest
+from lmworks.watch.spike import Limits
 from lmworks.watch.stop_signals import Stop, graceful_stop
+
+_NEXT_TOKEN = ("train/perplexity", "train/z_loss", "train/mtp_loss")  # metrics that mean nothing with another objective
 
 
 @dataclass
@@ -66,7 +70,8 @@ class Trainer:
     """Trains a curriculum from the newest good checkpoint to its end.
 
     `validate` returns metrics (`validation/bits_per_byte` or `validation/loss` decides which checkpoint is best) and leaves the model
-    unchanged. `evaluate` returns metrics `eval/...`, every `evaluate.every`. `stage` is the name of the stage in ledger and progress bar;
+    unchanged. `evaluate` returns metrics `eval/...`, every `evaluate.every`. With an `objective`, a step makes the updates of that: the
+    curriculum's batches are not trained on, and there are no limits for spikes. `stage` is the name of the stage in ledger and progress bar;
     `meta` is added to the meta of every checkpoint.
     """
 
@@ -81,6 +86,7 @@ class Trainer:
     mixture: MixtureUpdates | None = None
     early_stopping: EarlyStoppingOptions | None = None
     evaluate: Callable[[], dict[str, float]] | None = None
+    objective: Objective | None = None
     stage: str = "pretrain"
     resume_command: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +96,7 @@ class Trainer:
         self.step = 0
         self.resumed_meta: dict[str, Any] = {}  # of the checkpoint that was resumed from
         self._lr_factor = 0.0  # of the last step
+        self._objective_tokens = 0  # that the last step trained on
         self._intervals = Intervals.of(recipe, curriculum)
         self._state = TrainingState(recipe, model, self.optimizer)
         self._faults = FaultHandler(
@@ -136,10 +143,11 @@ class Trainer:
             own = time.monotonic() - began
             flags = self._reduce_flags(batch.valid_tokens, stop)
             self._act_on(flags, batches, stop)
-            result, rollback, layers = self._train_step(batch, flags.valid_tokens)
+            result, batch, rollback, layers = self._train_step(batch, flags.valid_tokens)
             if rollback is not None and self._roll_back(rollback, bar):
                 return
-            tokens = self._advance(self.step + 1, bar)
+            planned = self._advance(self.step + 1, bar)
+            tokens = planned if self.objective is None else self._objective_tokens
             seconds = time.monotonic() - began
             self._metrics.clock.add(seconds=seconds, own=own, data_wait=batches.waited, tokens=tokens)
             self._faults.observe_data_wait(self.step, batches.waited, seconds)
@@ -147,28 +155,52 @@ class Trainer:
             if self._done or self._validator.is_best(self.step) or self._saver.is_due(self.step, self._boundary.phase):
                 self._save(wait=self._done)
 
-    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, RollbackRequest | None, LayerStatistics | None]:
-        """Train one step: its result, the rollback that it calls for, and the statistics of its layers where they are due."""
+    def _train_step(self, batch: Batch, valid_tokens: int) -> tuple[StepResult, Batch, RollbackRequest | None, LayerStatistics | None]:
+        """Train one step: its result, the rows that this rank trained on, the rollback that it calls for, and the statistics of its layers
+        where they are due."""
         phase = self._boundary.phase
         assert phase is not None
         torch.manual_seed(dropout_seed(self.recipe.training_seed, self.step, self.model.ranks.global_rank))
         set_temperature(self.model.moe_layers(), self.model.config.moe, self.step)
-        limits = self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
+        limits = Limits() if self.objective else self._faults.policy.limits(self.step, self.curriculum.steady_since(self.step))
         self._lr_factor = self.curriculum.lr_factor(self.step) * self._faults.policy.lr_factor(self.step)
         self.heartbeat.beat(self.step, "update")
         layers = LayerStatistics(self.model) if is_due(self.step + 1, self._intervals.detail) else None
         watched = FirstNonFinite(self.model.parts) if self.recipe.stability.detect_anomaly else None
         with watched or nullcontext():
-            result = train_step(
-                self.model, self.optimizer, batch, sequences=self.curriculum.sequences(self.step), valid_tokens=valid_tokens, limits=limits,
-                micro_batch_size=micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None),
-                lr_factor=self._lr_factor, max_grad_norm=self.recipe.optimizer.max_grad_norm, bias_update_rate=phase.bias_update_rate,
-                scaler=self._state.scaler, penalty=self._boundary.penalty,
-            )  # fmt: skip
+            if self.objective is None:
+                result = self._update(batch, sequences=self.curriculum.sequences(self.step), valid_tokens=valid_tokens, limits=limits)
+            else:
+                result, batch = self._optimize(self.objective)
         self._state.add_expert_counts(result)
         first = None if watched is None else watched.found
         rollback = self._inspector.inspect(self.step, result, batch, valid_tokens, limits, first)
-        return result, rollback or self._inspector.recheck(self.step, batch), layers
+        if rollback is None and self.objective is None:
+            rollback = self._inspector.recheck(self.step, batch)
+        return result, batch, rollback, layers
+
+    def _update(self, batch: Batch, **options: Any) -> StepResult:
+        assert self._boundary.phase is not None
+        return train_step(
+            self.model, self.optimizer, batch,
+            micro_batch_size=micro_batch_of(self.recipe, batch.tokens.shape[1], self.model.pipeline is not None),
+            lr_factor=self._lr_factor, max_grad_norm=self.recipe.optimizer.max_grad_norm,
+            bias_update_rate=self._boundary.phase.bias_update_rate, scaler=self._state.scaler, penalty=self._boundary.penalty, **options,
+        )  # fmt: skip
+
+    def _optimize(self, objective: Objective) -> tuple[StepResult, Batch]:
+        """Make the updates of a step: the last one's result, applied only if all were, with the mean loss and the largest gradient norm."""
+        results, batch, self._objective_tokens = [], None, 0
+        for update in objective.updates(self.step):
+            batch = update.batch
+            self._objective_tokens += update.tokens
+            done = self._update(batch, sequences=update.rows, valid_tokens=update.labels, normalizer=update.normalizer)
+            results.append(replace(done, loss=torch.where(torch.isfinite(done.loss), update.loss.to(done.loss), done.loss)))
+        assert batch is not None, "a step has at least one update"
+        loss, norm, applied = (
+            torch.stack([getattr(one, name) for one in results]).float() for name in ("loss", "grad_norm", "applied")
+        )  # fmt: skip
+        return replace(results[-1], loss=loss.mean(), grad_norm=norm.amax(), applied=applied.bool().all()), batch
 
     def _observe(self, result: StepResult, batch: Batch, layers: LayerStatistics | None, bar: progress.Bar) -> None:
         """Validate, evaluate, write metrics and samples, as far as they are due."""
@@ -185,6 +217,8 @@ class Trainer:
             values["perf/evaluation_seconds"] = time.monotonic() - began
         if done or is_due(self.step, self._intervals.log):
             values |= self._metrics.line(self.step, result, batch.tokens.shape[1], self._lr_factor, self._inspector.bad_steps)
+            if self.objective is not None:
+                values = {name: value for name, value in values.items() if name not in _NEXT_TOKEN} | self.objective.metrics()
         if values:
             self._log.write(self.step, values)
         bar.note(self._note(float(result.loss), values))
@@ -306,7 +340,7 @@ class Trainer:
         """Prepare model, ledger and samples for the first step."""
         if self.model.device.type == "cpu":
             keep_freed_memory()
-        self.model.train()
+        self.model.train(self.objective is None)
         if self.step == 0:
             self._report_start()
         self.files.sampler.truncate(self._saver.saved + 1)

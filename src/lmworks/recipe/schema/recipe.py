@@ -9,6 +9,7 @@ from pydantic import Field
 from lmworks.recipe.schema.base import Node
 from lmworks.recipe.schema.checkpoints import Checkpoints
 from lmworks.recipe.schema.corpus import Corpus
+from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.export import Export
@@ -31,7 +32,7 @@ class Recipe(Node):
     name: Annotated[str, read_by("export")] = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run and of its directory"
     )
-    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune")] = Field(
+    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune", "dpo")] = Field(
         1, description="random seed of the data order, the initial weights and the samples"
     )
     run_dir: Annotated[str | None, NO_EFFECT] = Field(None, description="run directory; runs/NAME when omitted")
@@ -61,6 +62,7 @@ class Recipe(Node):
     stability: Stability = Stability()
     metrics: Metrics = Metrics()
     tune: Tune | None = None
+    dpo: Dpo | None = None
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     layout: Layout = Layout()

@@ -1,0 +1,1 @@
+"""Training on answers: preference optimization (`dpo`) and reinforcement learning with verifiable rewards (`grpo`)."""

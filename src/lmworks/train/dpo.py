@@ -1,0 +1,173 @@
+"""Preference optimization: the trainer on pairs of answers, with the reference scores of the weights that it starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmworks.checkpoint import listing
+from lmworks.errors import UserError
+from lmworks.files import sha256_file
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.schema.dpo import Dpo
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.order.permute import derive_key, permute
+from lmworks.tokenizer import load as load_tokenizer
+from lmworks.train.align.answers import Answer, PackedAnswers, pack, rows_of, weigh
+from lmworks.train.align.curriculum import AnswerCurriculum
+from lmworks.train.align.preference_losses import Scored, needs_reference, preference_loss
+from lmworks.train.align.reference import reference_scores
+from lmworks.train.align.stage import Plan, Start, run_stage, start
+from lmworks.train.data.preferences import Protect, build_preferences, read_preferences
+from lmworks.train.objective import Update
+from lmworks.train.step import micro_batch_of
+from lmworks.watch.heartbeat import Heartbeat
+
+
+class Pairs:
+    """Pairs of a split with their reference scores and labels; the pairs of a step are a function of its number."""
+
+    def __init__(
+        self, pairs: list[tuple[Answer, Answer]], reference_P2: Tensor | None, labels_P: np.ndarray | None, per_step: int, seed: int
+    ) -> None:  # fmt: skip
+        self.pairs, self.reference_P2, self.per_step, self._seed = pairs, reference_P2, min(per_step, len(pairs)), seed
+        self.labels_P = None if labels_P is None else torch.from_numpy(labels_P)
+
+    def numbers(self, step: int) -> list[int]:
+        """The pairs of a step: each epoch has all of them once, in a keyed order of its own."""
+        places = np.arange(step * self.per_step, (step + 1) * self.per_step)
+        found = []
+        for epoch in sorted(set((places // len(self.pairs)).tolist())):
+            of_epoch = places[places // len(self.pairs) == epoch] % len(self.pairs)
+            found += permute(of_epoch, len(self.pairs), derive_key(self._seed, "dpo", "pairs", epoch)).tolist()
+        return found
+
+    def answers(self, numbers: list[int]) -> list[Answer]:
+        """Both answers of each pair."""
+        return [answer for number in numbers for answer in self.pairs[number]]
+
+
+class Preference:
+    """The objective of `dpo`."""
+
+    def __init__(
+        self, options: Dpo, model: ParallelModel, train: Pairs, held_out: Pairs | None, length: int, micro_batch_size: int
+    ) -> None:  # fmt: skip
+        self._options, self._model, self._train, self._held_out = options, model, train, held_out
+        self._length, self._micro_batch_size = length, micro_batch_size
+        self._metrics: dict[str, float] = {}
+
+    def packed(self, step: int) -> PackedAnswers:
+        """The rows of a step."""
+        return pack(self._train.answers(self._train.numbers(step)), self._length, step)
+
+    def updates(self, step: int) -> Iterator[Update]:
+        numbers, packed = self._train.numbers(step), self.packed(step)
+        nats_BT = self._model.token_cross_entropy(packed.batch, self._micro_batch_size)
+        scored: list[Scored] = []
+
+        def loss(logp_BT: Tensor) -> Tensor:
+            scored.append(self._score(packed, logp_BT, self._train, numbers))
+            return scored[-1].loss
+
+        batch, value = weigh(packed, nats_BT, loss, normalizer=len(numbers))
+        self._metrics = _metrics(scored[0])
+        rows = len(batch.tokens)
+        own = batch.sequences(*self._model.rank_sequences(rows))
+        yield Update(own, rows, len(numbers), value, batch.valid_tokens, batch.tokens.size)
+
+    def metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    def validate(self) -> dict[str, float]:
+        """The loss, the reward accuracy and the margin on the held-out pairs."""
+        if self._held_out is None:
+            return {}
+        pairs, numbers = self._held_out, list(range(len(self._held_out.pairs)))
+        packed = pack(pairs.answers(numbers), self._length, 0)
+        nats_BT = self._model.token_cross_entropy(packed.batch, self._micro_batch_size)
+        scored = self._score(packed, -nats_BT.double(), pairs, numbers)
+        values = _metrics(scored)
+        named = {"accuracy": "reward_accuracy", "margin": "reward_margin"}
+        return {"validation/loss": float(scored.loss)} | {f"validation/{name}": values[f"dpo/{key}"] for key, name in named.items()}
+
+    def _score(self, packed: PackedAnswers, logp_BT: Tensor, pairs: Pairs, numbers: list[int]) -> Scored:
+        reference_P2 = None if pairs.reference_P2 is None else pairs.reference_P2[numbers]
+        labels_P = None if pairs.labels_P is None else pairs.labels_P[numbers]
+        return preference_loss(self._options, packed.sums(logp_BT).view(-1, 2), reference_P2, packed.lengths().view(-1, 2), labels_P)
+
+
+def _metrics(scored: Scored) -> dict[str, float]:
+    chosen, rejected = (float(rewards.mean()) if len(rewards) else 0.0 for rewards in (scored.chosen, scored.rejected))
+    values = {
+        "dpo/reward_chosen": chosen, "dpo/reward_rejected": rejected, "dpo/margin": chosen - rejected,
+        "dpo/accuracy": float(scored.accuracy),
+    }  # fmt: skip
+    return values if scored.divergence is None else values | {"dpo/divergence": float(scored.divergence)}
+
+
+def dpo(
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+) -> None:  # fmt: skip
+    """Train the model of the stage before on preferences. Reads `tokenizer/` and its final checkpoint; writes `dpo/`.
+
+    `protect` is called where the pairs are to be read, for the evaluation items that are kept out of them. Raises `Interrupted` when asked
+    to stop, and `UserError`.
+    """
+    options = recipe.dpo
+    assert options is not None
+    folder, length = run_dir / "dpo", int(options.sequence_length)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    if (ranks is None or ranks.is_first) and not (folder / "data" / "manifest.json").exists():
+        build_preferences(recipe, tokenizer, folder / "data", protect)
+    if ranks is not None:
+        ranks.barrier()
+    begun = start(recipe, run_dir, "dpo", ranks)
+
+    def make_plan(model: ParallelModel) -> Plan:
+        micro_batch_size = micro_batch_of(recipe, length, model.pipeline is not None)
+        train, held_out = (_pairs(recipe, folder, split, model, begun, micro_batch_size) for split in ("train", "validation"))
+        assert train is not None
+        if options.early_stopping is not None and held_out is None:
+            raise UserError("dpo.early_stopping needs held-out pairs; raise dpo.held_out_fraction, or give more pairs")
+        objective = Preference(options, model, train, held_out, length, micro_batch_size)
+        steps = max(1, math.floor(options.epochs * len(train.pairs) / train.per_step))
+        rows = [int(rows_of(train.answers(train.numbers(step)), length).max()) + 1 for step in range(steps)]
+        packed = lru_cache(maxsize=2)(lambda step: objective.packed(step).batch)
+        curriculum = AnswerCurriculum(recipe, "dpo", rows, length, options.learning_rate_scale, options.lr_schedule, packed)
+        return Plan(curriculum, objective, objective.validate, options.early_stopping)
+
+    run_stage(
+        recipe, run_dir, "dpo", begun, make_plan, tokenizer,
+        flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
+    )  # fmt: skip
+
+
+def _pairs(recipe: Recipe, folder: Path, split: str, model: ParallelModel, begun: Start, micro_batch_size: int) -> Pairs | None:
+    """The pairs of a split with their reference scores, which are computed where they are missing; None without pairs."""
+    options = recipe.dpo
+    assert options is not None
+    pairs, labels_P = read_preferences(folder / "data", split)
+    if not pairs:
+        return None
+    reference_P2 = None
+    if needs_reference(options):
+        answers = [answer for pair in pairs for answer in pair]
+        key = "/".join((
+            sha256_file(folder / "data" / f"{split}.bin"), sha256_file(folder / "data" / f"{split}.mask"),
+            listing.content_of(begun.checkpoint), str(model.compute_dtype), str(int(options.sequence_length)),
+        ))  # fmt: skip
+        reference_P2 = reference_scores(
+            model, answers, folder / "reference" / split, hashlib.sha256(key.encode()).hexdigest(), begun.communicator,
+            length=int(options.sequence_length), micro_batch_size=micro_batch_size,
+        ).view(-1, 2)  # fmt: skip
+    return Pairs(pairs, reference_P2, labels_P, options.pairs_per_step, recipe.training_seed)
