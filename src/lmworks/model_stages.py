@@ -43,6 +43,7 @@ MODEL_STAGES = (
     BASE,
     ModelStage("tune", "Tuning", "tuned", "tune"),
     ModelStage("dpo", "Preference optimization", "dpo", "dpo"),
+    ModelStage("grpo", "Reinforcement learning", "grpo", "grpo"),
 )
 MODELS = tuple(stage.model for stage in MODEL_STAGES)
 INPUTS = tuple(stage.input for stage in MODEL_STAGES)

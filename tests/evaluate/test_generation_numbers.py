@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from lmworks.evaluate.numbers import final_number, number
+from lmworks.verify.numbers import final_number, number
 
 
 @pytest.mark.parametrize(

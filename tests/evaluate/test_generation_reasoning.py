@@ -4,11 +4,11 @@ import pytest
 
 from lmworks.corpus.contamination import Question
 from lmworks.errors import UserError
-from lmworks.evaluate.extraction import extract
 from lmworks.evaluate.generation.interface import Judged, Prompt, Reply
 from lmworks.evaluate.generation.reasoning import Reasoning, generate_tasks, judge, questions
 from lmworks.evaluate.generation.scoring import score_of
 from lmworks.recipe.schema.evaluate import Generator
+from lmworks.verify.extraction import extract
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from lmworks.metrics.log import read
 from lmworks.metrics.names import METRICS, describe
+from lmworks.train.dpo import dpo
+from lmworks.train.grpo import grpo
+from saved_run import save_run
 from tiny_run import Tiny
 
 # All that a run on one CPU can have: evaluations, a penalty, experts, a warm-up of theirs, tokens ahead, fp16, signals per layer, needles.
@@ -23,6 +28,26 @@ def written(run: Tiny, *overrides: str) -> set[str]:
     return {describe(name).name for line in read(run.run_dir) for name in line if name not in ("step", "time")}
 
 
+def written_by_alignment(tiny: Tiny, folder: Path) -> set[str]:
+    """The metrics of preference optimization and reinforcement learning."""
+    rows = [{"prompt": f"Say {n}", "answer": "a", "chosen": "yes", "rejected": "no"} for n in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    data: dict[str, Any] = {"name": "rows", "kind": "jsonl", "path": str(folder / "rows.jsonl")}
+    common = {"sequence_length": "64 tokens"}
+    options = {
+        "dpo": common | {"data": [data], "loss": "kto", "pairs_per_step": 8, "held_out_fraction": 0.2},
+        "grpo": common | {"data": [data | {"reward": "exact"}], "group_size": 2, "prompts_per_step": 2, "steps": 1, "beta": 0.1,
+        "max_new_tokens": 4, "held_out": 2},
+    }  # fmt: skip
+    save_run(tiny, folder / "aligned")
+    recipe = tiny.resolve(f"run_dir={folder / 'aligned'}", *(f"{stage}={json.dumps(node)}" for stage, node in options.items())).recipe
+    found: set[str] = set()
+    for name, train in (("dpo", dpo), ("grpo", grpo)):
+        train(recipe, folder / "aligned", lambda length: 1e6, "lmworks run tiny.yaml")
+        found |= {describe(key).name for line in read(folder / "aligned" / name) for key in line if key not in ("step", "time")}
+    return found
+
+
 def test_every_metric_is_written_by_the_runs_that_it_names(tiny_copy: Tiny, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"question": "Which?", "choices": ["this", "that"], "answer": 0}\n')
     (tmp_path / "own.yaml").write_text("file: own.jsonl\nchoices: choices\n")
@@ -32,4 +57,5 @@ def test_every_metric_is_written_by_the_runs_that_it_names(tiny_copy: Tiny, tmp_
     assert always <= written(plain, "model.moe=null", "train.phases.long.tokens=1024 tokens") <= always
     found = written(tiny_copy, *ALL, f"evaluate.benchmarks=[{tmp_path}/own.yaml]", "evaluate.every=8 steps")
     assert of_experts <= found
+    found |= written_by_alignment(tiny_copy, tmp_path)
     assert METRICS.keys() - found == {name for name, metric in METRICS.items() if metric.when in ELSEWHERE}

@@ -40,7 +40,7 @@ def test_no_declaration_is_redundant() -> None:
         ("corpus.sources.notes.files", ("corpus",)),
         ("corpus.steps.quality.threshold", ("corpus",)),
         ("shards.imported.NAME", ("shards", "pretrain")),
-        ("model.moe.a_key_of_another_version", ("pretrain", "tune", "evaluate", "export")),
+        ("model.moe.a_key_of_another_version", ("pretrain", "tune", "dpo", "grpo", "evaluate", "export")),
     ],
 )
 def test_an_effect_holds_for_all_below(path: str, stages: tuple[str, ...]) -> None:

@@ -269,7 +269,10 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     assert curve(run_dir / "dpo") == curve(trained[0] / "dpo")
 
 
-def test_kept_reference_scores_are_used_with_their_weights_only(tiny: Tiny, trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_kept_reference_scores_are_used_with_their_weights_only(
+    tiny: Tiny, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "PART", 40)
     kept = tmp_path / "run" / "dpo" / "reference" / "train"
     losses = []
     for key in (None, "of other weights"):

@@ -111,6 +111,20 @@ class Curves:
         charts += self._plain("rewards", "Rewards", "beta times the log-ratio to the reference.", rewards)
         return charts + self._plain("divergence", "Divergence", "kto's estimate, in nats.", [("dpo/divergence", "divergence", "c3")])
 
+    def rewards(self) -> list[Chart]:
+        """How reinforcement learning goes."""
+        held_out = [("grpo/reward", "answers of the step", "c0"), ("validation/reward", "held-out prompts", "c1")]
+        charts = self._plain("reward", "Reward", "Mean reward of an answer.", held_out, wide=True)
+        names = ("solved", "wrong", "unparsed", "empty", "truncated", "failed")
+        shares = [(f"grpo/{name}", name, f"c{tone}") for tone, name in enumerate(names)]
+        charts += self._plain("answers", "Answers", "Share of the answers that were drawn.", shares)
+        mismatch = [("grpo/mismatch_max", "largest", "c0"), ("grpo/mismatch_mean", "mean", "c1")]
+        hint = "Distance from 1 of the ratio of a token's probabilities in training and rollout."
+        charts += self._plain("mismatch", "Training against rollout", hint, mismatch)
+        charts += self._plain("tokens", "Length of answers", "Mean, in tokens.", [("grpo/answer_tokens", "tokens", "c2")])
+        charts += self._plain("surprise", "Entropy", "Estimated from the drawn tokens.", [("grpo/surprise", "nats per token", "c3")])
+        return charts
+
     def validation_loss(self) -> list[Chart]:
         if self._objective:
             wanted = [("validation/loss", "held-out loss", "c0")]

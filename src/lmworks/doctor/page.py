@@ -62,7 +62,8 @@ def render(run: Run, cluster: Cluster | None = None, others: Sequence[Run] = ())
     later = []
     for stage in MODEL_STAGES[1:]:
         one = curves[stage.stage]
-        charts[stage.stage] = [*one.preferences(), *one.loss(), *one.benchmarks(), *one.validation_loss(), *one.optimizer()[:2]]
+        objective = [*one.preferences(), *one.rewards()]
+        charts[stage.stage] = [*objective, *one.loss(), *one.benchmarks(), *one.validation_loss(), *one.optimizer()[:2]]
         samples = tables.samples(run.training[stage.stage])
         if charts[stage.stage] or samples:
             later.append({"stage": stage.stage, "title": stage.title, "charts": _views(charts[stage.stage]), "samples": samples})

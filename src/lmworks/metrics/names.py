@@ -27,7 +27,7 @@ _MOE = "model.moe"
 _DETAIL = "metrics.detail_every"
 _NEEDLE = "a phase with needle"
 _EVALUATION = "evaluate.benchmarks and evaluate.every"
-_DPO, _KTO = "dpo", "dpo.loss: kto"
+_DPO, _KTO, _GRPO = "dpo", "dpo.loss: kto", "grpo"
 _NVML = "an NVIDIA GPU and lmworks[gpu]"
 _TABLE: tuple[tuple[Any, ...], ...] = (
     ("train/loss", "nats/token", "cross-entropy of the step, over the valid tokens of all ranks and micro-batches", "", "lower"),
@@ -89,6 +89,25 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("system/gpu_temp", "degrees C", "temperature of the GPU", _NVML),
     ("system/power", "W", "power drawn by the GPU", _NVML),
     ("validation/loss", "nats/token", "mean over all validation tokens", "", "lower"),
+    ("grpo/reward", "", "mean reward of the answers that were drawn in the step", _GRPO, "higher"),
+    ("grpo/solved", "", "share of the answers with the full reward", _GRPO, "higher"),
+    ("grpo/wrong", "", "share of the answers that were judged and did not get the full reward", _GRPO),
+    ("grpo/empty", "", "share of the answers without text, which earn nothing", _GRPO),
+    ("grpo/truncated", "", "share of the answers that were cut at grpo.max_new_tokens, which earn nothing", _GRPO),
+    ("grpo/unparsed", "", "share of the answers whose form the reward could not read", _GRPO),
+    ("grpo/failed", "", "share of the answers on which the reward raised an error or took too long", _GRPO, "lower"),
+    ("grpo/answer_tokens", "tokens", "mean length of the answers", _GRPO),
+    ("grpo/surprise", "nats/token", "mean of -log of the probability that the tokens were drawn with, an estimate of the entropy", _GRPO),
+    ("grpo/groups", "groups", "groups that were drawn in the step", _GRPO),
+    ("grpo/trained_groups", "groups", "groups that were trained on in the step", _GRPO),
+    ("grpo/equal_groups", "", "share of the drawn groups whose rewards are equal, which teach nothing", _GRPO),
+    ("grpo/mismatch_mean", "", "distance from 1 of the ratio of a token's probabilities in training and rollout, mean over tokens", _GRPO),
+    ("grpo/mismatch_max", "", "the same, the largest", _GRPO, "lower"),
+    ("grpo/clipped", "", "share of the tokens whose ratio is clipped, mean over the updates of the step", _GRPO),
+    ("grpo/divergence", "nats/token", "divergence from the model at the start (k3)", "grpo.beta"),
+    ("perf/rollout_seconds", "s", "time for drawing and judging the answers of the step", _GRPO, "lower"),
+    ("validation/reward", "", "mean reward of one answer to each held-out prompt", _GRPO, "higher"),
+    ("validation/wrong", "", "share of held-out prompts whose answer does not get the full reward", _GRPO, "lower"),
     ("validation/reward_accuracy", "", "dpo/accuracy on held-out pairs", _DPO, "higher"),
     ("validation/reward_margin", "", "dpo/margin on held-out pairs", _DPO, "higher"),
     ("validation/bits_per_byte", "bits/byte", "over all validation text", "", "lower"),

@@ -17,7 +17,7 @@ from lmworks.model import documents
 from lmworks.model.attention import Attention
 from lmworks.model.cache import Cache, JoinedCache, LayerCache
 from lmworks.model.layers import Linear, RMSNorm, SwiGLU
-from lmworks.model.loss import HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
+from lmworks.model.loss import ChunkLoss, HeadLoss, chunk_loss, head_loss, head_loss_plain, soft_cap
 from lmworks.model.mla import LatentAttention
 from lmworks.model.moe import MoE
 from lmworks.model.mtp import Ahead, MtpLayer, look_ahead
@@ -112,7 +112,7 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleList(MtpLayer(config, Block(config, config.num_hidden_layers + depth)) for depth in range(mtp_layers))
         self.mtp_loss_weight = config.mtp.loss_weight if config.mtp else 0.0
         self._plain = False
-        self._chunk_loss = chunk_loss
+        self._chunk_loss: ChunkLoss = chunk_loss
         self.set_rope(config.rope)
 
     def set_rope(self, rope: Rope) -> None:

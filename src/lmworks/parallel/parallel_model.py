@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from lmworks.model import Transformer
 from lmworks.model.balance import set_loads, update_biases
+from lmworks.model.drawn_loss import drawn_chunk_loss
 from lmworks.model.moe import MoE
+from lmworks.model.sampling import GenerateOptions
 from lmworks.model.transformer import Loss
 from lmworks.optim.clip import clip_gradients
 from lmworks.optim.ema import Ema
@@ -103,6 +105,13 @@ class ParallelModel:
     def set_mtp_loss_weight(self, weight: float) -> None:
         for part in self.parts:
             part.mtp_loss_weight = weight
+
+    def set_sampling(self, options: GenerateOptions) -> None:
+        """From now on the losses are those under the distribution that tokens are drawn from with these options. Without filters (top_k,
+        top_p, min_p) on any layout; with them, each rank must have the whole vocabulary."""
+        if options.distribution != (1.0, 0, 1.0, 0.0):
+            for part in self.parts:
+                part._chunk_loss = drawn_chunk_loss(part._chunk_loss, options)
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:

@@ -173,6 +173,15 @@ def _dpo(context: StageContext) -> RenderableType | None:
     return None
 
 
+def _grpo(context: StageContext) -> RenderableType | None:
+    from lmworks.train.grpo import grpo
+
+    recipe = context.recipe
+    protect = _protection_of(recipe, context.run_dir / "grpo")
+    grpo(recipe, context.run_dir, _flops_per_token(recipe), context.resume_command, protect, context.ranks, context.heartbeat)
+    return None
+
+
 def _protection_of(recipe: Recipe, folder: Path) -> Callable[[], tuple[set[str], Decontaminator | None]]:
     """A function that returns the evaluation's questions and what finds them in texts, and records that a stage's texts were searched."""
 
@@ -215,6 +224,12 @@ def _check_evaluate(recipe: Recipe) -> None:
         check(recipe)
 
 
+def _check_grpo(recipe: Recipe) -> None:
+    from lmworks.train.align.prompts import check
+
+    check(recipe)
+
+
 def _check_export(recipe: Recipe) -> None:
     from lmworks.export.export import check
 
@@ -239,6 +254,10 @@ STAGES = (
     Stage("pretrain", "checkpoints", (_TOKENIZER[0], "shards/manifest.json"), ("./",), _pretrain, keeps=True, all_ranks=True),
     Stage("tune", "tune", (_CORPUS, *_TOKENIZER, BASE.input), ("checkpoints/",), _tune, resumes=True, all_ranks=True),
     Stage("dpo", "dpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:2])), ("checkpoints/",), _dpo, resumes=True, all_ranks=True),
+    Stage(
+        "grpo", "grpo", (*_TOKENIZER, *(one.input for one in MODEL_STAGES[:3])), ("checkpoints/",), _grpo, resumes=True, check=_check_grpo,
+        all_ranks=True,
+    ),
     Stage("evaluate", "evaluate", (_CORPUS, *_WEIGHTS), ("results.json",), _evaluate, check=_check_evaluate),
     Stage(
         "export", "export", ("corpus/report.json", "shards/manifest.json", *_WEIGHTS, "evaluate/results.json"), ("**/*",), _export,

@@ -71,8 +71,8 @@ class Trainer:
 
     `validate` returns metrics (`validation/bits_per_byte` or `validation/loss` decides which checkpoint is best) and leaves the model
     unchanged. `evaluate` returns metrics `eval/...`, every `evaluate.every`. With an `objective`, a step makes the updates of that: the
-    curriculum's batches are not trained on, and there are no limits for spikes. `stage` is the name of the stage in ledger and progress bar;
-    `meta` is added to the meta of every checkpoint.
+    curriculum's batches are not trained on, and there are no limits for spikes. `stage` is the name of the stage in ledger and progress
+    bar; `meta` is added to the meta of every checkpoint.
     """
 
     recipe: Recipe

@@ -35,11 +35,13 @@ class ProcessDied(Exception):
 class LimitedProcess:
     """Calls a function from bytes to bytes in a process. `make`, as MODULE:NAME, returns the function; the first call starts the process.
 
-    A call may take `seconds` of CPU time, and the process `memory` bytes of address space. Calls from several threads are serialized.
+    A call may take `seconds` of CPU time, and the process `memory` bytes of address space; with `wall_seconds` a call that waits for
+    something else ends too. Calls from several threads are serialized.
     """
 
-    def __init__(self, make: str, seconds: float, memory: int) -> None:
-        self._make, self._seconds, self._memory = make, seconds, memory
+    def __init__(self, make: str, seconds: float, memory: int, wall_seconds: float | None = None) -> None:
+        self._make, self._seconds, self._memory, self._wall_seconds = make, seconds, memory, wall_seconds
+        self._late = False
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
         self._lock, self._owner = threading.Lock(), 0
@@ -50,11 +52,11 @@ class LimitedProcess:
             try:
                 if self._process is None or self._owner != os.getpid():
                     self._start()
-                failed, answer = self._ask(data)
+                failed, answer = self._ask_in_time(data)
             except (BrokenPipeError, EOFError):
                 assert self._process is not None
                 self._process.communicate()
-                hangs, self._process = self._process.returncode == -signal.SIGPROF, None
+                hangs, self._process = self._late or self._process.returncode == -signal.SIGPROF, None
                 raise ProcessDied(hangs) from None
             except BaseException:  # a late answer must not be taken as the answer to the next call
                 self.close()
@@ -80,6 +82,25 @@ class LimitedProcess:
         except EOFError:
             self.close()
             raise OSError(f"the process of {self._make} does not start") from None
+
+    def _ask_in_time(self, data: bytes) -> tuple[int, bytes]:
+        """Ask, and kill the process once the wall time is over."""
+        assert self._process is not None
+        self._late, process = False, self._process
+
+        def end() -> None:
+            self._late = True
+            process.kill()
+
+        timer = None if self._wall_seconds is None else threading.Timer(self._wall_seconds, end)
+        if timer is None:
+            return self._ask(data)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self._ask(data)
+        finally:
+            timer.cancel()
 
     def _ask(self, data: bytes) -> tuple[int, bytes]:
         assert self._process and self._process.stdin

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmworks.evaluate.extraction import extract
 from lmworks.evaluate.forms.prompts import free_messages, free_text
 from lmworks.evaluate.generation.interface import Failure, Prompt, Reply
 from lmworks.evaluate.items import LETTERS, ChoiceItem, Item, OpenItem
 from lmworks.evaluate.logprobs import Advance
 from lmworks.evaluate.replies import Answerer
 from lmworks.evaluate.statistics import Score
+from lmworks.verify.extraction import extract
 
 _MOST_TOKENS = 64  # of a reply
 _STOP = ("\nQuestion:", "\n\n")  # a base model goes on to ask itself the next question; its answer is what comes before

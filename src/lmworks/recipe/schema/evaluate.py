@@ -98,7 +98,7 @@ class Evaluate(Node):
     effect: ClassVar = read_by("evaluate")
 
     # what an evaluation asks: all text that is trained on is searched for it
-    benchmarks: Annotated[list[Benchmark], read_by("corpus", "shards", "tune", "dpo", "evaluate")] = Field(
+    benchmarks: Annotated[list[Benchmark], read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")] = Field(
         default_factory=list, description="benchmark sets, and tasks of your own"
     )
     benchmark_items: int = Field(200, gt=0, description="maximum items per set")
@@ -108,13 +108,13 @@ class Evaluate(Node):
         "the scores stand beside the loss on the run page; null: derived, so that it costs less than 5% of training",
     )
     every_items: Annotated[int, NO_EFFECT] = Field(50, gt=0, description="maximum items per set for evaluations during pretraining")
-    tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "dpo", "evaluate")] = Field(
+    tasks: Annotated[list[Generator], read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")] = Field(
         default_factory=list, description="generators of verifiable questions with free-form answers"
     )
-    task_items: Annotated[int, read_by("corpus", "shards", "tune", "dpo", "evaluate")] = Field(
+    task_items: Annotated[int, read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")] = Field(
         50, gt=0, description="questions per task"
     )
-    protect: Annotated[list[Protected], read_by("corpus", "shards", "tune", "dpo", "evaluate")] = Field(
+    protect: Annotated[list[Protected], read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")] = Field(
         default_factory=list, description="evaluation sets of your own, to be kept out of training text"
     )
     references: bool = Field(True, description="also report a byte unigram, xz and a text compressor as references for bits per byte")

@@ -162,7 +162,7 @@ class Model(Node):
         "logit_softcap": "final_logit_softcapping", "z_loss": "z_loss_weight", "dropout": "residual_dropout",
         "max_length": "max_position_embeddings", "nope_every": "no_rope_layer_interval",
     }  # fmt: skip
-    effect: ClassVar = read_by("pretrain", "tune", "dpo", "evaluate", "export")
+    effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")
 
     preset: Annotated[str | None, NO_EFFECT, NOT_ARCHITECTURE] = Field(
         None, description="model preset: the name of a file in recipes/models, or the path of a config.json"

@@ -14,7 +14,7 @@ class Optimizer(Node):
     """Muon for hidden matrices and experts, AdamW for embeddings, head, norms and biases; or AdamW for all."""
 
     renamed: ClassVar = {"clip": "max_grad_norm", "layer_decay": "layer_lr_decay", "ema": "ema_decay"}
-    effect: ClassVar = read_by("pretrain", "tune", "dpo")
+    effect: ClassVar = read_by("pretrain", "tune", "dpo", "grpo")
 
     kind: Literal["muon", "adamw"] = Field("muon", description="optimizer of the hidden matrices")
     learning_rate: float | None = Field(
@@ -37,6 +37,6 @@ class Optimizer(Node):
     layer_lr_decay: float = Field(
         1.0, gt=0, le=1, description="layer-wise learning rate decay: rate of each layer relative to the layer above it"
     )
-    ema_decay: Annotated[float, read_by("pretrain", "tune", "dpo", "evaluate", "export")] = Field(
+    ema_decay: Annotated[float, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = Field(
         0.0, ge=0, lt=1, description="decay of an exponential moving average of the weights; 0 turns it off"
     )

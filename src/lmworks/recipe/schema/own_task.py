@@ -13,7 +13,7 @@ from lmworks.recipe.schema.effect import Effect, read_by
 class OwnTask(Node):
     """The YAML file of a task. Paths in it are relative to it."""
 
-    effect: ClassVar[Effect] = read_by("corpus", "shards", "tune", "dpo", "evaluate")
+    effect: ClassVar[Effect] = read_by("corpus", "shards", "tune", "dpo", "grpo", "evaluate")
 
     file: str = Field(description="data: file, directory or glob of JSON lines, Parquet or Arrow")
     question: str = Field("question", description='column of the question, or a template of columns: "{title}\\n{body}"')

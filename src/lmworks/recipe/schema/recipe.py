@@ -13,6 +13,7 @@ from lmworks.recipe.schema.dpo import Dpo
 from lmworks.recipe.schema.effect import NO_EFFECT, RESUME_ONLY, read_by
 from lmworks.recipe.schema.evaluate import Evaluate
 from lmworks.recipe.schema.export import Export
+from lmworks.recipe.schema.grpo import Grpo
 from lmworks.recipe.schema.launch import Launch
 from lmworks.recipe.schema.layout import Layout
 from lmworks.recipe.schema.metrics import Metrics
@@ -32,7 +33,7 @@ class Recipe(Node):
     name: Annotated[str, read_by("export")] = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run and of its directory"
     )
-    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune", "dpo")] = Field(
+    seed: Annotated[int, read_by("corpus", "tokenizer", "shards", "pretrain", "tune", "dpo", "grpo")] = Field(
         1, description="random seed of the data order, the initial weights and the samples"
     )
     run_dir: Annotated[str | None, NO_EFFECT] = Field(None, description="run directory; runs/NAME when omitted")
@@ -63,6 +64,7 @@ class Recipe(Node):
     metrics: Metrics = Metrics()
     tune: Tune | None = None
     dpo: Dpo | None = None
+    grpo: Grpo | None = None
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     layout: Layout = Layout()

@@ -120,14 +120,14 @@ class Phase(Node):
     batch_ramp: BatchRamp | None = None
     learning_rate_scale: float = Field(1.0, gt=0, description="peak learning rate of this phase relative to optimizer.learning_rate")
     lr_schedule: LrSchedule = LrSchedule()
-    rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "dpo", "evaluate", "export")] = None
+    rope: Annotated[RopeChange | None, read_by("pretrain", "tune", "dpo", "grpo", "evaluate", "export")] = None
     bias_update_rate: float | None = Field(
         None, ge=0, description="replaces model.moe.balance.bias_update_rate from this phase on (GLM: 0.001, late in the run 0)"
     )
     needle: Annotated[bool, NO_EFFECT] = Field(
         False, description="validation also runs the needle-in-a-haystack test on held-out text (metrics needle/...)"
     )
-    mtp_loss_weight: Annotated[float | None, read_by("pretrain", "tune", "dpo")] = Field(
+    mtp_loss_weight: Annotated[float | None, read_by("pretrain", "tune", "dpo", "grpo")] = Field(
         None, gt=0, description="replaces model.mtp.loss_weight from this phase on (GLM: 0.3, later 0.1)"
     )
     ewc: Ewc | None = Field(None, description="elastic weight consolidation towards the weights of the phase before")
@@ -164,7 +164,7 @@ class Train(Node):
     moved: ClassVar = {"init_from": "start_from"}
     effect: ClassVar = read_by("pretrain")
 
-    seed: Annotated[int | None, read_by("pretrain", "tune", "dpo")] = Field(
+    seed: Annotated[int | None, read_by("pretrain", "tune", "dpo", "grpo")] = Field(
         None,
         description="random seed of the data order, the initial weights and dropout; `seed` when omitted. Corpus, tokenizer and shards do "
         "not depend on it, so runs that differ in it share them",
@@ -175,7 +175,7 @@ class Train(Node):
     micro_batch_size: Annotated[int | None, RESUME_ONLY] = Field(
         None, gt=0, description="sequences per forward pass on each rank; derived when omitted; changes speed and memory, never the batch"
     )
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], read_by("pretrain", "tune", "dpo", "evaluate")] = Field(
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], read_by("pretrain", "tune", "dpo", "grpo", "evaluate")] = Field(
         "auto",
         description="precision of the computation; auto: bf16 where the device multiplies it in hardware, else fp32. Weights and "
         "accumulated gradients stay fp32",

@@ -26,7 +26,7 @@ from lmworks.recipe.schema.dpo import Dpo, PreferenceData
 from lmworks.recipe.schema.recipe import Recipe
 from lmworks.tokenizer.tokenizer import Tokenizer
 from lmworks.train.align.answers import Answer
-from lmworks.train.data.chat import TASK_SEEDS
+from lmworks.train.data.conversation_sets import TASK_SEEDS
 from lmworks.train.data.preference_forms import NoPreference, Preference, convert, read_jsonl
 
 _MOST_HELD_OUT = 500

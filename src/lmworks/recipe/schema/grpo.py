@@ -1,0 +1,86 @@
+"""Reinforcement learning with verifiable rewards, and its prompts."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lmworks.recipe.schema.base import Node
+from lmworks.recipe.schema.effect import read_by
+from lmworks.recipe.schema.evaluate import Generator
+from lmworks.recipe.schema.train import EarlyStopping, LrSchedule
+from lmworks.recipe.schema.units import Duration, Tokens
+
+
+class RewardTask(Node):
+    """One set of prompts, and the reward of their answers."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of this set of prompts")
+    kind: Literal["tasks", "jsonl"] = Field(
+        description="tasks: questions of reasoning-gym; jsonl: {prompt, answer, tests, ...} per line, prompt as text or messages"
+    )
+    path: str | None = Field(None, description="kind jsonl: the file, or a folder of *.jsonl, relative to the working directory")
+    tasks: list[Generator] = Field(
+        default_factory=list, description="kind tasks: generators of the questions; those of evaluate.tasks when omitted"
+    )
+    count: int = Field(2000, gt=0, description="maximum number of prompts")
+    reward: Literal["verifier", "exact", "numeric", "unit_tests", "python"] = Field(
+        "verifier",
+        description="verifier: reasoning-gym's marks; exact: 1 if the stated answer is the row's `answer`; numeric: 1 if the final number "
+        "is; unit_tests: 1 if the answer's program passes the row's `tests`, in the sandbox; python: a function of your own",
+    )
+    file: str | None = Field(None, description="reward python: a file that defines reward(prompt, answer, row) -> float")
+    seconds: float = Field(5.0, gt=0, description="reward python and unit_tests: time limit of one answer, after which it earns 0")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardTask:
+        if (self.kind == "tasks") != (self.reward == "verifier") and self.reward != "python":
+            raise ValueError(f"{self.name}: reward {self.reward} is not for kind {self.kind}: tasks have a verifier, jsonl the others")
+        if (self.reward == "python") != (self.file is not None):
+            raise ValueError(f"{self.name}: reward python needs a file, and no other reward has one")
+        return self
+
+
+class Grpo(Node):
+    """Group relative policy optimization (arXiv:2402.03300) and its corrections, with rewards that are plain functions of an answer."""
+
+    effect: ClassVar = read_by("grpo")
+
+    data: list[RewardTask] = Field(default_factory=list)
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo"] = Field(
+        "grpo",
+        description="grpo: mean over answers of token means; dr_grpo (arXiv:2503.20783): without the division by standard deviation and "
+        "length; dapo (arXiv:2503.14476): mean over tokens; gspo (arXiv:2507.18071): as grpo, with the ratio of whole answers",
+    )
+    group_size: int = Field(8, description="answers per prompt")
+    prompts_per_step: int = Field(16, gt=0, description="prompts per step, over all ranks")
+    steps: int = Field(100, gt=0, description="steps: rollouts, each with its updates")
+    updates_per_rollout: int = Field(1, gt=0, description="optimizer updates per step, each on another part of its prompts")
+    clip_low: float = Field(0.2, gt=0, description="lower bound of the probability ratio: 1 - this")
+    clip_high: float = Field(0.2, gt=0, description="upper bound of the probability ratio: 1 + this (DAPO's clip-higher: 0.28)")
+    beta: float = Field(0.0, ge=0, description="weight of the divergence from the model that the stage starts from (k3); 0: no reference")
+    resample_rounds: int = Field(
+        0, ge=0, description="dynamic sampling: groups with equal rewards are dropped, and up to so many times other prompts are drawn"
+    )
+    importance_cap: float | None = Field(
+        2.0, gt=0, description="truncated importance sampling: cap of the ratio of training and rollout probability; null: off"
+    )
+    max_new_tokens: int = Field(128, gt=0, description="tokens of an answer; one that is cut there earns nothing")
+    temperature: float = Field(1.0, gt=0, description="of the rollouts")
+    top_k: int = Field(0, ge=0, description="rollouts draw from the most likely tokens only; 0: off")
+    top_p: float = Field(1.0, gt=0, le=1, description="rollouts draw from the smallest set of this probability; 1: off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="rollouts draw from tokens of this probability relative to the likeliest; 0: off")
+    held_out: int = Field(64, ge=0, description="prompts that are not trained on, one answer of each is judged at every validation")
+    sequence_length: Tokens = Field(Tokens.parse("512 tokens"), description="tokens per row; too long prompts are left out")
+    learning_rate_scale: float = Field(0.03, gt=0, description="peak learning rate relative to optimizer.learning_rate")
+    lr_schedule: LrSchedule = LrSchedule(kind="constant", warmup=Duration.parse("2%"))
+    early_stopping: EarlyStopping | None = Field(None, description="end the stage early; lower is better, so name validation/wrong")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Grpo:
+        if self.group_size < 2:
+            raise ValueError(f"group_size {self.group_size}: an answer is compared with the others of its group; use 2 or more")
+        if self.updates_per_rollout > self.prompts_per_step:
+            raise ValueError(f"updates_per_rollout {self.updates_per_rollout} exceeds prompts_per_step {self.prompts_per_step}")
+        return self

@@ -1,0 +1,141 @@
+"""The prompts of reinforcement learning, rendered by the run's chat template, with their reward functions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lmworks.errors import UserError
+from lmworks.recipe.schema.grpo import RewardTask
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.align.rewards import Judge, check_file, make_judge
+from lmworks.train.align.rollouts import Prompt
+from lmworks.train.data.conversation_sets import TASK_SEEDS
+from lmworks.train.data.preference_forms import NoPreference, read_jsonl
+
+_NEEDED = {"exact": "answer", "numeric": "answer", "unit_tests": "tests"}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts to train on and those held out, in a random order that depends on the seed, their reward functions, and by data set the
+    number of prompts and the rows that were left out, by reason."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    judges: list[Judge]
+    sets: dict[str, Any]
+
+
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` for rewards and layouts that cannot work, before anything is trained."""
+    options = recipe.grpo
+    assert options is not None
+    if not options.data:
+        raise UserError("grpo.data is empty; list at least one set of prompts")
+    if recipe.layout.pp > 1:
+        raise UserError(f"grpo generates with the weights that it trains; layout.pp {recipe.layout.pp} cannot: use tp, cp or dp_shard")
+    if recipe.train.deepspeed is not None:
+        raise UserError("grpo generates with the weights that it trains; train.deepspeed cannot: leave it out and set layout.zero")
+    if recipe.layout.tp > 1 and (options.top_k, options.top_p, options.min_p) != (0, 1.0, 0.0):
+        raise UserError("grpo: with layout.tp no rank has all logits, on which top_k, top_p and min_p are replayed: leave these out")
+    for data in options.data:
+        key = f"grpo.data.{data.name}"
+        if data.reward == "python":
+            check_file(data, key)
+        if data.kind == "tasks":
+            _data_sets(data, recipe, 1)
+
+
+def read_prompts(recipe: Recipe, tokenizer: Tokenizer, questions: Collection[str] = ()) -> Prompts:
+    """All prompts of the recipe. Left out and counted are rows that cannot be read, repeated prompts, those without room for an answer, and
+    `questions` of the evaluation. Raises `UserError` if a data set yields nothing, or a reward cannot run here."""
+    options = recipe.grpo
+    assert options is not None
+    check(recipe)
+    judges: list[Judge] = []
+    found: list[Prompt] = []
+    sets: dict[str, Any] = {}
+    most = int(options.sequence_length) - options.max_new_tokens
+    for number, data in enumerate(options.data):
+        verifiers: dict[str, Any] = {}
+        left_out: Counter[str] = Counter()
+        before, seen = len(found), set()
+        for row in _rows(data, recipe, verifiers):
+            if len(found) - before == data.count:
+                break
+            prompt, reason = _encode(row, tokenizer, most, number)
+            text = str(row.get("question", row.get("prompt", ""))).strip() if isinstance(row, dict) else ""
+            if prompt is None:
+                left_out[reason] += 1
+            elif prompt.ids in seen or text in questions:
+                left_out["repeated" if prompt.ids in seen else "asked by the evaluation"] += 1
+            else:
+                seen.add(prompt.ids)
+                found.append(prompt)
+        if len(found) == before:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "it is empty"
+            raise UserError(f"grpo.data.{data.name} yields no prompt ({reasons})")
+        judges.append(make_judge(data, f"grpo.data.{data.name}", verifiers))
+        sets[data.name] = {"prompts": len(found) - before, "left_out": dict(left_out.most_common())}
+    order = np.random.default_rng(recipe.seed).permutation(len(found)).tolist()
+    held_out = min(options.held_out, len(found) // 2)
+    return Prompts([found[i] for i in order[held_out:]], [found[i] for i in order[:held_out]], judges, sets)
+
+
+def _encode(row: Any, tokenizer: Tokenizer, most: int, judge: int) -> tuple[Prompt | None, str]:
+    """A row as a prompt, or why it is none."""
+    if isinstance(row, NoPreference):
+        return None, str(row).partition(":")[0]
+    given = row.get("prompt")
+    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(messages, list) or not messages:
+        return None, "no prompt"
+    try:
+        ids, _ = tokenizer.encode_chat(messages, row.get("tools"), add_generation_prompt=True)
+    except UserError:
+        return None, "malformed"
+    return (Prompt(tuple(ids), row, judge), "") if len(ids) <= most else (None, "no room for an answer in sequence_length")
+
+
+def _rows(data: RewardTask, recipe: Recipe, verifiers: dict[str, Any]) -> Iterator[Any]:
+    if data.kind == "jsonl":
+        for _, value in read_jsonl(f"grpo.data.{data.name}", data.path):
+            needed = _NEEDED.get(data.reward)
+            if isinstance(value, dict) and needed is not None and value.get(needed) is None:
+                value = NoPreference(f"no {needed}")
+            yield value if isinstance(value, dict | NoPreference) else NoPreference("no object with columns")
+        return
+    sets = _data_sets(data, recipe, -(-data.count // max(1, len(data.tasks or recipe.evaluate.tasks))))
+    for name, items in sets.items():
+        verifiers[name] = items
+        for number in range(len(items)):
+            try:
+                entry = items[number]
+            except Exception:  # a generator may fail on a seed; that is one item less
+                yield NoPreference("generator failed")
+                continue
+            yield {"prompt": entry["question"], "question": entry["question"], "generator": name, "entry": entry}
+
+
+def _data_sets(data: RewardTask, recipe: Recipe, count: int) -> dict[str, Any]:
+    """reasoning-gym's data sets of a task by name, of `count` items each, whose seeds are not those of the evaluation."""
+    from lmworks.corpus.generated_questions import create
+
+    generators, key = data.tasks or recipe.evaluate.tasks, f"grpo.data.{data.name}.tasks"
+    if not generators:
+        raise UserError(f"grpo.data.{data.name}: kind tasks needs tasks, a list of reasoning-gym generators, here or in evaluate")
+    found = {}
+    for generator in generators:
+        seed = int.from_bytes(hashlib.blake2b(f"{recipe.seed}/grpo/{generator.name}".encode(), digest_size=8).digest())
+        start = TASK_SEEDS.start + seed % (len(TASK_SEEDS) - min(count, len(TASK_SEEDS) // 2))
+        found[generator.name] = create(generator, start, count, key)
+    return found
+
+

@@ -1,0 +1,122 @@
+"""Rollouts: groups of answers that the live weights give, drawn by our own engine, judged, and known to all ranks.
+
+The rollouts of a step are a function of the weights, the seed and the step, so a resumed run draws them again instead of saving them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from lmworks.checkpoint.communicator import Communicator
+from lmworks.model import Transformer
+from lmworks.model.batching import ContinuousBatch
+from lmworks.model.sampling import GenerateOptions
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.tokenizer.tokenizer import Tokenizer
+from lmworks.train.align.answers import Answer
+from lmworks.train.align.rewards import Judge, Reward, score
+
+_MOST_ROWS = 64  # answers that are drawn at a time
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as ids, the row that its reward reads, and the number of its reward function."""
+
+    ids: tuple[int, ...]
+    row: dict[str, Any]
+    judge: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A drawn answer with the log-probability of each of its tokens, by the rollout, and its reward."""
+
+    answer: Answer
+    logprobs: np.ndarray
+    reward: Reward
+
+
+class Rollouts:
+    """Draws and judges answers. All ranks call its methods together; each draws for its share of the prompts."""
+
+    def __init__(
+        self, model: ParallelModel, tokenizer: Tokenizer, judges: Sequence[Judge], options: GenerateOptions, communicator: Communicator
+    ) -> None:  # fmt: skip
+        self._model, self._tokenizer, self._judges, self._communicator = model, tokenizer, judges, communicator
+        self._options = replace(options, stop_ids=tuple(tokenizer.stop_ids))
+
+    def draw(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[list[Rollout]]:
+        """`group_size` answers to each prompt. `seed` names their random numbers."""
+        rank, size = self._communicator.rank, self._communicator.size
+        mine = list(range(rank, len(prompts), size))
+        generator = whole_model(self._model)
+        found = self._communicator.run_on_all(lambda: self._groups(generator, prompts, mine, group_size, seed))
+        groups: dict[int, list[Rollout]] = {}
+        for part in self._communicator.all_gather(found):
+            groups |= part
+        return [groups[number] for number in range(len(prompts))]
+
+    def _groups(
+        self, model: Transformer, prompts: Sequence[Prompt], mine: list[int], group_size: int, seed: str
+    ) -> dict[int, list[Rollout]]:  # fmt: skip
+        batch = ContinuousBatch(model, max_rows=_MOST_ROWS)
+        rows = {
+            batch.add(prompts[number].ids, self._options, _seed_of(seed, number, member)): (number, member)
+            for number in mine for member in range(group_size)
+        }  # fmt: skip
+        ids: dict[tuple[int, int], list[int]] = {key: [] for key in rows.values()}
+        logprobs: dict[tuple[int, int], list[float]] = {key: [] for key in rows.values()}
+        stopped: set[tuple[int, int]] = set()
+        while batch.busy:
+            for sampled in batch.step():
+                key = rows[sampled.id]
+                ids[key].append(sampled.token.id)
+                logprobs[key].append(sampled.token.drawn_logprob)
+                if sampled.finish == "stop":
+                    stopped.add(key)
+        found: dict[int, list[Rollout]] = {number: [] for number in mine}
+        for key in sorted(ids):
+            number, prompt = key[0], prompts[key[0]]
+            text = self._tokenizer.decode(ids[key][:-1] if key in stopped else ids[key], skip_special=True)
+            reward = score(self._judges[prompt.judge], text, prompt.row, truncated=key not in stopped)
+            whole = np.array([*prompt.ids, *ids[key]], np.int32)
+            answer = Answer(whole, np.arange(len(whole)) >= len(prompt.ids))
+            found[number].append(Rollout(answer, np.array(logprobs[key]), reward))
+        return found
+
+
+def _seed_of(seed: str, number: int, member: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}/{member}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@torch.no_grad()
+def whole_model(model: ParallelModel) -> Transformer:
+    """The live model where this process holds all of it, else a copy with the weights gathered from all ranks, which call it together.
+
+    A copy needs room for all weights on each rank, as long as it is used. Generation with sharded weights would gather them for each token,
+    and all ranks would have to generate in step.
+    """
+    (part,) = model.parts
+    if model.ranks.world == 1:
+        return part
+    with torch.device("meta"):
+        copy = Transformer(model.config)
+    copy.compute_dtype = model.compute_dtype
+    values = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    copy.load_state_dict(values, assign=True)
+    for name, buffer in part.named_buffers():  # those that no checkpoint holds
+        if name not in values:
+            module, _, own = name.rpartition(".")
+            copy.get_submodule(module).register_buffer(own, buffer, persistent=False)
+    if copy.config.tie_word_embeddings:
+        copy.head.weight = copy.embedding.weight  # type: ignore[assignment]
+    copy.set_rope(part.rope)
+    return copy.eval()

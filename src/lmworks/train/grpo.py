@@ -1,0 +1,202 @@
+"""Reinforcement learning with verifiable rewards: the trainer on its own answers, in groups for the same prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmworks.files import write_json
+from lmworks.model.sampling import GenerateOptions
+from lmworks.optim.ema import Ema
+from lmworks.parallel.mesh import Ranks
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.schema.grpo import Grpo
+from lmworks.recipe.schema.recipe import Recipe
+from lmworks.shards.order.permute import derive_key, permute
+from lmworks.shards.read.batch import Batch
+from lmworks.tokenizer import load as load_tokenizer
+from lmworks.train.align.answers import pack, weigh
+from lmworks.train.align.curriculum import AnswerCurriculum
+from lmworks.train.align.policy_losses import Evaluated, Sampled, advantages, policy_loss
+from lmworks.train.align.prompts import Prompts, read_prompts
+from lmworks.train.align.rewards import OUTCOMES
+from lmworks.train.align.rollouts import Prompt, Rollout, Rollouts
+from lmworks.train.align.stage import Plan, run_stage, start
+from lmworks.train.data.preferences import Protect
+from lmworks.train.objective import Update
+from lmworks.train.step import micro_batch_of
+from lmworks.watch.heartbeat import Heartbeat
+
+Group = list[Rollout]
+
+
+class PolicyGradient:
+    """The objective of `grpo`."""
+
+    def __init__(self, recipe: Recipe, model: ParallelModel, prompts: Prompts, rollouts: Rollouts, seed: int) -> None:
+        assert recipe.grpo is not None
+        self._options, self._model, self._prompts, self._rollouts, self._seed = recipe.grpo, model, prompts, rollouts, seed
+        self._length = int(self._options.sequence_length)
+        self._micro_batch_size = micro_batch_of(recipe, self._length)
+        # The weights at the start: averages that are never updated, so that they can be swapped in.
+        self._reference = Ema(dict(model.named_parameters()), 1.0) if self._options.beta else None
+        self._metrics: dict[str, float] = {}
+
+    def prompts_of(self, step: int, turn: int, count: int) -> list[Prompt]:
+        """The prompts of a step, each epoch all of them in a keyed order; in later turns of dynamic sampling, other ones at random."""
+        train = self._prompts.train
+        if turn:
+            places = np.arange(count) % len(train)
+            numbers = permute(places, len(train), derive_key(self._seed, "grpo", f"again-{turn}", step)).tolist()
+            return [train[number] for number in numbers]
+        found = []
+        for place in range(step * count, (step + 1) * count):
+            epoch, index = divmod(place, len(train))
+            found.append(train[int(permute(np.array([index]), len(train), derive_key(self._seed, "grpo", "prompts", epoch))[0])])
+        return found
+
+    def updates(self, step: int) -> Iterator[Update]:
+        began = time.monotonic()
+        groups, drawn = self._groups(step)
+        self._metrics = _rollout_metrics(drawn, len(groups)) | {"perf/rollout_seconds": time.monotonic() - began}
+        parts = np.array_split(np.arange(len(groups)), min(self._options.updates_per_rollout, len(groups)))
+        scored = [self._score([groups[number] for number in part.tolist()], step) for part in parts]
+        self._metrics |= _mismatch([(packed.mask_BT, sampled) for packed, sampled, _ in scored])
+        evaluated: list[Evaluated] = []
+        for number, (packed, sampled, advantages_n) in enumerate(scored):
+            # nothing has changed since the first part was scored
+            logp_BT = sampled.old_BT if number == 0 else self._logprobs(packed.batch)
+
+            def loss(logp_BT: Tensor, packed=packed, sampled=sampled, advantages_n=advantages_n) -> Tensor:  # type: ignore[no-untyped-def]
+                evaluated.append(policy_loss(self._options, packed, logp_BT, sampled, advantages_n))
+                return evaluated[-1].loss
+
+            labels = float(packed.lengths().sum())
+            batch, value = weigh(packed, -logp_BT, loss, normalizer=labels)
+            rows = len(batch.tokens)
+            own = batch.sequences(*self._model.rank_sequences(rows))
+            yield Update(own, rows, labels, value, batch.valid_tokens, batch.tokens.size)
+        self._metrics["grpo/clipped"] = float(torch.stack([one.clipped for one in evaluated]).mean())
+        if self._reference is not None:
+            self._metrics["grpo/divergence"] = float(np.mean([float(one.divergence) for one in evaluated if one.divergence is not None]))
+
+    def metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    def validate(self) -> dict[str, float]:
+        """The mean reward of one answer to each held-out prompt, drawn as in training, and the share that does not earn the full reward."""
+        if not self._prompts.held_out:
+            return {}
+        groups = self._rollouts.draw(self._prompts.held_out, 1, f"{self._seed}/validation")
+        rewards = np.array([group[0].reward.value for group in groups])
+        return {"validation/reward": float(rewards.mean()), "validation/wrong": float((rewards < 1).mean())}
+
+    def _groups(self, step: int) -> tuple[list[Group], list[Group]]:
+        """The groups that are trained on, and all that were drawn. With dynamic sampling, groups whose rewards are equal are replaced by
+        those of other prompts; if none has a difference, the first ones are kept, whose advantages are 0."""
+        wanted = self._options.prompts_per_step
+        kept: list[Group] = []
+        drawn: list[Group] = []
+        for turn in range(self._options.resample_rounds + 1):
+            prompts = self.prompts_of(step, turn, wanted - len(kept))
+            found = self._rollouts.draw(prompts, self._options.group_size, f"{self._seed}/{step}/{turn}")
+            drawn += found
+            kept += [group for group in found if not self._options.resample_rounds or _differs(group)]
+            if len(kept) == wanted:
+                break
+        return kept or drawn[:wanted], drawn
+
+    def _score(self, groups: Sequence[Group], step: int) -> tuple:  # type: ignore[type-arg]
+        """The rows of some groups, the log-probabilities of their tokens before the update, and the advantages of the answers."""
+        answers = [one for group in groups for one in group]
+        packed = pack([one.answer for one in answers], self._length, step)
+        reference_BT = None
+        if self._reference is not None:
+            with self._model.ema_weights(self._reference):
+                reference_BT = self._logprobs(packed.batch)
+        sampled = Sampled(self._logprobs(packed.batch), packed.place([one.logprobs for one in answers]), reference_BT)
+        return packed, sampled, advantages(self._options, torch.tensor([one.reward.value for one in answers]))
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        return -self._model.token_cross_entropy(batch, self._micro_batch_size).double()
+
+
+def _differs(group: Group) -> bool:
+    return len({one.reward.value for one in group}) > 1
+
+
+def _rollout_metrics(drawn: Sequence[Group], kept: int) -> dict[str, float]:
+    answers = [one for group in drawn for one in group]
+    rewards = np.array([one.reward.value for one in answers])
+    shares = {outcome: float(np.mean([one.reward.outcome == outcome for one in answers])) for outcome in OUTCOMES}
+    wrong = np.mean([one.reward.outcome == "judged" and one.reward.value < 1 for one in answers])
+    return {
+        "grpo/reward": float(rewards.mean()), "grpo/solved": float((rewards >= 1).mean()), "grpo/wrong": float(wrong),
+        "grpo/empty": shares["empty"], "grpo/truncated": shares["truncated"], "grpo/unparsed": shares["unparsed"],
+        "grpo/failed": shares["failed"], "grpo/answer_tokens": float(np.mean([len(one.logprobs) for one in answers])),
+        "grpo/surprise": float(-np.mean(np.concatenate([one.logprobs for one in answers]))),
+        "grpo/groups": float(len(drawn)), "grpo/equal_groups": float(np.mean([not _differs(group) for group in drawn])),
+        "grpo/trained_groups": float(kept),
+    }  # fmt: skip
+
+
+def _mismatch(parts: Sequence[tuple[Tensor, Sampled]]) -> dict[str, float]:
+    """How far the ratio of training and rollout probability of the sampled tokens is from 1."""
+    away = torch.cat([((sampled.old_BT - sampled.rollout_BT).exp() - 1).abs()[mask_BT] for mask_BT, sampled in parts])
+    return {"grpo/mismatch_mean": float(away.mean()), "grpo/mismatch_max": float(away.max())}
+
+
+def sampling_of(options: Grpo) -> GenerateOptions:
+    """How the answers are drawn; the stop tokens are the tokenizer's."""
+    return GenerateOptions(options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.min_p)
+
+
+def grpo(
+    recipe: Recipe, run_dir: Path, flops_per_token: Callable[[int], float], resume_command: str,
+    protect: Protect = lambda: ((), None), ranks: Ranks | None = None, heartbeat: Heartbeat | None = None,
+) -> None:  # fmt: skip
+    """Train the model of the stage before on its own answers. Reads `tokenizer/` and its final checkpoint; writes `grpo/`.
+
+    `protect` is called for the questions of the evaluation, which are not asked here. Raises `Interrupted` when asked to stop, and
+    `UserError`.
+    """
+    options = recipe.grpo
+    assert options is not None
+    folder, length = run_dir / "grpo", int(options.sequence_length)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    prompts = read_prompts(recipe, tokenizer, protect()[0])
+    begun = start(recipe, run_dir, "grpo", ranks)
+    if begun.communicator.is_first:
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "prompts.json", {"train": len(prompts.train), "held_out": len(prompts.held_out), "data": prompts.sets})
+
+    def make_plan(model: ParallelModel) -> Plan:
+        model.set_sampling(sampling_of(options))
+        rollouts = Rollouts(model, tokenizer, prompts.judges, sampling_of(options), begun.communicator)
+        objective = PolicyGradient(recipe, model, prompts, rollouts, recipe.training_seed)
+        answers = options.prompts_per_step * options.group_size
+
+        def batch(step: int) -> Batch:
+            """The prompts of a step, one row for each answer: what is trained on is known only once it has been drawn."""
+            tokens = np.zeros((answers, length), np.int32)
+            for number, prompt in enumerate(objective.prompts_of(step, 0, options.prompts_per_step)):
+                rows = slice(number * options.group_size, (number + 1) * options.group_size)
+                tokens[rows, : len(prompt.ids)] = prompt.ids
+            starts = np.arange(answers + 1, dtype=np.int32) * length
+            return Batch(tokens, np.full_like(tokens, -100), starts, 0, step)
+
+        curriculum = AnswerCurriculum(
+            recipe, "grpo", [answers] * options.steps, length, options.learning_rate_scale, options.lr_schedule, batch
+        )  # fmt: skip
+        return Plan(curriculum, objective, objective.validate, options.early_stopping)
+
+    run_stage(
+        recipe, run_dir, "grpo", begun, make_plan, tokenizer,
+        flops_per_token=flops_per_token, resume_command=resume_command, heartbeat=heartbeat,
+    )  # fmt: skip
+

@@ -1,0 +1,323 @@
+"""Reinforcement learning: losses by their formulas, rewards, sampling filters in the score, and the stage, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lmworks.errors import UserError
+from lmworks.metrics.log import read
+from lmworks.model import Transformer
+from lmworks.model.drawn_loss import drawn_chunk_loss
+from lmworks.model.init import initialize
+from lmworks.model.sampling import GenerateOptions, filter_logits
+from lmworks.parallel.parallel_model import ParallelModel
+from lmworks.recipe.schema.grpo import Grpo, RewardTask
+from lmworks.recipe.schema.model import Model
+from lmworks.shards.format.labels import IGNORE
+from lmworks.train.align.answers import Answer, pack
+from lmworks.train.align.policy_losses import Sampled, advantages, policy_loss
+from lmworks.train.align.rewards import make_judge, score
+from lmworks.train.grpo import grpo
+from saved_run import save_run
+from small_config import small_config
+from tiny_run import Tiny, before_each_step, checkpoint, curve, same_bits
+
+OWN = "def reward(prompt, answer, row):\n    return len(set(answer)) / max(1, len(answer))\n"
+
+
+def options_of(folder: Path, reward: str = OWN, **changes: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(30)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "reward.py").write_text(reward)
+    data = {"name": "own", "kind": "jsonl", "path": str(folder / "prompts.jsonl"), "reward": "python", "file": str(folder / "reward.py")}
+    return {
+        "data": [data], "group_size": 3, "prompts_per_step": 3, "steps": 4, "max_new_tokens": 16, "sequence_length": "64 tokens",
+        "held_out": 3, "learning_rate_scale": 0.1, "temperature": 0.8, "top_p": 0.95, "updates_per_rollout": 2, "beta": 0.02,
+        "resample_rounds": 1, "clip_high": 0.28,
+    } | changes  # fmt: skip
+
+
+def stage(tiny: Tiny, run_dir: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    recipe = tiny.resolve(f"run_dir={run_dir}", f"grpo={json.dumps(options)}").recipe
+    grpo(recipe, run_dir, lambda length: 1e6, "lmworks run tiny.yaml")
+    return [line for line in read(run_dir / "grpo") if "grpo/reward" in line]
+
+
+# losses ---------------------------------------------------------------------------------------------------------------------------------
+
+
+Tokens = list[np.ndarray]  # a value for each token of each answer
+
+
+def plain(options: Grpo, logp: Tokens, old: Tokens, rollout: Tokens, ref: Tokens, adv: Any) -> float:
+    """The formulas of the papers, token by token."""
+    totals, lengths = [], [len(one) for one in logp]
+    for n, length in enumerate(lengths):
+        mean = float((logp[n] - old[n]).mean())
+        total = 0.0
+        for t in range(length):
+            ratio = math.exp(mean if options.loss == "gspo" else logp[n][t] - old[n][t])
+            clipped = min(max(ratio, 1 - options.clip_low), 1 + options.clip_high)
+            loss = -min(ratio * adv[n], clipped * adv[n])
+            if options.importance_cap is not None:
+                loss *= min(options.importance_cap, math.exp(old[n][t] - rollout[n][t]))
+            away = ref[n][t] - logp[n][t]
+            total += loss + options.beta * (math.exp(away) - away - 1)
+        totals.append(total)
+    if options.loss == "dapo":
+        return sum(totals) / sum(lengths)
+    if options.loss == "dr_grpo":
+        return sum(totals) / (len(totals) * options.max_new_tokens)
+    return sum(total / length for total, length in zip(totals, lengths, strict=True)) / len(totals)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_losses_and_gradients_are_those_of_the_papers(loss: str) -> None:
+    """In float64, against the formulas and their central differences; ratios reach beyond both bounds and the cap."""
+    draw = np.random.default_rng(5)
+    node = {"loss": loss, "group_size": 3, "beta": 0.05, "clip_high": 0.28, "importance_cap": 1.2, "max_new_tokens": 9}
+    options = Grpo.model_validate(node)
+    lengths = [3, 7, 5, 2, 8, 4]
+    answers = [Answer(np.arange(n + 2, dtype=np.int32), np.arange(n + 2) >= 2) for n in lengths]
+    packed = pack(answers, 24, 0)
+    old = [-draw.uniform(0.1, 3, n) for n in lengths]
+    logp, rollout, ref = ([one + draw.normal(0, scale, len(one)) for one in old] for scale in (0.4, 0.3, 0.5))
+    rewards = torch.tensor([1.0, 0, 0, 0.5, 0.25, 1])
+    adv = advantages(options, rewards)
+    groups = rewards.view(2, 3).double()
+    centered = groups - groups.mean(1, keepdim=True)
+    expected = centered if loss == "dr_grpo" else centered / (groups.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(adv, expected.flatten(), atol=1e-12, rtol=0)
+
+    values = packed.place(logp).requires_grad_()
+    found = policy_loss(options, packed, values, Sampled(packed.place(old), packed.place(rollout), packed.place(ref)), adv)
+    (gradient,) = torch.autograd.grad(found.loss, values)
+    assert found.loss.item() == pytest.approx(plain(options, logp, old, rollout, ref, adv.tolist()), abs=1e-12)
+    assert 0 < float(found.clipped) < 1
+    for n, t in [(0, 0), (1, 6), (2, 2), (3, 1), (4, 5), (5, 3)]:
+        ends = []
+        for sign in (1, -1):
+            moved = [one.copy() for one in logp]
+            moved[n][t] += sign * 1e-6
+            ends.append(plain(options, moved, old, rollout, ref, adv.tolist()))
+        at = [np.zeros(len(one)) for one in logp]
+        at[n][t] = 1
+        ours = float(gradient[packed.place(at) == 1])
+        assert ours == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6, "temperature": 1.3}, {"min_p": 0.2}, {"top_k": 9, "min_p": 0.1}], ids=str
+)
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_the_score_replays_the_sampling_filters(options: dict[str, Any], softcap: float) -> None:
+    """Log-probabilities and gradients against autograd through `filter_logits`. Gradients in fp32: 1e-6 of their largest."""
+    config = Model.model_validate(small_config(final_logit_softcapping=softcap, initializer_range=0.3))
+    model = initialize(Transformer(config), seed=1).eval()
+    given = GenerateOptions(**{"temperature": 1.0} | options)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (3, 20)))
+    logits = model(tokens)
+    filtered = filter_logits(logits.flatten(0, 1), given)
+    labels = filtered.softmax(-1).multinomial(1, generator=torch.Generator().manual_seed(3))[:, 0]
+    labels[::7] = IGNORE
+    weights = torch.linspace(-1, 2, len(labels))
+    nats = torch.nn.functional.cross_entropy(filtered, labels, ignore_index=IGNORE, reduction="none")
+    (nats * weights).sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model.logit_chunk_size = 7
+    model._chunk_loss = drawn_chunk_loss(model._chunk_loss, given)
+    loss = model.loss(tokens, labels.view(tokens.shape), weights_BT=weights.view(tokens.shape))
+    loss.total.backward()
+    torch.testing.assert_close(loss.head.of_tokens_N, nats.detach(), atol=2e-6, rtol=0)
+    for name, parameter in model.named_parameters():
+        wanted = expected[name]
+        torch.testing.assert_close(parameter.grad, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-9, rtol=0, msg=name)
+    kept = torch.isfinite(filtered).sum(-1)
+    assert options.keys() == {"temperature"} or int(kept.max()) < 64
+
+
+def test_a_label_on_the_border_of_a_filter_keeps_a_finite_score() -> None:
+    config = Model.model_validate(small_config())
+    model = initialize(Transformer(config), seed=1).eval()
+    parallel = ParallelModel([model])
+    parallel.set_sampling(GenerateOptions(temperature=1.0, top_k=1))
+    tokens = torch.arange(12)[None]
+    least = model(tokens)[0].argmin(-1)[None]
+    with torch.no_grad():
+        scores: Tensor = model.loss(tokens, least).head.of_tokens_N
+    assert torch.isfinite(scores).all() and (scores > 0).all()
+
+
+# rewards --------------------------------------------------------------------------------------------------------------------------------
+
+
+def task(**changes: Any) -> RewardTask:
+    return RewardTask.model_validate({"name": "a", "kind": "jsonl"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "row", "value", "outcome"),
+    [
+        ("exact", "The answer is 12", {"answer": "12"}, 1, "judged"), ("exact", "12 of them", {"answer": "12"}, 0, "judged"),
+        ("numeric", "I get 3 + 4 = 7.0", {"answer": 7}, 1, "judged"), ("numeric", "It is 8.", {"answer": 7}, 0, "judged"),
+        ("numeric", "No idea", {"answer": 7}, 0, "unparsed"), ("exact", "  \n", {"answer": ""}, 0, "empty"),
+    ],
+)  # fmt: skip
+def test_rewards_of_stated_answers(kind: str, text: str, row: dict[str, Any], value: float, outcome: str) -> None:
+    found = score(make_judge(task(reward=kind), "key", {}), text, row, truncated=False)
+    assert (found.value, found.outcome) == (value, outcome)
+    assert score(make_judge(task(reward=kind), "key", {}), text, row, truncated=True).outcome == "truncated"
+
+
+def test_a_verifier_judges_and_its_failures_are_counted_apart() -> None:
+    pytest.importorskip("reasoning_gym")
+    from lmworks.corpus.generated_questions import create
+    from lmworks.recipe.schema.evaluate import Generator
+
+    items = create(Generator(name="chain_sum"), 1, 3)
+    judge = make_judge(task(kind="tasks", reward="verifier"), "key", {"chain_sum": items})
+    row = {"generator": "chain_sum", "entry": items[0]}
+    assert judge(f"The answer is {items[0]['answer']}.", row).value == 1
+    assert judge("x" * 20_000, row).outcome == "unparsed"
+
+    class Broken:
+        def score_answer(self, answer: str, entry: Any) -> float:
+            raise IndexError("no such digit")
+
+    broken = make_judge(task(kind="tasks", reward="verifier"), "key", {"chain_sum": Broken()})(str(items[0]["answer"]), row)
+    assert (broken.value, broken.outcome) == (0, "unparsed")
+
+
+def test_programs_earn_by_their_unit_tests_in_the_sandbox() -> None:
+    from lmworks.untrusted.sandbox import run_python
+
+    if run_python("").outcome != "passed":
+        pytest.skip("no sandbox here")
+    judge = make_judge(task(reward="unit_tests", seconds=2.0), "key", {})
+    row = {"tests": "assert double(4) == 8"}
+    assert judge("Here:\n```python\ndef double(x):\n    return 2 * x\n```", row).value == 1
+    assert judge("def double(x):\n    return x", row).value == 0
+    assert judge("import os\nos._exit(0)", row).value == 0, "ends before the tests"
+    assert judge("def double(x) return", row).outcome == "unparsed"
+    assert judge("while True: pass", row).value == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        ("def reward(prompt, answer, row):\n    raise KeyError('no')\n", "KeyError"),
+        ("def reward(prompt, answer, row):\n    while True: pass\n", "takes too much time"),
+        ("import time\ndef reward(prompt, answer, row):\n    time.sleep(100)\n", "takes too much time"),
+        ("def reward(prompt, answer, row):\n    return float('nan')\n", "is nan"),
+        ("def reward(prompt, answer, row):\n    return 'much'\n", "ValueError"),
+        ("import os\ndef reward(prompt, answer, row):\n    os._exit(0)\n", "the reward takes too much memory, or crashes"),
+        ("1 / 0\ndef reward(prompt, answer, row):\n    return 1.0\n", "ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_fails_earns_nothing(tmp_path: Path, code: str, detail: str) -> None:
+    (tmp_path / "reward.py").write_text(code)
+    judge = make_judge(task(reward="python", file=str(tmp_path / "reward.py"), seconds=0.2), "key", {})
+    for _ in range(2):  # the next answer is judged by a new process
+        found = score(judge, "text", {"prompt": "x"}, truncated=False)
+        assert (found.value, found.outcome) == (0, "failed") and detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 1}, "group_size 1: an answer is compared with the others of its group; use 2 or more"),
+        ({"data": []}, "grpo.data is empty"),
+        ({"data": [{"name": "a", "kind": "jsonl", "reward": "exact", "path": "no/such.jsonl"}]}, "no/such.jsonl is no file"),
+        ({"data": [{"name": "a", "kind": "jsonl", "reward": "python", "path": "x.jsonl", "file": "no.py"}]}, "no.py cannot be read"),
+        ({"data": [{"name": "a", "kind": "tasks", "tasks": ["chain_som"]}]}, "no task 'chain_som'; did you mean chain_sum"),
+        ({"data": [{"name": "a", "kind": "jsonl", "reward": "verifier"}]}, "reward verifier is not for kind jsonl"),
+        ({"max_new_tokens": 63}, "grpo.data.own yields no prompt .*no room for an answer in sequence_length"),
+    ],
+)
+def test_bad_input_is_one_line(tiny: Tiny, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    save_run(tiny, tmp_path / "run")
+    with pytest.raises(UserError, match=message):
+        stage(tiny, tmp_path / "run", options_of(tmp_path) | changes)
+
+
+def test_a_file_without_the_function_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    save_run(tiny, tmp_path / "run")
+    with pytest.raises(UserError, match=r"reward.py does not define reward\(prompt, answer, row\); it defines score"):
+        stage(tiny, tmp_path / "run", options_of(tmp_path, "def score(answer):\n    return 1.0\n"))
+
+
+@pytest.mark.parametrize("layout", ["layout.pp=2", "layout.tp=2"])
+def test_layouts_that_cannot_generate_or_replay_are_refused(tiny: Tiny, tmp_path: Path, layout: str) -> None:
+    from lmworks.train.align.prompts import check
+
+    recipe = tiny.resolve(layout, f"grpo={json.dumps(options_of(tmp_path))}").recipe
+    with pytest.raises(UserError, match=r"grpo generates with the weights|no rank has all logits"):
+        check(recipe)
+
+
+# the stage ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+    """A run after the stage, its options and its metrics."""
+    folder = tmp_path_factory.mktemp("grpo")
+    save_run(tiny, folder / "run")
+    options = options_of(folder)
+    return folder / "run", options, stage(tiny, folder / "run", options)
+
+
+def test_training_and_rollout_give_a_token_one_probability(trained: tuple[Path, dict[str, Any], list[dict[str, Any]]]) -> None:
+    """In fp32, with experts, a temperature and a filter, in every step: rounding alone, some 5e-7."""
+    _, options, lines = trained
+    assert len(lines) == options["steps"]
+    assert max(line["grpo/mismatch_max"] for line in lines) < 2e-6
+    assert max(line["grpo/mismatch_mean"] for line in lines) < 1e-6
+    assert all(line["grpo/divergence"] >= 0 for line in lines) and lines[-1]["grpo/divergence"] > 0
+    assert "validation/reward" in lines[-1] and "train/perplexity" not in lines[-1]
+    shares = [sum(line[f"grpo/{name}"] for name in ("wrong", "solved", "empty", "truncated", "unparsed", "failed")) for line in lines]
+    assert shares == pytest.approx([1.0] * len(lines)), "each answer is counted once"
+
+
+class Killed(Exception):
+    pass
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+    tiny: Tiny, trained: tuple[Path, dict[str, Any], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Killed before an update, and between the two updates of a step."""
+    save_run(tiny, tmp_path / "run")
+    for fatal in (2, 5):
+        seen: list[int] = []
+
+        def kill(step: int, seen: list[int] = seen, fatal: int = fatal) -> None:
+            seen.append(step)
+            if len(seen) == fatal:
+                raise Killed
+
+        with pytest.MonkeyPatch.context() as patch:
+            before_each_step(patch, kill)
+            with pytest.raises(Killed):
+                stage(tiny, tmp_path / "run", trained[1])
+    stage(tiny, tmp_path / "run", trained[1])
+    assert not same_bits(checkpoint(tmp_path / "run", folder="grpo/checkpoints"), checkpoint(trained[0], folder="grpo/checkpoints"))
+    assert curve(tmp_path / "run" / "grpo") == curve(trained[0] / "grpo")
+
+
+def test_groups_without_a_difference_are_replaced_within_bounds(tiny: Tiny, tmp_path: Path) -> None:
+    save_run(tiny, tmp_path / "run")
+    constant = "def reward(prompt, answer, row):\n    return 1.0\n"
+    lines = stage(tiny, tmp_path / "run", options_of(tmp_path, constant, steps=1, resample_rounds=2, max_new_tokens=30, held_out=0))
+    line = lines[0]
+    assert line["grpo/groups"] == 3 + 3 + 3 or line["grpo/equal_groups"] < 1
+    assert line["grpo/trained_groups"] == 3 or line["grpo/equal_groups"] < 1
