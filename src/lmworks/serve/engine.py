@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lmworks.model.batching import ContinuousBatch, Sampled
 from lmworks.model.prefixes import PrefixCache
 from lmworks.model.sampling import GenerateOptions
+from lmworks.serve.grammar import GrammarState
 from lmworks.serve.requests import Delta, EngineStats, Event, Job, PromptTooLong, Request, Scores
 from lmworks.serve.scoring import score
 from lmworks.serve.text import Assembler, Piece
@@ -34,6 +35,7 @@ class _Answer:
     index: int
     options: GenerateOptions
     assembler: Assembler
+    grammar: GrammarState | None = None
     generated: int = 0
     done: bool = False
 
@@ -220,8 +222,8 @@ class Engine:
             if options.max_new_tokens == 0:
                 answer.end(Piece(), "length")
                 return
-            grammar = request.grammar(options.max_new_tokens) if request.grammar else None
-            row = self._batch.add(answer.prompt, options, answer.seed, grammar, request.salt)
+            answer.grammar = request.grammar.answer(options.max_new_tokens) if request.grammar else None
+            row = self._batch.add(answer.prompt, options, answer.seed, answer.grammar, request.salt)
             self._running[row] = answer
         except Exception as error:  # reported to the client; a failed request must not end the worker
             self._fail([answer], error)
@@ -242,6 +244,9 @@ class Engine:
         return self._batch.step()
 
     def _receive(self, answer: _Answer, sampled: Sampled) -> None:
+        if answer.grammar is not None and answer.grammar.error:
+            self._fail([answer], RuntimeError(f"the grammar of the answer is too complex: {answer.grammar.error}"))
+            return
         answer.generated += 1
         self._counts.generated_tokens += 1
         if sampled.finish == "stop":
@@ -262,7 +267,7 @@ class Engine:
             del self._running[row]
 
     def _fail(self, answers: list[_Answer], error: Exception) -> None:
-        log.exception("generation failed")
+        log.error("generation failed", exc_info=error)
         for job in {id(answer.job): answer.job for answer in answers}.values():
             job.send(error)
             job.cancel()

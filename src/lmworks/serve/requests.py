@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmworks.errors import UserError
-from lmworks.model.sampling import GenerateOptions, Grammar, Token
+from lmworks.model.sampling import GenerateOptions, Token
+from lmworks.serve.grammar import Grammar
 from lmworks.serve.text import Placement
 
 
@@ -23,7 +24,7 @@ class Request:
     """A generation request: each of `prompts` is continued with `options`, with `seed` (random by default) instead of `options.seed`.
 
     `options.max_new_tokens` is limited to the rest of the context; 0 only scores the prompts. `stop` strings end an answer and are not
-    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` makes the grammar of an answer of so many tokens.
+    part of it. With `score_prompts`, a `Scores` event precedes each answer. `grammar` restricts each answer.
     Requests with the same `salt` share what has been read of prompts that begin alike.
     """
 
@@ -32,7 +33,7 @@ class Request:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     score_prompts: bool = False
-    grammar: Callable[[int], Grammar] | None = None
+    grammar: Grammar | None = None
     salt: str = ""
 
 

@@ -38,6 +38,11 @@ class Vocabulary:
         """The source of the chat template; empty without one."""
         return self._tokenizer.chat_template if self._tokenizer.has_chat_template else ""
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the chat template lets the model think first."""
+        return "<think>" in self.template and "set brief = true" not in self.template
+
     def decoder(self) -> StreamDecoder:
         """A new decoder for one answer, in which control tokens have no text."""
         from lmworks.tokenizer import StreamDecoder

@@ -127,7 +127,11 @@ def _types(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _parse(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None:
-    """A name, then pairs of <arg_key> and <arg_value>. None if the format differs or the tool was not offered."""
+    """A name, then pairs of <arg_key> and <arg_value>, as GLM-4.x writes it; or an object with name and arguments, as Qwen and Hermes write
+    it. None if the format differs or the tool was not offered.
+    """
+    if body.lstrip().startswith("{"):
+        return _parse_object(body, types)
     name, _, rest = body.partition("<arg_key>")
     name = name.strip()
     if name not in types:
@@ -137,6 +141,16 @@ def _parse(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None
         return None
     arguments = {key: _value(value, types[name].get(key)) for key, value in _ARGUMENT.findall(rest)}
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _parse_object(body: str, types: Mapping[str, Mapping[str, Any]]) -> ToolCall | None:
+    try:
+        call = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call.get("name"), str) or call["name"] not in types or not isinstance(arguments := call.get("arguments", {}), dict):
+        return None
+    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _value(text: str, kind: Any) -> Any:

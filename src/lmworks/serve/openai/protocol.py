@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from lmworks.model.generate import GenerateOptions
+from lmworks.model.sampling import GenerateOptions
 from lmworks.serve.engine import Engine
 from lmworks.serve.openai.errors import BadRequest
+from lmworks.serve.openai.structure import chosen_tools, require_distinct, restriction
 from lmworks.serve.requests import Request
 
 MAX_ANSWERS = 128  # per request
@@ -51,6 +52,9 @@ class Sampling(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = Field("", max_length=1000)
+    guided_json: dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
     logit_bias: Any = None
@@ -80,6 +84,12 @@ class Sampling(BaseModel):
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
                 raise BadRequest(f"{name} is not supported by this server; remove it", name)
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The `guided_*` parameters that are set."""
+        names = ("guided_json", "guided_regex", "guided_choice")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def options(self, engine: Engine, max_new_tokens: int, logprobs: int | None) -> GenerateOptions:
         return GenerateOptions(
@@ -126,7 +136,10 @@ class CompletionRequest(Sampling):
         if len(prompts) > MAX_ANSWERS:
             raise BadRequest(f"prompts times n is {len(prompts)}; at most {MAX_ANSWERS} answers per request are allowed", "prompt")
         options = self.options(engine, self.max_tokens, self.logprobs)
-        return Request(prompts, options, self.seed, self.stops, self.echo and self.logprobs is not None, salt=self.cache_salt)
+        scored = self.echo and self.logprobs is not None
+        room = min((engine.room(len(prompt), self.max_tokens) for prompt in prompts), default=0)
+        grammar = restriction(engine.vocabulary, room, False, None, self.guided, None, False)
+        return Request(prompts, options, self.seed, self.stops, scored, grammar, self.cache_salt)
 
     def _prompts(self, engine: Engine) -> list[tuple[int, ...]]:
         given = self.prompt
@@ -222,16 +235,21 @@ class ChatRequest(Sampling):
 
     def request(self, engine: Engine) -> Request:
         self.refuse_unsupported()
-        if self.response_format and self.response_format.get("type") != "text":
-            raise BadRequest("response_format other than text is not supported by this server; remove it", "response_format")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise BadRequest("tool_choice can only be auto or none here; remove it", "tool_choice")
-        if not self.parallel_tool_calls:
-            raise BadRequest("parallel_tool_calls: false is not supported by this server; remove it", "parallel_tool_calls")
+        require_distinct(self.tools or [])
+        forced = chosen_tools(self.tool_choice, self.tools)
+        if not self.parallel_tool_calls and forced is None:
+            raise BadRequest("parallel_tool_calls: false is supported only if tool_choice demands a call; remove it", "parallel_tool_calls")
+        if self.offered_tools and ((self.response_format or {}).get("type", "text") != "text" or self.guided):
+            raise BadRequest("tools and a restriction of the answer exclude each other; remove one, or set tool_choice to none", "tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
         messages = [message.plain() for message in self.messages]
         prompt = tuple(engine.vocabulary.chat_prompt(messages, self.offered_tools, self.thinking))
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         options = self.options(engine, min([*limits, engine.room(len(prompt))]), (self.top_logprobs or 0) if self.logprobs else None)
-        return Request((prompt,) * self.n, options, self.seed, self.stops, salt=self.cache_salt)
+        several = self.parallel_tool_calls and self.tool_choice == "required"
+        grammar = restriction(
+            engine.vocabulary, options.max_new_tokens, self.thinking is not False and engine.vocabulary.thinks, self.response_format,
+            self.guided, forced, several,
+        )  # fmt: skip
+        return Request((prompt,) * self.n, options, self.seed, self.stops, grammar=grammar, salt=self.cache_salt)

@@ -1,0 +1,224 @@
+"""Restricts answers to a grammar with llguidance, and sees to it that they are complete within their limit of tokens.
+
+Grammars come from clients. llguidance compiles regular expressions to automata without backtracking and counts its work, so that an
+expression cannot take exponential time; `_LIMITS` bounds the work and the memory further.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lmworks.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from lmworks.serve.vocabulary import Vocabulary
+
+_LIMITS = {
+    "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+    "max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False,
+}  # fmt: skip
+_LONGEST = 2048  # tokens of the shortest answer that are searched
+_GROWTH = 8  # a token lengthens the way to the end by at most so many tokens and the length of the shortest answer
+
+
+class GrammarError(UserError):
+    """A grammar that cannot be compiled or cannot be met."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar of a vocabulary. Each answer has a state of its own: `answer`."""
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+
+    def answer(self, limit: int) -> GrammarState:
+        """The state at the start of an answer of at most `limit` tokens. Raises `GrammarError` if no answer is known to be that short."""
+        state = GrammarState(self.vocabulary, self.matcher.deep_copy(), limit)
+        if state.path is None:
+            raise GrammarError(
+                f"no answer of at most {limit} tokens was found that the grammar allows; raise max_tokens or allow shorter answers"
+            )
+        return state
+
+
+def compile_grammar(vocabulary: Vocabulary, lark: str) -> Grammar:
+    """Compile a grammar in llguidance's form of Lark. Raises `GrammarError` with the reason, and `UserError` without the extra `serve`."""
+    if not find_spec("llguidance"):
+        raise UserError("grammars, JSON schemas and required tools need llguidance: pip install 'lmworks[serve]'")
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+    try:
+        matcher = LLMatcher(_tokenizer(vocabulary), LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+    except UnicodeEncodeError:
+        raise GrammarError("it contains half of a surrogate pair, which is not text") from None
+    if matcher.is_error():
+        raise GrammarError(_reason(matcher))
+    return Grammar(vocabulary, matcher)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    lines = [line for line in matcher.get_error().splitlines() if line.strip()]
+    return one_line(lines[0])[:300] if lines else "it is too complex"
+
+
+class _Wrapped:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id, self.bos_token_id = vocabulary.eos_id, None
+        self.tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
+        self.special_token_ids = sorted(vocabulary.special.values())
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+@lru_cache(4)
+def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Wrapped(vocabulary)))
+
+
+@dataclass(frozen=True)
+class _Closers:
+    """Tokens by which an answer is completed soon, the better ones first: those that close markup, `within` a JSON string, and `outside`.
+
+    A string is closed at once, or filled with what is used least so far, so that a pattern comes to its end; outside of strings, brackets
+    are closed before anything is opened.
+    """
+
+    markup: list[int]
+    within: list[int]
+    outside: list[int]
+    first: frozenset[int]  # ids that are taken wherever they are the best
+
+    def pick(self, mask: bytes, in_string: bool, used: Counter[int]) -> int | None:
+        """The best allowed token; None if nothing is allowed."""
+        for ids in (self.markup, self.within if in_string else self.outside):
+            found = [token for token in ids if mask[token]]
+            if found:
+                return found[0] if found[0] in self.first else min(found, key=lambda token: used[token])
+        return min((token for token, allowed in enumerate(mask) if allowed), key=lambda token: used[token], default=None)
+
+
+@lru_cache(4)
+def _closers(vocabulary: Vocabulary) -> _Closers:
+    single = {vocabulary.token_bytes(token): token for token in reversed(range(vocabulary.size)) if len(vocabulary.token_bytes(token)) == 1}
+    markup = [vocabulary.special[name] for name in ("</think>", "</arg_value>", "</tool_call>") if name in vocabulary.special]
+    letters = [bytes([code]) for code in (*range(48, 58), *range(97, 123), *range(65, 91), *range(32, 48), *range(58, 65), *range(91, 97))]
+    closing = [piece for piece in (b"}", b"]", b'"', b"0") if piece in single]
+
+    def ids(pieces: list[bytes]) -> list[int]:
+        return [single[piece] for piece in dict.fromkeys(pieces) if piece in single]
+
+    first = frozenset([*markup, *(single[piece] for piece in closing)])
+    return _Closers(markup, ids([b'"', *letters]), ids([*closing, *letters, b"{"]), first)
+
+
+class GrammarState:
+    """The state of one answer: what may follow, and the path on which it can be completed in time.
+
+    Close to its limit the answer is led along a short path to its end: a token after which no completion fits any more is replaced by the
+    next of the path. `error` is set when the grammar gives up, at a limit of its work.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, limit: int) -> None:
+        self._vocabulary, self._matcher, self._left = vocabulary, matcher, limit
+        self._in_string = self._escaped = False
+        self.error: str | None = None
+        self.path = self._completion(min(limit, _LONGEST))
+        self._growth = 1 + _GROWTH + len(self.path or ())
+        self._unchecked = self._safe()
+
+    def allowed(self) -> Tensor:
+        """Which ids may come next: (vocabulary,) of bool. Where the end of the text is allowed, every stop token is."""
+        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) != 0
+        if self._matcher.is_error():
+            self.error = _reason(self._matcher)
+            mask = torch.zeros(self._vocabulary.size, dtype=torch.bool)
+            mask[self._vocabulary.eos_id] = True
+        if mask[self._vocabulary.eos_id]:
+            mask[list(self._vocabulary.stop_ids)] = True
+        return mask
+
+    def accept(self, token: int) -> int:
+        """Advance by the chosen token; returns the token that is to stand in its place, usually the same."""
+        self._left -= 1
+        if token in self._vocabulary.stop_ids or self.error:
+            return token
+        if self._unchecked:
+            self._unchecked -= 1
+            self._advance(token)
+            return token
+        if self.path and token == self.path[0]:
+            self._advance(token)
+            self.path = self.path[1:]
+            return token
+        before = (self._matcher.deep_copy(), self._in_string, self._escaped)
+        self._advance(token)
+        path = self._completion(min(self._left, _LONGEST))
+        if path is None and self.path is not None:
+            self._matcher, self._in_string, self._escaped = before
+            if not self.path:
+                return self._vocabulary.eos_id
+            token, path = self.path[0], self.path[1:]
+            self._advance(token)
+        self.path = path
+        self._unchecked = self._safe()
+        return token
+
+    def _safe(self) -> int:
+        """The number of tokens that may follow before the way to the end can be longer than what is left."""
+        return (self._left - len(self.path)) // self._growth if self.path is not None else 0
+
+    def _advance(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._in_string, self._escaped = _scan(self._vocabulary, token, self._in_string, self._escaped)
+
+    def _completion(self, most: int) -> list[int] | None:
+        """A short way to an allowed end, of at most so many tokens; None if none is found."""
+        matcher, in_string, escaped = self._matcher.deep_copy(), self._in_string, self._escaped
+        path: list[int] = []
+        used: Counter[int] = Counter()
+        while not matcher.is_accepting():
+            if len(path) >= most or matcher.is_error():
+                return None
+            following = matcher.compute_ff_tokens()  # those without an alternative
+            following = following[: matcher.try_consume_tokens(following)] if following else []
+            if not following:
+                token = _closers(self._vocabulary).pick(matcher.compute_logit_bias(), in_string, used)
+                if token is None or not matcher.consume_token(token):
+                    return None
+                used[token] += 1
+                following = [token]
+            for token in following:
+                in_string, escaped = _scan(self._vocabulary, token, in_string, escaped)
+            path += following
+        return path if len(path) <= most else None
+
+
+def _scan(vocabulary: Vocabulary, token: int, in_string: bool, escaped: bool) -> tuple[bool, bool]:
+    """Whether a JSON string is open after the token, and a backslash before the next character."""
+    if token in vocabulary.special_ids:
+        return False, False
+    for byte in vocabulary.token_bytes(token):
+        if escaped:
+            escaped = False
+        elif in_string and byte == 0x5C:
+            escaped = True
+        elif byte == 0x22:
+            in_string = not in_string
+    return in_string, escaped

@@ -1,0 +1,137 @@
+"""Grammars of structured answers: JSON schemas, expressions, choices, and calls of tools in the form of the chat template.
+
+They are written in llguidance's form of Lark, in which `<[5]>` is the token 5 and `%json` is followed by a schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmworks.serve.grammar import Grammar, GrammarError, compile_grammar
+
+if TYPE_CHECKING:
+    from lmworks.serve.vocabulary import Vocabulary
+
+_LARGEST = 100_000  # characters of a schema, of an expression or of all choices
+_TOP_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions", "$schema", "strict"}
+_THOUGHT = "thought: {think} /(?s:.*)/ {thought_end} /\\n*/\n"
+
+
+def json_grammar(vocabulary: Vocabulary, schema: Any, thinking: bool = False) -> Grammar:
+    """A JSON value of `schema`, without white space between its parts; with `thinking`, thoughts may come first. Raises `GrammarError`."""
+    return _compile(vocabulary, f"answer: %json {_schema(schema)}\n", thinking)
+
+
+def regex_grammar(vocabulary: Vocabulary, pattern: str, thinking: bool = False) -> Grammar:
+    """Text that the regular expression matches as a whole. Raises `GrammarError`."""
+    _require_size(pattern)
+    return _compile(vocabulary, f"answer: TEXT\nTEXT: {_expression(pattern)}\n", thinking)
+
+
+def choice_grammar(vocabulary: Vocabulary, choices: Sequence[str], thinking: bool = False) -> Grammar:
+    """One of the texts. Raises `GrammarError`."""
+    if not choices or not all(choices):
+        raise GrammarError("it needs at least one choice, none of them empty")
+    _require_size("".join(choices))
+    return _compile(vocabulary, f"answer: {' | '.join(map(_literal, choices))}\n", thinking)
+
+
+def tools_grammar(vocabulary: Vocabulary, tools: Sequence[Mapping[str, Any]], several: bool, thinking: bool = False) -> Grammar:
+    """At least one call of one of the tools, in the form of the chat template; more if `several`. Raises `GrammarError`."""
+    functions = [tool.get("function", tool) for tool in tools]
+    as_json = "<arg_key>" not in vocabulary.template and '"arguments"' in vocabulary.template
+    write = _json_call if as_json else _tagged_call
+    calls = [write(vocabulary, number, function) for number, function in enumerate(functions)]
+    one = f"({' | '.join(f'call_{number}' for number in range(len(calls)))})"
+    more = f" (/[\\n]?/ {one})*" if several else ""
+    answer = f"answer: {one}{more}\n"
+    return _compile(vocabulary, answer + "".join(calls), thinking)
+
+
+def _compile(vocabulary: Vocabulary, rules: str, thinking: bool) -> Grammar:
+    start = "start: thought? answer\n" if thinking else "start: answer\n"
+    thought = _THOUGHT.format(think=_tag(vocabulary, "<think>"), thought_end=_tag(vocabulary, "</think>")) if thinking else ""
+    return compile_grammar(vocabulary, start + thought + rules)
+
+
+def _json_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
+    """A call as JSON between tags, as Qwen and Hermes write it."""
+    arguments = function.get("parameters") or {"type": "object"}
+    schema = {
+        "type": "object", "properties": {"name": {"const": function["name"]}, "arguments": arguments}, "required": ["name", "arguments"],
+        "additionalProperties": False, "$defs": arguments.get("$defs", {}),
+    }  # fmt: skip
+    return f'call_{number}: {_tag(vocabulary, "<tool_call>")} "\\n" %json {_schema(schema)} "\\n" {_tag(vocabulary, "</tool_call>")}\n'
+
+
+def _tagged_call(vocabulary: Vocabulary, number: int, function: Mapping[str, Any]) -> str:
+    """A call with an element for each argument, as GLM-4.x writes it: strings bare, other values as JSON."""
+    parameters = function.get("parameters") or {}
+    beyond = sorted(set(parameters) - _TOP_KEYS)
+    if beyond:
+        raise GrammarError(f"the parameters of {function['name']} have {beyond[0]!r}, but a forced call needs plain properties")
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
+        raise GrammarError(f"the parameters of {function['name']} require what is not among the properties")
+    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    rules, parts = "", []
+    key, key_end, value, value_end = (_tag(vocabulary, tag) for tag in ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
+    for place, (name, schema) in enumerate(properties.items()):
+        argument = f"argument_{number}_{place}"
+        content, more = _argument(f"TEXT_{number}_{place}", schema, shared)
+        rules += f'{argument}: {key} {_literal(name)} {key_end} "\\n" {value} {content} {value_end} "\\n"\n{more}'
+        parts.append(argument if name in required else f"{argument}?")
+    first, last = _tag(vocabulary, "<tool_call>"), _tag(vocabulary, "</tool_call>")
+    return f'call_{number}: {first} {_literal(function["name"] + chr(10))} {" ".join(parts)} {last}\n{rules}'
+
+
+def _argument(terminal: str, schema: Any, shared: Mapping[str, Any]) -> tuple[str, str]:
+    """The content of an argument, and a rule for it."""
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return f"%json {_schema({**schema, **shared} if isinstance(schema, dict) else schema)}", ""
+    if (allowed := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
+        if not isinstance(allowed, list) or not allowed or not all(isinstance(one, str) and one for one in allowed):
+            raise GrammarError("an enum of strings must list texts that are not empty")
+        return f"({' | '.join(map(_literal, allowed))})", ""
+    if "pattern" in schema:  # of JSON schema, it matches anywhere in the text unless it has anchors
+        pattern = str(schema["pattern"])
+        pattern = pattern[1:] if pattern.startswith("^") else f"(?s:.*){pattern}"
+        pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else f"{pattern}(?s:.*)"
+        text = _expression(pattern)
+    else:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if not isinstance(least, int) or not isinstance(most, int | str):
+            raise GrammarError("minLength and maxLength are whole numbers")
+        text = f"/(?s:.){{{least},{most}}}/"
+    return terminal, f"{terminal}: {text} & ~/(?s:.*)<\\/arg_value>(?s:.*)/\n"
+
+
+def _schema(schema: Any) -> str:
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema is a JSON object")
+    text = json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+    _require_size(text)
+    return text
+
+
+def _require_size(text: str) -> None:
+    if len(text) > _LARGEST:
+        raise GrammarError(f"it has {len(text):,} characters; at most {_LARGEST:,} are allowed")
+
+
+def _tag(vocabulary: Vocabulary, name: str) -> str:
+    """A special token, or its text in a vocabulary without it."""
+    return f"<[{vocabulary.special[name]}]>" if name in vocabulary.special else _literal(name)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _expression(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern, 'dw')}/"

@@ -1,0 +1,234 @@
+"""JSON schemas, expressions, choices and forced tool calls over HTTP, from a model with random weights, which would write none of them.
+
+The model is asked at several temperatures and limits of tokens: whatever it prefers, what comes must parse and be valid.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("llguidance")
+
+from lmworks.model import Transformer
+from lmworks.model.init import initialize
+from lmworks.recipe.schema.model import Model
+from lmworks.serve.grammar import GrammarError
+from lmworks.serve.structured import json_grammar, regex_grammar, tools_grammar
+from lmworks.serve.vocabulary import Vocabulary
+from lmworks.tokenizer.reply import read
+from small_config import small_config
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+PERSON = {
+    "type": "object", "additionalProperties": False, "required": ["name", "age", "tags", "born"],
+    "properties": {
+        "name": {"type": "string", "minLength": 2}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+        "born": {"type": "string", "pattern": "^[0-9]{4}-[ab]+x$"}, "friend": {"$ref": "#/$defs/friend"},
+    },
+    "$defs": {"friend": {"type": "object", "properties": {"of": {"$ref": "#/$defs/friend"}}, "additionalProperties": False}},
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "required": ["city", "days"], "properties": {
+            "city": {"type": "string", "minLength": 1, "maxLength": 30}, "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "where": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}}}}},
+    {"type": "function", "function": {"name": "clock"}},
+]  # fmt: skip
+
+
+@pytest.fixture
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def tool_client(start: Any, vocabulary: Vocabulary) -> openai.OpenAI:
+    """Of a model in whose context the tools fit."""
+    config = Model(**small_config(vocab_size=vocabulary.size), max_position_embeddings="1Ki tokens", initializer_range=0.3)
+    served = start(context=1024, model=initialize(Transformer(config), seed=2).eval())
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def require_person(value: Any) -> None:
+    """PERSON, written out by hand: the schema is not checked by what generated it."""
+    assert isinstance(value, dict) and {"name", "age", "tags", "born"} <= set(value) <= set(PERSON["properties"])  # type: ignore[call-overload]
+    assert isinstance(value["name"], str) and len(value["name"]) >= 2
+    assert type(value["age"]) is int and 0 <= value["age"] <= 150
+    assert 1 <= len(value["tags"]) <= 3 and set(value["tags"]) <= {"red", "green"}
+    assert re.fullmatch("[0-9]{4}-[ab]+x", value["born"])
+    friend = value.get("friend", {})
+    while friend:
+        assert set(friend) == {"of"}
+        friend = friend["of"]
+
+
+def schema_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("max_tokens", [60, 75, 180])
+def test_an_answer_is_valid_at_every_limit(client: openai.OpenAI, max_tokens: int) -> None:
+    reply = client.chat.completions.create(
+        model="tiny", messages=HELLO, response_format=schema_format(PERSON), max_tokens=max_tokens, temperature=1.2, seed=max_tokens, n=4)
+    for choice in reply.choices:
+        require_person(json.loads(choice.message.content or ""))
+        assert choice.finish_reason in ("stop", "length")
+    assert len({choice.message.content for choice in reply.choices}) > 1
+
+
+def test_any_object_and_streams(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "response_format": {"type": "json_object"}, "max_tokens": 40, "seed": 3}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert isinstance(json.loads(whole.message.content or ""), dict)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**options, stream=True))
+    assert streamed == whole.message.content
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_guided_completions(client: openai.OpenAI, temperature: float) -> None:
+    def ask(max_tokens: int = 30, **guided: Any) -> str:
+        options: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": 1, "extra_body": guided}
+        reply = client.completions.create(model="tiny", prompt="a", **options)
+        return reply.choices[0].text
+
+    assert re.fullmatch(r"[a-c]{3}-\d+", ask(guided_regex=r"[a-c]{3}-\d+"))
+    assert ask(guided_choice=["yes", "no, never", "Zürich/1"]) in ("yes", "no, never", "Zürich/1")
+    require_person(json.loads(ask(80, guided_json=PERSON)))
+    assert json.loads(ask(guided_json={"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2})) in (
+        [[one, other] for one in (True, False) for other in (True, False)])
+
+
+def test_restricted_and_free_answers_share_a_batch(server: Any) -> None:
+    import asyncio
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            asked = [
+                client.chat.completions.create(
+                    model="tiny", messages=HELLO, max_tokens=70, temperature=1, seed=n,
+                    **({"response_format": schema_format(PERSON)} if n % 2 else {}))  # type: ignore[arg-type]
+                for n in range(8)
+            ]  # fmt: skip
+            return [reply.choices[0].message.content or "" for reply in await asyncio.gather(*asked)]
+
+    replies = asyncio.run(ask_all())
+    for reply in replies[1::2]:
+        require_person(json.loads(reply))
+    alone = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions.create(
+        model="tiny", messages=HELLO, max_tokens=70, temperature=1, seed=2)
+    assert replies[2] == alone.choices[0].message.content, "others' grammars change nothing"
+
+
+@pytest.mark.parametrize(("choice", "names"), [
+    ("required", {"weather", "clock"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+])  # fmt: skip
+def test_forced_calls_have_valid_arguments(tool_client: openai.OpenAI, choice: Any, names: set[str]) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": 70, "temperature": 1.2}
+    for seed in range(3):
+        (answer,) = tool_client.chat.completions.create(**options, seed=seed, parallel_tool_calls=seed > 0).choices
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+        calls = answer.message.tool_calls or []
+        assert calls and {call.function.name for call in calls} <= names
+        if not isinstance(choice, str) or seed == 0:
+            assert len(calls) == 1
+        for call in calls:
+            arguments = json.loads(call.function.arguments)
+            if call.function.name == "clock":
+                assert arguments == {}
+                continue
+            assert {"city", "days"} <= set(arguments) <= {"city", "days", "unit", "where"}
+            assert isinstance(arguments["city"], str) and 1 <= len(arguments["city"]) <= 30 and type(arguments["days"]) is int
+            assert arguments.get("unit", "C") in ("C", "F") and set(arguments.get("where", {"x": 0})) == {"x"}
+        streamed: dict[int, list[str]] = {}
+        for chunk in tool_client.chat.completions.create(**options, seed=seed, parallel_tool_calls=seed > 0, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or []:
+                streamed.setdefault(part.index, []).extend((part.function.name, part.function.arguments))
+        assert list(streamed.values()) == [[call.function.name, call.function.arguments] for call in calls]
+
+
+TOOL = TOOLS[1]
+OTHER = {"type": "function", "function": {"name": "zzz"}}
+
+
+def forced(parameters: Any) -> Any:
+    return {"tools": [{"function": {"name": "f", "parameters": parameters}}], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(("body", "message", "param"), [
+    ({"response_format": schema_format({"type": "nosuch"})}, "response_format: .*Invalid type: nosuch", "response_format"),
+    ({"response_format": schema_format("text")}, "response_format: a schema is a JSON object", "response_format"),
+    ({"response_format": schema_format({"allOf": [{"type": "string"}, {"type": "integer"}]})}, "Unsatisfiable schema", "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type is text, json_object or json_schema", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "needs json_schema.schema", "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {}}}, "has the type json_object and a schema; use one", "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_json": {}}, "response_format and guided_json both restrict", "guided_json"),
+    ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "tools and a restriction of the answer exclude each other", "tools"),
+    ({"guided_regex": "["}, "guided_regex: .*invalid regex", "guided_regex"),
+    ({"guided_choice": []}, "guided_choice: it needs at least one choice", "guided_choice"),
+    ({"response_format": schema_format(PERSON), "max_tokens": 5}, "no answer of at most 5 tokens was found", "response_format"),
+    ({"tools": [TOOL, TOOL]}, "tools has two functions with the name clock; rename one", "tools"),
+    ({"tools": [TOOL], "tool_choice": OTHER}, "tool_choice names 'zzz', but the tools are clock", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "zzz"}, "tool_choice is none, auto, required or", "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice demands a call, but the request has no tools", "tool_choice"),
+    (forced({"anyOf": [{}]}), "have 'anyOf', but a forced call", "tool_choice"),
+    (forced({"properties": {"a": {"type": 5}}}), "tool_choice: ", "tool_choice"),
+])  # fmt: skip
+def test_bad_requests(tool_client: openai.OpenAI, body: Any, message: str, param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        tool_client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
+    assert caught.value.param == param
+    assert "\n" not in caught.value.message
+
+
+HOSTILE: list[Any] = [
+    {"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]},
+    {"$ref": "#"},
+    {"$ref": "http://127.0.0.1:1/schema.json"},
+    {"type": "array", "minItems": 100_000, "items": {"type": "integer"}},
+    {"$defs": {f"a{n}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{n + 1}"}] * 2, "minItems": 2} for n in range(40)}
+     | {"a40": {"type": "integer"}}, "$ref": "#/$defs/a0"},
+    {"enum": ["x" * 200_000]},
+    {"type": "object", "properties": {"\ud800": {"type": "string"}}, "required": ["\ud800"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
+def test_schemas_without_a_short_answer_are_refused(vocabulary: Vocabulary, schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        json_grammar(vocabulary, schema).answer(200)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)*b", "((a{1,99}){1,99}){1,99}", "(.*a){20}", "([ab]*a[ab]{14}){2}"])
+def test_expressions_that_explode_elsewhere_are_bounded(vocabulary: Vocabulary, pattern: str) -> None:
+    began = time.process_time()
+    try:
+        state = regex_grammar(vocabulary, pattern).answer(100)
+    except GrammarError:
+        return  # refused at once is bounded too
+    for _ in range(100):
+        state.accept(int(state.allowed().nonzero()[0]))
+        if state.error:
+            break
+    assert time.process_time() - began < 20  # 2 ** 100 attempts never end
+
+
+def test_calls_in_the_other_form(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates that write calls as JSON, as Qwen's does."""
+    monkeypatch.setattr(Vocabulary, "template", '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>')
+    state, ids = tools_grammar(vocabulary, TOOLS, several=False).answer(60), list[int]()
+    while len(ids) < 60:
+        token = state.accept(int(state.allowed().nonzero()[-1]))
+        if token in vocabulary.stop_ids:
+            break
+        ids.append(token)
+    reply = read(vocabulary.decode(ids), TOOLS)
+    assert [call.name for call in reply.calls] in (["weather"], ["clock"]) and not reply.content
+    assert isinstance(json.loads(reply.calls[0].arguments), dict)
