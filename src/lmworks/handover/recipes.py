@@ -18,7 +18,8 @@ def prompt_files(given: Sequence[str]) -> list[Path]:
             found.append(Path(name))
             continue
         recipe = load_recipe(name, []).recipe
-        files = [Path(source.path) for source in (recipe.tune.data if recipe.tune else ()) if source.kind == "jsonl" and source.path]
+        sources = recipe.tune.data if recipe.tune else ()
+        files = [Path(source.path) for source in sources if source.kind == "jsonl" and source.path is not None]
         if not files:
             raise UserError(f"{name} has no tune.data of kind jsonl; give a JSONL file with prompts and labels")
         found += files
